@@ -1,0 +1,47 @@
+# The commands a newcomer needs: make serve, make test, make check, make bench.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install serve test check bench test-deep format clean
+.DEFAULT_GOAL := help
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## create .venv with everything pinned in requirements/
+
+$(STAMP): requirements/gateway.txt requirements/worker.txt requirements/demo.txt requirements/dev.txt pyproject.toml
+	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# Every file lists a full closure, so --no-deps installs exactly what is pinned and nothing else.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r requirements/gateway.txt -r requirements/worker.txt -r requirements/demo.txt -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve: install ## one gateway, two workers and Redis on this machine: http://127.0.0.1:8000
+	@$(BIN)/headstart serve $(ARGS)
+
+test: install ## the test suite (at most 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -m "not deep and not gpu" $(ARGS)
+
+test-deep: install ## long property runs, by hand
+	@$(BIN)/python -m pytest -m deep $(ARGS)
+
+check: install ## ruff, mypy, import rules, docs
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: install ## the measurements: make bench ARGS="cache --json"
+	@$(BIN)/headstart bench $(ARGS)
+
+format: install ## rewrite the sources as `make check` wants them
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info build

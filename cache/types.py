@@ -1,0 +1,24 @@
+"""The identifiers of the cache, kept apart by type: an id is never a hash, a hash never its truncation."""
+
+from __future__ import annotations
+
+from typing import Final, NewType
+
+BlockId = NewType("BlockId", int)
+"""Index of a physical block in the KV pool. Block 0 is the null block and is never handed out."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""16 bytes that name a full block and everything before it (see `cache.hashing`)."""
+
+IndexEntry = NewType("IndexEntry", bytes)
+"""The first 8 bytes of a `BlockHash`: what the shared index stores. A hint, never an identity."""
+
+WorkerId = NewType("WorkerId", str)
+Epoch = NewType("Epoch", str)
+"""One boot (or one clearing) of one worker's cache. Blocks announced under another epoch do not exist."""
+
+GatewayId = NewType("GatewayId", str)
+
+NULL_BLOCK: Final = BlockId(0)
+HASH_BYTES: Final = 16
+INDEX_ENTRY_BYTES: Final = 8

@@ -1,0 +1,264 @@
+"""The contract between gateway and worker: msgpack over HTTP, token ids both ways. Imports nothing heavy.
+
+    POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
+    POST /abort      {"request_id": str, "choice": int | None}
+    GET  /state      WorkerMember + WorkerLoad (cache.index)      GET /bundle   TokenizerBundle
+
+A stream that ends without End or Failed is a dead worker. Frames are msgpack arrays whose first item is a tag; a
+reader feeds bytes to `FrameReader` as they arrive, however they are cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+import msgpack
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+CONTENT_TYPE: Final = "application/msgpack"
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class WireError(ValueError):
+    """Bytes that are no message of this protocol. The text names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the output: `text` is a JSON schema, a regex, a grammar or a JSON list of choices."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. The token at a position is a function of (logits, params, seed, position) only."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """None: none. k: the sampled token's logprob and the k best."""
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceState:
+    """One of the n answers to a prompt; `output_ids` is not empty when a stream is resumed."""
+
+    index: int
+    seed: int
+    output_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    request_id: str
+    gateway_id: str
+    epoch: str
+    """The epoch that the gateway routed to; a worker of another epoch answers 409. Empty: any."""
+    root: bytes
+    prompt_ids: Sequence[int]
+    choices: tuple[ChoiceState, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of one position before any penalty or truncation: of the token, and of the best."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue and its prefill begins. Sent once, first."""
+
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last word on one choice. `stop_token_id` is the token that ended it (it is also in the last Tokens)."""
+
+    choice: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Sent once after the prefill when asked for; entry i is the logprob of prompt token i (None for the first)."""
+
+    positions: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Every choice is finished and the stream is complete."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended without an answer. `retryable`: another worker, or a later time, may do better."""
+
+    code: str
+    message: str
+    retryable: bool
+
+
+Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed
+_FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed)
+_TAGS: Final = {frame: tag for tag, frame in enumerate(_FRAMES)}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBundle:
+    """All that a gateway needs to turn text into this model's tokens and back."""
+
+    fingerprint: str
+    model: str
+    revision: str
+    tokenizer_json: bytes
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: tuple[int, ...]
+    add_bos: bool
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+
+
+T = TypeVar("T")
+
+
+def pack(message: object) -> bytes:
+    """Any dataclass of this module, or of `cache.index`, as a msgpack map of its fields."""
+    return msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+
+
+def unpack(data: bytes, kind: type[T]) -> T:
+    """The inverse of `pack`, with every field's type checked. Raises WireError."""
+    try:
+        return msgspec.convert(msgpack.unpackb(data), kind)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a {kind.__name__}: {error}") from error
+
+
+def pack_request(request: GenerateRequest) -> bytes:
+    """`pack` with the prompt as u32 little-endian bytes, so that its length costs next to nothing."""
+    prompt_ids = array("I", request.prompt_ids)
+    if sys.byteorder == "big":
+        prompt_ids.byteswap()
+    message = msgspec.to_builtins(dataclasses.replace(request, prompt_ids=()), builtin_types=(bytes,))
+    message["prompt_ids"] = prompt_ids.tobytes()
+    return msgpack.packb(message)
+
+
+def unpack_request(data: bytes) -> GenerateRequest:
+    """The inverse of `pack_request`. Raises WireError, also when the peer speaks another protocol version."""
+    try:
+        message = msgpack.unpackb(data)
+        if (protocol := message.get("protocol")) != PROTOCOL_VERSION:
+            raise WireError(f"protocol: the gateway speaks {protocol!r}, this worker {PROTOCOL_VERSION}")
+        prompt_ids = array("I")
+        prompt_ids.frombytes(message["prompt_ids"])
+        if sys.byteorder == "big":
+            prompt_ids.byteswap()
+        message["prompt_ids"] = ()
+        request = msgspec.convert(message, GenerateRequest)
+    except WireError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a GenerateRequest: {error}") from error
+    return dataclasses.replace(request, prompt_ids=prompt_ids.tolist())
+
+
+def pack_frame(frame: Frame) -> bytes:
+    return msgpack.packb((_TAGS[type(frame)], *dataclasses.astuple(frame)))
+
+
+class FrameReader:
+    """Cuts a byte stream into frames: `feed` what has arrived, iterate what is complete. Raises WireError."""
+
+    __slots__ = ("_unpacker",)
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, use_list=False)
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        try:
+            self._unpacker.feed(data)
+            for message in self._unpacker:
+                yield _frame(message)
+        except WireError:
+            raise
+        except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+            raise WireError(f"not a frame: {error}") from error
+
+
+def _frame(message: Any) -> Frame:
+    match message:
+        case (1, int(choice), tuple(token_ids), None):  # the frame of every token: no generic conversion
+            return Tokens(choice, token_ids)
+        case (int(tag), *values) if 0 <= tag < len(_FRAMES):
+            return _build(_FRAMES[tag], values)
+    raise WireError(f"not a frame: {message!r:.80}")
+
+
+def _build(kind: type[T], values: Sequence[object]) -> T:
+    """A frame from its fields in order; msgspec checks and converts the nested ones."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if len(values) != len(names):
+        raise WireError(f"{kind.__name__} has {len(names)} fields, got {len(values)}")
+    converted = (_nested(kind, name, value) for name, value in zip(names, values, strict=True))
+    return msgspec.convert(dict(zip(names, converted, strict=True)), kind)
+
+
+def _nested(kind: type, name: str, value: object) -> object:
+    """TokenLogprobs travel as pairs (logprob, top)."""
+    if value is None or (kind, name) not in ((Tokens, "logprobs"), (PromptLogprobs, "positions")):
+        return value
+    assert isinstance(value, tuple)
+    return tuple(None if item is None else TokenLogprobs(item[0], item[1]) for item in value)
