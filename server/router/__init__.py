@@ -1,0 +1,1 @@
+"""Which worker gets a request: cost, books, speculative entries, policies."""

@@ -1,0 +1,81 @@
+"""The contract between the scheduler and the runner: what one step computes, and what comes out of it.
+
+A step holds prefill chunks and decodes alike. Every sequence brings tokens to compute; the KV of each goes to its
+slot, and its query attends to all earlier tokens of its sequence through the block table.
+
+    tokens of a sequence   |<- computed: start ->|<- token_ids of this step ->|<- later ->|
+    KV                      read via block_table   written to slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cache.allocator import BlockCopy
+from cache.types import BlockId
+from worker.wire import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to sample from a sequence's last logits. `position` is the index of the drawn token in the sequence.
+
+    The result depends on (logits, params, seed, position, the token ids so far) and on nothing else.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    allowed: object | None = None
+    """A bit mask over the vocabulary from the choice's grammar (int32 words), or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """One sequence's part of a step."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[BlockId]
+    slots: Sequence[int]
+    draws: tuple[Draw, ...] = ()
+    """Empty for a chunk that stops before the end of what is known; several when choices fork from one prompt."""
+    num_prompt_logprobs: int | None = None
+    """k: also give the logprob, and the k best, of the token that follows each token of this step."""
+    next_token_ids: Sequence[int] = ()
+    """With num_prompt_logprobs: the token that follows each token of the step, as far as the prompt goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    sequences: Sequence[SequenceStep]
+    copies: Sequence[BlockCopy] = ()
+    """To be done first, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """One per sequence of the step, in its order; `drawn` matches `draws`."""
+
+    drawn: tuple[Drawn, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
+
+
+class Runner(Protocol):
+    """Runs steps on one device, one at a time, from one thread. A step that raises has written nothing that counts."""
+
+    def run(self, step: Step) -> list[SequenceResult]: ...
