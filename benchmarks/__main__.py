@@ -1,0 +1,30 @@
+"""`headstart bench NAME`: runs one measurement."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Final
+
+NOT_BENCHES: Final = {"__main__", "report"}
+
+
+def names() -> list[str]:
+    """Every module of this package that is a bench: it has `main(argv) -> exit code`."""
+    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return sorted(module.name for module in modules if not module.ispkg and module.name not in NOT_BENCHES)
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in names():
+        print(f"usage: headstart bench {{{','.join(names())}}} [--json] [--plot FILE] [OPTIONS]", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"benchmarks.{argv[0]}")
+    code: int = module.main(argv[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""The `headstart` command: one word chooses the part, the rest is that part's own command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from server.serve.command import main
+
+    return main(argv)
+
+
+def _gateway(argv: Sequence[str]) -> int:
+    from server.gateway import main
+
+    return main(list(argv))
+
+
+def _exec_module(module: str, argv: Sequence[str]) -> NoReturn:
+    """Become `python -m module`: the gateway's package never imports the worker's torch."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+
+
+COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
+    "serve": ("everything on this machine: Redis, workers and a gateway", _serve),
+    "gateway": ("one gateway: the OpenAI API in front of the workers", _gateway),
+    "worker": ("one worker: a model on one device", lambda argv: _exec_module("worker", argv)),
+    "bench": ("the measurements; each prints a table", lambda argv: _exec_module("benchmarks", argv)),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:8} {summary}" for name, (summary, _) in COMMANDS.items()]
+    return "\n".join(["usage: headstart COMMAND [OPTIONS]", "", *lines, "", "headstart COMMAND --help tells the rest."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"headstart {version('headstart')}")
+        return 0
+    if name not in COMMANDS:
+        print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return COMMANDS[name][1](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Starts the parts in order, says when they are ready, keeps them alive, and ends them all within seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+
+from server.serve.child import Child, ChildSpec
+from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
+
+if TYPE_CHECKING:
+    from server.serve.command import ServeConfig
+
+STOP_GRACE_S: Final = 3.5
+"""Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL."""
+POLL_S: Final = 0.1
+
+
+class Supervisor:
+    """Owner of all children of one `headstart serve`."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._started_s = time.monotonic()
+        self._children: list[Child] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop_requested = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until SIGINT or SIGTERM. Returns the exit code. Raises RedisMissingError and ChildRefusedError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop_requested.set)
+        with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+            starting = asyncio.create_task(self._start(Path(folder)))
+            starting.add_done_callback(self._stop_on_error)
+            try:
+                await self._stop_requested.wait()
+                _say("stopping ...")
+            finally:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                await self._stop()
+        for task in (starting, *self._tasks):
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        _say("stopped")
+        return 0
+
+    async def _start(self, folder: Path) -> None:
+        config = self._config
+        url = config.redis_url
+        if url is None:
+            url = redis_url(folder)
+            await self._spawn(self._redis_spec(folder)).ready.wait()
+        workers = [self._spawn(self._worker_spec(index, url)) for index in range(config.num_workers)]
+        gateway = self._spawn(self._gateway_spec(url))
+        for child in (*workers, gateway):
+            await child.ready.wait()
+        await _until(self._serves_all_workers)
+        await self._announce()
+
+    def _spawn(self, spec: ChildSpec) -> Child:
+        child = Child(spec, _say)
+        self._children.append(child)
+        task = asyncio.create_task(child.run(), name=spec.name)
+        task.add_done_callback(self._stop_on_error)
+        self._tasks.append(task)
+        return child
+
+    def _stop_on_error(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._stop_requested.set()
+
+    async def _stop(self) -> None:
+        await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in self._children))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _redis_spec(self, folder: Path) -> ChildSpec:
+        path = socket_path(folder)
+
+        async def answers() -> bool:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_unix_connection(path)
+                writer.write(b"PING\r\n")
+                try:
+                    return await reader.readline() == b"+PONG\r\n"
+                finally:
+                    writer.close()
+            return False
+
+        return ChildSpec("redis", redis_command(find_redis_server(), folder), _relay("redis"), lambda: _until(answers))
+
+    def _worker_spec(self, index: int, url: str) -> ChildSpec:
+        config = self._config
+        name = f"worker-{index}"
+        command = [sys.executable, "-m", "worker", "--worker-id", name, "--host", "127.0.0.1", "--port", "0"]
+        command += ["--redis", url, "--threads", str(config.threads)]
+        if config.model is not None:
+            command += ["--model", config.model]
+        return ChildSpec(name, [*command, *config.worker_args], _relay(name))
+
+    def _gateway_spec(self, url: str) -> ChildSpec:
+        config = self._config
+        command = [sys.executable, "-m", "server.gateway", "--host", config.host, "--port", str(config.port)]
+        command += ["--ops-port", str(config.ops_port), "--redis", url, *config.gateway_args]
+        return ChildSpec("gateway", command, _relay("gateway"))
+
+    async def _serves_all_workers(self) -> bool:
+        """The gateway is ready and knows every worker."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+                async with session.get(f"{self._public_url}/health/ready") as answer:
+                    detail = await answer.json(content_type=None)
+                    return answer.status == 200 and int(detail.get("workers", 0)) >= self._config.num_workers
+        return False
+
+    async def _announce(self) -> None:
+        async with aiohttp.ClientSession() as session, session.get(f"{self._public_url}/v1/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        _say(
+            f"ready in {time.monotonic() - self._started_s:.1f} s, {self._config.num_workers} workers, "
+            f"ops on port {self._config.ops_port}. Try: "
+            f"curl {self._public_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+        )
+
+    @property
+    def _public_url(self) -> str:
+        host = self._config.host
+        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._config.port}"
+
+
+async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Poll until the condition holds; the caller bounds the time by cancelling."""
+    while not await condition():  # noqa: ASYNC110 - what is awaited happens in another process
+        await asyncio.sleep(POLL_S)
+
+
+def _relay(name: str) -> Callable[[str], None]:
+    return lambda line: print(f"[{name}] {line}", file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"headstart: {text}", file=sys.stderr, flush=True)
