@@ -1,0 +1,169 @@
+"""A real `headstart serve` for tests: started on free ports, waited for, and ended with all its children."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from openai import OpenAI
+
+START_TIMEOUT_S = 120.0
+READY = re.compile(r"headstart: ready in ([\d.]+) s")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class Serve:
+    """One running `headstart serve`; use it as a context manager."""
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+        self.port, self.ops_port = free_ports(2)
+        self.lines: list[str] = []
+        self.ready_after_s = 0.0
+        self._new_lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        command = [sys.executable, "-m", "server.cli", "serve"]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port), "--ops-port", str(self.ops_port), *args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ops_url(self) -> str:
+        return f"http://127.0.0.1:{self.ops_port}"
+
+    def __enter__(self) -> Serve:
+        try:
+            self.ready_after_s = float(self.wait_for_line(READY)[1])
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
+        """End it; returns the exit code and the seconds it took. Asserts that no child outlives it."""
+        family = self.family()
+        started_s = time.monotonic()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            code = self.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError("\n".join(["headstart serve did not stop", *self.lines])) from None
+        finally:
+            _, alive = psutil.wait_procs(family, timeout=1)
+            for orphan in alive:
+                orphan.kill()
+        took_s = time.monotonic() - started_s
+        self._reader.join(timeout=5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        assert not alive, f"orphans: {alive}"
+        return code, took_s
+
+    def family(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def child(self, word: str) -> psutil.Process:
+        """The one child whose command line contains `word` as an argument or at the end of its program's path."""
+        for process in self.family():
+            if any(part == word or part.endswith(f"/{word}") for part in process.cmdline()):
+                return process
+        raise AssertionError(f"no child {word!r} among {[p.cmdline() for p in self.family()]}")
+
+    def wait_for_line(self, pattern: re.Pattern[str], timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
+        """The first match among the lines not yet waited over."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                line = self._new_lines.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if line is None:
+                raise AssertionError("\n".join(["headstart serve ended:", *self.lines]))
+            if match := pattern.search(line):
+                return match
+        raise AssertionError("\n".join([f"no line matches {pattern.pattern!r} in {timeout_s} s:", *self.lines]))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            self._new_lines.put(line.rstrip())
+        self._new_lines.put(None)
+
+    def client(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=120, **options)
+
+    def wait_ready(self, num_workers: int, timeout_s: float = 60.0) -> None:
+        """Until the gateway counts `num_workers` live workers."""
+        deadline_s = time.monotonic() + timeout_s
+        detail: object = None
+        while time.monotonic() < deadline_s:
+            try:
+                answer = httpx.get(f"{self.url}/health/ready", timeout=5)
+                detail = answer.json()
+                if answer.status_code == 200 and detail["workers"] == num_workers:
+                    return
+            except httpx.HTTPError as error:
+                detail = error
+            time.sleep(0.1)
+        raise AssertionError("\n".join([f"not ready with {num_workers} workers: {detail}", *self.lines]))
+
+
+def chat(
+    serve: Serve, messages: Sequence[dict[str, Any]], *, model: str, max_tokens: int = 8, **options: Any
+) -> httpx.Response:
+    """One unstreamed, greedy chat completion; asserts 200."""
+    body = {"model": model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0, **options}
+    answer = serve.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, (answer.status_code, answer.text, serve.lines[-20:])
+    return answer
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def trace_path(name: str) -> Path:
+    return Path(__file__).parent.parent / "data" / name

@@ -1,0 +1,149 @@
+"""What the main job survives: Redis gone and back, a worker killed. On a tiny model, with real processes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.serving import Serve, cached_tokens, chat
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def serve(tiny_model: Path) -> Iterator[Serve]:
+    with Serve("--model", str(tiny_model)) as running:
+        yield running
+
+
+@pytest.fixture
+def model(serve: Serve) -> str:
+    return next(iter(serve.client().models.list())).id
+
+
+class Load:
+    """Requests one after another on several threads until stopped; keeps every status."""
+
+    def __init__(self, serve: Serve, model: str, num_threads: int = 3) -> None:
+        self._serve, self._model = serve, model
+        self._stop = threading.Event()
+        self.statuses: list[int] = []
+        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(num_threads)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, index: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            turn += 1
+            body = {"model": self._model, "messages": [{"role": "user", "content": f"{index} {turn} " * 30}]}
+            self.statuses.append(self._serve.post("/v1/chat/completions", body | {"max_tokens": 8}).status_code)
+
+
+def long_conversation(turns: int) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[turn % 2], "content": f"Sentence number {turn}. " * 20} for turn in range(2 * turns - 1)]
+
+
+def test_redis_killed_and_restarted_under_load(serve: Serve, model: str) -> None:
+    redis = serve.child("redis-server") if _has_child(serve, "redis-server") else None
+    assert redis is not None
+    with Load(serve, model) as load:
+        _wait_for_statuses(load, 5)
+        redis.send_signal(signal.SIGSTOP)  # first unresponsive,
+        seen = len(load.statuses)
+        _wait_for_statuses(load, seen + 10)
+        redis.kill()  # then gone; the supervisor starts another, empty one
+        seen = len(load.statuses)
+        _wait_for_statuses(load, seen + 10)
+    assert set(load.statuses) == {200}
+    _wait_until_prefix_routed(serve, model, within_s=10)
+
+
+def _wait_until_prefix_routed(serve: Serve, model: str, within_s: float) -> None:
+    """A later turn is promised its prefix by the index and finds it."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        marker = f"{time.monotonic()} "
+        first, second = long_conversation(1), long_conversation(2)
+        for messages in (first, second):
+            messages[0] = {"role": "user", "content": marker + messages[0]["content"]}
+        worker = chat(serve, first, model=model, max_tokens=1).headers["x-headstart-worker"]
+        time.sleep(0.3)  # longer than a publish takes, so that the index and not only the gateway's memory knows
+        answer = chat(serve, second, model=model, max_tokens=1)
+        promised = int(answer.headers["x-headstart-cached-tokens"])
+        if answer.headers["x-headstart-worker"] == worker and promised > 0 and cached_tokens(answer) > 0:
+            return
+        assert time.monotonic() < deadline_s, (answer.headers, answer.text)
+
+
+def test_worker_killed_between_requests(serve: Serve, model: str) -> None:
+    first = chat(serve, long_conversation(1), model=model)
+    victim = first.headers["x-headstart-worker"]
+    serve.child(victim).kill()
+    second = chat(serve, long_conversation(2), model=model)
+    assert second.headers["x-headstart-worker"] != victim
+    serve.wait_ready(2)
+    assert any(f"{victim} died (signal SIGKILL)" in line for line in serve.lines)
+    third = chat(serve, long_conversation(3), model=model)
+    assert third.status_code == 200
+
+
+def test_restarted_worker_is_not_credited_with_lost_blocks(serve: Serve, model: str) -> None:
+    first = chat(serve, long_conversation(2), model=model)
+    for name in ("worker-0", "worker-1"):
+        serve.child(name).kill()
+    serve.wait_ready(2)
+    second = chat(serve, long_conversation(2), model=model)
+    assert first.json()["choices"][0]["message"] == second.json()["choices"][0]["message"]
+    assert cached_tokens(second) == 0
+    assert int(second.headers["x-headstart-cached-tokens"]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stops_within_five_seconds(tiny_model: Path, number: int) -> None:
+    with Serve("--model", str(tiny_model)) as running:
+        assert len(running.family()) >= 4
+        code, took_s = running.stop(number)
+    assert code == 0
+    assert took_s < 5
+
+
+def test_stops_while_requests_run(serve: Serve, model: str) -> None:
+    with Load(serve, model) as load:
+        _wait_for_statuses(load, 1)
+        threading.Thread(target=load._stop.set).start()
+        _, took_s = serve.stop()
+    assert took_s < 5
+
+
+def test_a_model_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    serve = Serve("--model", str(tmp_path / "nothing.gguf"))
+    code = serve.process.wait(timeout=60)
+    serve.stop()
+    assert code == 2
+    assert any("nothing.gguf" in line for line in serve.lines), serve.lines
+
+
+def _has_child(serve: Serve, word: str) -> bool:
+    return any(word in part for process in serve.family() for part in process.cmdline())
+
+
+def _wait_for_statuses(load: Load, count: int, timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while len(load.statuses) < count:
+        assert time.monotonic() < deadline_s, load.statuses
+        time.sleep(0.02)

@@ -1,0 +1,182 @@
+"""The main job on the real model: one command, then any OpenAI client."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.serving import Serve, cached_tokens, chat
+
+pytestmark = pytest.mark.e2e
+BLOCK_SIZE = 16
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: Serve) -> str:
+    ids = [model.id for model in smollm2.client().models.list()]
+    assert len(ids) == 1
+    return ids[0]
+
+
+def test_second_start_is_quick(smollm2: Serve) -> None:
+    assert smollm2.ready_after_s < 30
+
+
+def test_openai_client(smollm2: Serve, model: str) -> None:
+    answer = smollm2.client().chat.completions.create(
+        model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0
+    )
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_openai_client_streaming(smollm2: Serve, model: str) -> None:
+    stream = smollm2.client().chat.completions.create(
+        model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0, stream=True
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert "Paris" in text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert len(chunks) > 3
+
+
+def test_completions(smollm2: Serve, model: str) -> None:
+    answer = smollm2.client().completions.create(
+        model=model, prompt="The capital of France is", temperature=0, max_tokens=4
+    )
+    assert "Paris" in answer.choices[0].text
+
+
+def test_curl_receives_chunks_one_by_one(smollm2: Serve, model: str) -> None:
+    body = {"model": model, "messages": [{"role": "user", "content": "Count from 1 to 30."}], "stream": True}
+    body |= {"max_tokens": 48, "temperature": 0}
+    command = ["curl", "-sN", f"{smollm2.url}/v1/chat/completions", "-H", "content-type: application/json"]
+    with subprocess.Popen([*command, "-d", json.dumps(body)], stdout=subprocess.PIPE, text=True) as curl:
+        assert curl.stdout is not None
+        arrivals = [(time.monotonic(), line.strip()) for line in curl.stdout if line.strip()]
+    assert arrivals[-1][1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for _, line in arrivals)
+    # A buffered answer would arrive at once; 48 tokens take far longer than this on any processor.
+    assert arrivals[-1][0] - arrivals[0][0] > 0.1
+    assert len(arrivals) > 20
+
+
+def test_headers(smollm2: Serve, model: str) -> None:
+    answer = chat(smollm2, [{"role": "user", "content": "Hi"}], model=model, max_tokens=1)
+    assert answer.headers["x-request-id"]
+    assert answer.headers["x-headstart-worker"] in ("worker-0", "worker-1")
+    assert int(answer.headers["x-headstart-cached-tokens"]) >= 0
+
+
+def test_conversation_stays_where_its_prefix_is(smollm2: Serve, model: str) -> None:
+    messages = [{"role": "system", "content": "You are a terse travel guide. " * 12}]
+    worker, previous_prompt = None, 0
+    for turn, city in enumerate(["Rome", "Oslo", "Lima", "Kyoto", "Cairo"]):
+        messages.append({"role": "user", "content": f"Tell me one thing about {city}."})
+        answer = chat(smollm2, messages, model=model, max_tokens=12)
+        usage = answer.json()["usage"]
+        if turn == 0:
+            worker = answer.headers["x-headstart-worker"]
+        else:
+            assert answer.headers["x-headstart-worker"] == worker
+            assert cached_tokens(answer) >= previous_prompt // BLOCK_SIZE * BLOCK_SIZE
+            assert int(answer.headers["x-headstart-cached-tokens"]) > 0
+        previous_prompt = usage["prompt_tokens"]
+        messages.append(answer.json()["choices"][0]["message"])
+
+
+def test_conversations_that_start_at_once_use_both_workers(smollm2: Serve, model: str) -> None:
+    barrier = threading.Barrier(2)
+    workers: list[str] = []
+
+    def converse(topic: str) -> None:
+        barrier.wait()
+        prompt = f"Write about {topic}. " * 40
+        workers.append(
+            chat(smollm2, [{"role": "user", "content": prompt}], model=model).headers["x-headstart-worker"]
+        )
+
+    threads = [threading.Thread(target=converse, args=(topic,)) for topic in ("whales", "bridges")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(workers) == ["worker-0", "worker-1"]
+
+
+def test_gateway_has_no_torch(smollm2: Serve) -> None:
+    gateway = smollm2.child("server.gateway")
+    assert not [mapped.path for mapped in gateway.memory_maps() if "torch" in mapped.path]
+    worker = smollm2.child("worker")
+    assert [mapped.path for mapped in worker.memory_maps() if "torch" in mapped.path], "the test looks at nothing"
+
+
+def bad_requests(model: str) -> Iterator[tuple[str, dict[str, object], int, str | None]]:
+    """(path, how to send it, status, param)"""
+    user = [{"role": "user", "content": "Hi"}]
+    for path, body in (("/v1/chat/completions", {"messages": user}), ("/v1/completions", {"prompt": "Hi"})):
+        yield path, {"content": b""}, 400, None
+        yield path, {"content": b'{"model": '}, 400, None
+        yield path, {"content": b"[]"}, 400, None
+        yield path, {"json": {**body, "model": "no-such-model"}}, 404, "model"
+        yield path, {"json": {**body, "model": model, "max_tokens": -1}}, 400, "max_tokens"
+        yield path, {"json": {**body, "model": model, "temperature": "hot"}}, 400, "temperature"
+        yield path, {"json": {**body, "model": model, "stream": True, "max_tokens": -1}}, 400, "max_tokens"
+    yield "/v1/chat/completions", {"json": {"model": model, "messages": []}}, 400, "messages"
+    yield "/v1/chat/completions", {"json": {"model": model}}, 400, "messages"
+    too_long = "a b c d " * 5000
+    long_chat = {"model": model, "messages": [{"role": "user", "content": too_long}]}
+    yield "/v1/chat/completions", {"json": long_chat}, 400, "messages"
+    yield "/v1/chat/completions", {"json": long_chat | {"stream": True}}, 400, "messages"
+    yield "/v1/completions", {"json": {"model": model, "prompt": too_long}}, 400, "prompt"
+    yield "/v1/nothing", {"json": {}}, 404, None
+
+
+def test_bad_input(smollm2: Serve, model: str) -> None:
+    for path, sent, status, param in bad_requests(model):
+        answer = httpx.post(f"{smollm2.url}{path}", headers={"content-type": "application/json"}, **sent)  # type: ignore[arg-type]
+        case = (path, str(sent)[:80], answer.text)
+        assert answer.status_code == status, case
+        error = answer.json()["error"]
+        assert sorted(error) == ["code", "message", "param", "type"], case
+        assert error["param"] == param, case
+        assert error["message"], case
+        assert answer.headers["x-request-id"], case
+    wrong_method = httpx.get(f"{smollm2.url}/v1/chat/completions")
+    assert wrong_method.status_code == 405
+    assert sorted(wrong_method.json()["error"]) == ["code", "message", "param", "type"]
+
+
+def test_a_prompt_too_long_says_so(smollm2: Serve, model: str) -> None:
+    answer = smollm2.post("/v1/completions", {"model": model, "prompt": "a b c d " * 5000})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_requests_beside_each_other_do_not_mix(smollm2: Serve, model: str) -> None:
+    """Batched greedy answers equal the answers given alone."""
+    prompts = [f"Name a city in {country}." for country in ("France", "Japan", "Peru", "Kenya", "Norway", "India")]
+
+    def answer(prompt: str) -> str:
+        body = chat(smollm2, [{"role": "user", "content": prompt}], model=model, max_tokens=16).json()
+        return str(body["choices"][0]["message"]["content"])
+
+    alone = [answer(prompt) for prompt in prompts]
+    together: dict[str, str] = {}
+    threads = [threading.Thread(target=lambda p=p: together.update({p: answer(p)})) for p in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[prompt] for prompt in prompts] == alone
+    assert len(set(itertools.chain(alone))) > 1
