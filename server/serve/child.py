@@ -117,7 +117,7 @@ class Child:
         if self.spec.is_ready is not None:
             await self.spec.is_ready()
         self.ready.set()
-        if self.num_restarts:
+        if self.num_restarts and self.spec.is_ready is not None:
             self._report(f"{self.spec.name} is back")
 
 

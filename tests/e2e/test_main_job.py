@@ -103,9 +103,7 @@ def test_conversations_that_start_at_once_use_both_workers(smollm2: Serve, model
     def converse(topic: str) -> None:
         barrier.wait()
         prompt = f"Write about {topic}. " * 40
-        workers.append(
-            chat(smollm2, [{"role": "user", "content": prompt}], model=model).headers["x-headstart-worker"]
-        )
+        workers.append(chat(smollm2, [{"role": "user", "content": prompt}], model=model).headers["x-headstart-worker"])
 
     threads = [threading.Thread(target=converse, args=(topic,)) for topic in ("whales", "bridges")]
     for thread in threads:
