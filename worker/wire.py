@@ -176,9 +176,14 @@ class TokenizerBundle:
 T = TypeVar("T")
 
 
+def _packb(message: object) -> bytes:
+    packed: bytes = msgpack.packb(message)
+    return packed
+
+
 def pack(message: object) -> bytes:
     """Any dataclass of this module, or of `cache.index`, as a msgpack map of its fields."""
-    return msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    return _packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
@@ -196,7 +201,7 @@ def pack_request(request: GenerateRequest) -> bytes:
         prompt_ids.byteswap()
     message = msgspec.to_builtins(dataclasses.replace(request, prompt_ids=()), builtin_types=(bytes,))
     message["prompt_ids"] = prompt_ids.tobytes()
-    return msgpack.packb(message)
+    return _packb(message)
 
 
 def unpack_request(data: bytes) -> GenerateRequest:
@@ -219,7 +224,9 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 
 def pack_frame(frame: Frame) -> bytes:
-    return msgpack.packb((_TAGS[type(frame)], *dataclasses.astuple(frame)))
+    if type(frame) is Tokens and frame.logprobs is None:  # the frame of every token: no generic conversion
+        return _packb((1, frame.choice, frame.token_ids, None))
+    return _packb((_TAGS[type(frame)], *dataclasses.astuple(frame)))
 
 
 class FrameReader:
@@ -243,7 +250,7 @@ class FrameReader:
 
 def _frame(message: Any) -> Frame:
     match message:
-        case (1, int(choice), tuple(token_ids), None):  # the frame of every token: no generic conversion
+        case (1, int(choice), tuple(token_ids), None):
             return Tokens(choice, token_ids)
         case (int(tag), *values) if 0 <= tag < len(_FRAMES):
             return _build(_FRAMES[tag], values)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.hashing import Namespace, encode_tokens, hash_block, hash_chain, index_entry
+from cache.types import BlockHash
+
+NAMESPACE = Namespace(model="SmolLM2-135M-Instruct", revision="r1", tokenizer="t1", block_size=4)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_golden_vectors() -> None:
+    """The format is a contract between versions and processes: these values never change."""
+    root = NAMESPACE.root(salt=b"salt")
+    assert NAMESPACE.fingerprint == "0e60788967df6511e0ec98df046d1783"
+    assert root.hex() == "c776a04f61d5ee9e8533e78a91675011"
+    assert [link.hex() for link in hash_chain(root, [0, 1, 2, 3, 4, 5, 2**32 - 1, 7, 8], 4)] == [
+        "68d03023735e43425732bb01eb6f8081",
+        "34920b39dc269fd6f1dda22882f0a5fa",
+    ]
+
+
+def test_chain_by_hand() -> None:
+    """The documented formula, written out."""
+    root = NAMESPACE.root(salt=b"")
+    first = blake2b(root + struct.pack("<4I", 9, 8, 7, 6), digest_size=16, person=b"headstart-block").digest()
+    assert hash_chain(root, [9, 8, 7, 6], 4) == [first]
+    assert index_entry(BlockHash(first)) == first[:8]
+
+
+@given(TOKENS, st.integers(1, 5))
+def test_chain_is_repeated_hash_block(token_ids: list[int], block_size: int) -> None:
+    parent = root = NAMESPACE.root(salt=b"x")
+    expected = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size])
+        expected.append(parent)
+    assert hash_chain(root, token_ids, block_size) == expected
+
+
+@given(TOKENS, TOKENS)
+def test_hashes_agree_exactly_on_the_common_prefix(left: list[int], right: list[int]) -> None:
+    root = NAMESPACE.root(salt=b"x")
+    for block, (a, b) in enumerate(zip(hash_chain(root, left, 4), hash_chain(root, right, 4), strict=False)):
+        assert (a == b) == (left[: 4 * block + 4] == right[: 4 * block + 4])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Namespace("SmolLM2-135M-Instruct", "r1", "t1", 8),
+        Namespace("SmolLM2-135M-Instruct", "r1", "t2", 4),
+        Namespace("SmolLM2-135M-Instruct", "r2", "t1", 4),
+        Namespace("other", "r1", "t1", 4),
+        Namespace("SmolLM2-135M-Instructr1", "", "t1", 4),  # no two field sets share an encoding
+    ],
+)
+def test_every_field_of_the_namespace_counts(other: Namespace) -> None:
+    assert other.fingerprint != NAMESPACE.fingerprint
+    assert other.root(salt=b"s") != NAMESPACE.root(salt=b"s")
+
+
+def test_salt_and_adapter_count() -> None:
+    roots = {
+        NAMESPACE.root(salt=s, adapter=a) for s, a in [(b"", ""), (b"a", ""), (b"", "a"), (b"a", "a"), (b"aa", "")]
+    }
+    assert len(roots) == 5
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_token_ids_outside_u32_are_refused(token_id: int) -> None:
+    with pytest.raises(OverflowError):
+        encode_tokens([token_id])
+
+
+def test_block_size_is_checked() -> None:
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        Namespace("m", "r", "t", 0)
