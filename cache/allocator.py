@@ -34,7 +34,8 @@ class CacheStats:
     hit_tokens: int
     evictions: int
     lru_tail_age: int
-    """Allocations made since the block that is evicted next was last released; 0 when nothing is evictable."""
+    """Times that blocks were taken since the one taken next was released: how long the pool remembers. 0 while blocks
+    that were never used remain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,11 @@ class Allocation(Protocol):
         """Flat pool positions (block id * block size + offset) of tokens start..stop-1, stop <= capacity."""
 
     def extend(self, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in total and make the last, written-next block this sequence's own.
+        """Make room for `num_tokens` tokens in total; the blocks of those not yet computed become this sequence's own.
 
-        False: it does not fit and nothing has changed. A shared block that would be written is replaced by a copy
-        (see `Allocator.take_copies`).
+        Call it before every step that writes, with the number of tokens that will be computed after it; after
+        `allocate` it may be left out as long as nothing was forked. False: it does not fit and nothing has changed.
+        A shared block that would be written is replaced by a copy (see `Allocator.take_copies`).
         """
 
     def commit(self, token_ids: Sequence[int], num_computed: int) -> None:
@@ -77,7 +79,10 @@ class Allocation(Protocol):
         """
 
     def fork(self) -> Allocation:
-        """Another sequence with the same tokens so far, sharing every block. Never fails: it takes no block."""
+        """Another sequence with the same computed tokens, sharing every block. Never fails: it takes no block.
+
+        Commit what is computed before. Afterwards both sequences call `extend` before they write.
+        """
 
     def free(self) -> None:
         """Release every block, tail first. Committed blocks stay findable until they are evicted."""
@@ -97,15 +102,23 @@ class Allocator(Protocol):
         """Blocks that an allocation could take now, evictable ones included."""
 
     def allocate(
-        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, *, reuse: bool = True
+        self,
+        num_tokens: int,
+        token_ids: Sequence[int],
+        root: BlockHash,
+        *,
+        reuse: bool = True,
+        hashes: Sequence[BlockHash] | None = None,
     ) -> Allocation | None:
         """Room for `num_tokens` (>= 1) tokens of a sequence that begins with `token_ids`, or None: does not fit.
 
         `root` (see `cache.hashing`) keeps tenants, models and adapters apart. At least one token of `token_ids` is
         always left to compute. `reuse=False` reads nothing from the cache (prompt logprobs) but still writes.
+        `hashes` is `hash_chain(root, token_ids, block_size)` if the caller has it: a request that waits is hashed once.
+        More room than `num_tokens` is held when more is found cached.
         """
 
-    def find(self, token_ids: Sequence[int], root: BlockHash) -> int:
+    def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         """Tokens that `allocate` would find cached now. Changes nothing, not even the order of eviction."""
 
     def take_events(self) -> list[BlockEvent]:

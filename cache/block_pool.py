@@ -1,0 +1,189 @@
+"""The pool of hashed blocks: who holds a block, under which hash it is findable, and which block is evicted next.
+
+    refs[b] == 0   b is in the free queue, findable or not          hashes[b] is None       b is not findable
+    refs[b] == k   b stands in k block tables                       cached[hashes[b]] == b, or b is in copies[...]
+
+A block keeps its hash while it is free and loses it when it is taken again (lazy eviction). Blocks of equal content
+may coexist, since tables never change a block they have: `cached` names the first copy, `copies` the others.
+
+What is findable is prefix-closed: a block is registered after its parent, every table that holds a block holds a copy
+of its parent, and a table is released tail first, so a parent's last copy always leaves the queue after its children.
+Source: vLLM v1, BlockPool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from cache.event_log import EventLog
+from cache.free_queue import FreeQueue
+from cache.types import NULL_BLOCK, BlockHash, BlockId
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks - 1; the null block 0 is never handed out."""
+
+    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_refs", "_released_at", "events", "evictions")
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
+        self._free = FreeQueue(num_blocks)
+        self._refs = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._cached: dict[BlockHash, BlockId] = {}
+        self._copies: dict[BlockHash, list[BlockId]] = {}
+        self._released_at = [0] * num_blocks
+        self._clock = 1
+        self.events = EventLog()
+        self.evictions = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._refs)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Distinct hashes that are findable."""
+        return len(self._cached)
+
+    @property
+    def age_of_next(self) -> int:
+        """Acquisitions since the block that is taken next was released; 0 while blocks never used remain."""
+        block_id = self._free.first
+        released_at = self._released_at[block_id]
+        return self._clock - released_at if block_id != NULL_BLOCK and released_at else 0
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """The blocks of the longest findable prefix of a chain. Changes nothing."""
+        find = self._cached.get
+        found = []
+        for block_hash in hashes:
+            block_id = find(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def take(self, count: int) -> list[BlockId] | None:
+        """Hold `count` blocks, evicting what they hold; None, and no change: too few are free."""
+        return self.acquire((), count)
+
+    def acquire(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        """Hold the blocks `found` and take `num_new` others, which are returned; None, and no change: too few free.
+
+        What was found leaves the queue before anything is taken from it, so a request never evicts its own prefix.
+        """
+        refs = self._refs
+        unheld = [block_id for block_id in found if not refs[block_id]]
+        if len(unheld) + num_new > len(self._free):
+            return None
+        self._free.remove(unheld)
+        for block_id in found:
+            refs[block_id] += 1
+        self._clock += 1
+        return self._evict(num_new)
+
+    def share(self, block_ids: Iterable[BlockId]) -> None:
+        """One more table holds these blocks, which are held already."""
+        refs = self._refs
+        for block_id in block_ids:
+            assert refs[block_id] > 0, f"block {block_id} is shared but nobody holds it"
+            refs[block_id] += 1
+
+    def is_shared(self, block_id: BlockId) -> bool:
+        return self._refs[block_id] > 1
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """One table less holds these blocks, given in token order: the tail is queued, hence evicted, first."""
+        refs, released_at, now = self._refs, self._released_at, self._clock
+        freed = []
+        for block_id in reversed(block_ids):
+            num_refs = refs[block_id]
+            assert num_refs > 0, f"block {block_id} is released but nobody holds it"
+            refs[block_id] = num_refs - 1
+            if num_refs == 1:
+                released_at[block_id] = now
+                freed.append(block_id)
+        self._free.extend(freed)
+
+    def register(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """Make held, written blocks findable, parents first."""
+        own_hashes, cached = self._hashes, self._cached
+        stored = []
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if own_hashes[block_id] is not None:  # a block shared by a fork, registered by the other sequence
+                assert own_hashes[block_id] == block_hash, f"block {block_id} is findable under another hash"
+                continue
+            assert self._refs[block_id] > 0, f"block {block_id} is registered but nobody holds it"
+            own_hashes[block_id] = block_hash
+            first_copy = cached.setdefault(block_hash, block_id)
+            if first_copy == block_id:
+                stored.append(block_hash)
+            else:
+                self._copies.setdefault(block_hash, []).append(block_id)
+        self.events.stored(stored)
+
+    def held(self) -> Iterator[BlockHash]:
+        """Every findable hash, parents first: a dict keeps its order, and a parent enters before and leaves after."""
+        return iter(self._cached)
+
+    def clear(self) -> None:
+        """Make every block unfindable. Nothing may be held."""
+        assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
+        self._hashes = [None] * self.num_blocks
+        self._cached = {}
+        self._copies = {}
+        self.events.cleared()
+
+    def check_integrity(self, tables: Iterable[Sequence[BlockId]]) -> None:
+        """Assert the invariants above; `tables` are the block tables of everyone who holds blocks. Linear."""
+        self._free.check_integrity()
+        occurrences = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table)) == len(table), f"a block stands twice in one table: {table}"
+            for block_id in table:
+                occurrences[block_id] += 1
+        assert self._refs == occurrences, "ref counts differ from the occurrences in block tables"
+        assert occurrences[NULL_BLOCK] == 0, "the null block was handed out"
+        free = set(self._free)
+        assert free == {b for b, refs in enumerate(self._refs) if not refs and b != NULL_BLOCK}, "free is not unheld"
+        copies = {block_hash: [first, *self._copies.get(block_hash, ())] for block_hash, first in self._cached.items()}
+        assert self._copies.keys() <= self._cached.keys(), "a copy without a first copy"
+        assert all(self._copies.values()), "an empty list of copies"
+        findable = {block_id: block_hash for block_hash, ids in copies.items() for block_id in ids}
+        assert len(findable) == sum(map(len, copies.values())), "a block is findable under two hashes"
+        hashed = {BlockId(b): block_hash for b, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert findable == hashed, "hashed and findable differ"
+
+    def _evict(self, count: int) -> list[BlockId]:
+        taken = self._free.pop_first(count)
+        refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
+        removed = []
+        for block_id in taken:
+            refs[block_id] = 1
+            block_hash = hashes[block_id]
+            if block_hash is None:
+                continue
+            hashes[block_id] = None
+            self.evictions += 1
+            if block_hash in copies:
+                self._forget_copy(block_id, block_hash)
+            else:
+                del cached[block_hash]
+                removed.append(block_hash)
+        self.events.removed(removed)
+        return taken
+
+    def _forget_copy(self, block_id: BlockId, block_hash: BlockHash) -> None:
+        others = self._copies[block_hash]
+        if self._cached[block_hash] == block_id:
+            self._cached[block_hash] = others.pop(0)
+        else:
+            others.remove(block_id)
+        if not others:
+            del self._copies[block_hash]
