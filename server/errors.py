@@ -1,0 +1,182 @@
+"""Every failure a client can meet, and the one place that turns it into HTTP.
+
+    ApiError
+    |-- InvalidRequestError   400   bad JSON, type, range; `param` names the field
+    |   |-- ContextLengthError  400   prompt + max_tokens do not fit the model's context
+    |-- AuthenticationError   401
+    |-- ForbiddenError        403
+    |-- NotFoundError         404   unknown route or model
+    |-- MethodNotAllowedError 405
+    |-- BodyTooLargeError     413
+    |-- MediaTypeError        415
+    |-- HeaderTooLargeError   431
+    |-- OverloadedError       429   capacity exists but is contended
+    |-- InternalError         500   our bug, or a request that no worker survives: never retried by a client
+    |-- WorkerLostError       503   the worker died and nobody could take over
+    |-- UnavailableError      503   nothing can serve
+    +-- DeadlineError         504
+
+Source: the OpenAI specification's `Error` schema: message, type, param and code are all required.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Final
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from server.router.placement import NoWorkerError
+
+JSON_HEADERS: Final = (b"content-type", b"application/json")
+
+
+class ApiError(Exception):
+    """An answer other than success. `headers` are added to the response, before a stream has begun."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+        self.retry_after_s = retry_after_s
+        self.extra_headers = headers
+
+    @property
+    def should_retry(self) -> bool | None:
+        """What `x-should-retry` says; None leaves it to the client's own rule."""
+        return None
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.fields()})
+
+    def fields(self) -> dict[str, str | None]:
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [JSON_HEADERS, *self.extra_headers]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
+            headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(self.retry_after_s * 1e3))))
+        if self.should_retry is not None:
+            headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
+        return headers
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    default_code = "context_length_exceeded"
+
+
+class AuthenticationError(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    default_code = "invalid_api_key"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), (b"www-authenticate", b"Bearer")]
+
+
+class ForbiddenError(ApiError):
+    status = 403
+    type = "permission_error"
+
+
+class NotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class MethodNotAllowedError(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+
+class BodyTooLargeError(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class MediaTypeError(ApiError):
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
+class HeaderTooLargeError(ApiError):
+    status = 431
+    type = "invalid_request_error"
+    default_code = "headers_too_large"
+
+
+class OverloadedError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
+
+    @property
+    def should_retry(self) -> bool | None:
+        return True
+
+
+class InternalError(ApiError):
+    status = 500
+    default_code = "internal_error"
+
+    @property
+    def should_retry(self) -> bool | None:
+        return False
+
+
+class WorkerLostError(ApiError):
+    status = 503
+    default_code = "worker_lost"
+
+
+class UnavailableError(ApiError):
+    status = 503
+    default_code = "service_unavailable"
+
+
+class DeadlineError(ApiError):
+    status = 504
+    default_code = "timeout"
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The ApiError that stands for any exception; what is unknown says nothing of our insides."""
+    match error:
+        case ApiError():
+            return error
+        case NoWorkerError(contended=True):
+            return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
+        case NoWorkerError():
+            return UnavailableError(str(error), retry_after_s=error.retry_after_s)
+        case HTTPException(status_code=404):
+            return NotFoundError("There is no such route.", code="not_found")
+        case HTTPException(status_code=405):
+            allow = (error.headers or {}).get("Allow", "")
+            extra = ((b"allow", allow.encode("latin-1")),) if allow else ()
+            return MethodNotAllowedError(f"This route takes {allow or 'another method'}.", headers=extra)
+        case TimeoutError():
+            return DeadlineError("The request ran into its deadline.")
+    return InternalError("The server met an internal error.")
