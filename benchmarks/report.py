@@ -1,0 +1,131 @@
+"""What every bench prints: a table for people, a plot on request, and one JSON object on the last line for programs.
+
+figures = [Figure("hit_ns_per_block", 312.0, "ns", "8,192 tokens found cached", goal="<= 0.6 x hash")]
+options = option_parser("cache", "What it measures").parse_args(argv)
+publish(Report("cache", figures), options)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Draw = Callable[[Any], None]
+"""Draws on a matplotlib `Axes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number. `name` says its unit, as in `ttft_mean_s`, and stays stable: scripts read it."""
+
+    name: str
+    value: float
+    unit: str = ""
+    note: str = ""
+    goal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    bench: str
+    figures: Sequence[Figure]
+    env: Mapping[str, object] = field(default_factory=dict)
+    """What else the figures depend on: sizes, repetitions, versions."""
+
+
+def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
+    """The options that every bench has; add your own."""
+    parser = argparse.ArgumentParser(f"headstart bench {bench}", description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE (.png, .svg or .pdf)")
+    return parser
+
+
+def publish(report: Report, options: argparse.Namespace, draw: Draw | None = None) -> None:
+    """Print the table, draw the plot if asked to (`draw`, or a bar for every figure), and end with the JSON."""
+    print(table(report))
+    if options.plot is not None:
+        save_plot(options.plot, report, draw)
+        print(f"\nplot: {options.plot}")
+    if options.json:
+        print(to_json(report), flush=True)
+
+
+def table(report: Report) -> str:
+    rows = [(figure.name, _number(figure.value), figure.unit, figure.goal, figure.note) for figure in report.figures]
+    rows.insert(0, ("figure", "value", "unit", "goal", "what"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"headstart bench {report.bench}", ", ".join(f"{key} {value}" for key, value in _env(report).items()), ""]
+    for name, value, unit, goal, note in rows:
+        cells = (name.ljust(widths[0]), value.rjust(widths[1]), unit.ljust(widths[2]), goal.ljust(widths[3]), note)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def to_json(report: Report) -> str:
+    figures = {figure.name: figure.value for figure in report.figures}
+    assert len(figures) == len(report.figures), "two figures have one name"
+    return json.dumps({"bench": report.bench, "env": _env(report), "figures": figures})
+
+
+def save_plot(path: Path, report: Report, draw: Draw | None) -> None:
+    """Raises SystemExit with the reason when the drawing library is not installed."""
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--plot: {error}; it comes with `make install`") from error
+    canvas = Canvas(figsize=(9, 5), layout="constrained")
+    axes = canvas.add_subplot()
+    (draw or _bars(report.figures))(axes)
+    axes.set_title(f"headstart bench {report.bench}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path)
+
+
+def _bars(figures: Sequence[Figure]) -> Draw:
+    def draw(axes: Any) -> None:
+        bars = axes.barh([figure.name for figure in figures], [figure.value for figure in figures])
+        axes.bar_label(bars, [f" {_number(figure.value)} {figure.unit}" for figure in figures])
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+
+    return draw
+
+
+def _env(report: Report) -> dict[str, object]:
+    return {
+        "headstart": _version("headstart"),
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        **report.env,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _number(value: float) -> str:
+    if value == 0 or 0.001 <= abs(value) < 1_000_000:
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.3e}"
