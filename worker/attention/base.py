@@ -1,0 +1,77 @@
+"""The one interface behind which every attention kernel stands, and the batch that goes through it.
+
+A batch is the tokens of several sequences laid end to end. Sequences that bring one token (decodes) come first, sorted
+by context length; the rest (prefill chunks) follow.
+
+    tokens   | d0 | d1 | d2 | c0 c0 c0 c0 c0 c0 | c1 c1 c1 |
+    spans      1    1    1    6 tokens            3 tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention needs to know of a model."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on query-key products."""
+    windows: tuple[int | None, ...] = ()
+    """Per layer: how many tokens a query sees, itself included, or None for all. Empty: all, everywhere."""
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of one sequence: their queries see all its tokens up to themselves."""
+
+    start: int
+    """Tokens of the sequence before this span; their KV lies in the pool already."""
+    num_tokens: int
+    block_table: Sequence[int]
+    """Covers all `stop` tokens."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tensors of one forward; `plan` is what the attention prepared for it, the same for every layer."""
+
+    token_ids: Tensor
+    """(num_tokens,) int64"""
+    positions: Tensor
+    """(num_tokens,) int64"""
+    slots: Tensor
+    """(num_tokens,) int64: where the KV of each token goes"""
+    plan: object
+
+
+class Attention(Protocol):
+    """Paged causal attention over one KV pool. Writes the step's K and V before it reads, layer by layer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def plan(self, spans: Sequence[Span]) -> object:
+        """Work out, once for a step, what every layer will need. Order of spans: see the module."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        """(num_tokens, heads, head_dim) and twice (num_tokens, kv_heads, head_dim) -> (num_tokens, heads * head_dim).
+
+        Rotary embedding is already applied.
+        """

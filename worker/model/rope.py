@@ -1,0 +1,73 @@
+"""Rotary position embedding with its long-context variants: one table of cosines and sines, looked up by position."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from worker.model.config import RopeConfig
+
+
+def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | None = None) -> Tensor:
+    """(max_len, 2, head_dim) float32 of cosines and signed sines, to be used as x * cos + swapped halves of x * sin.
+
+    The sine's first half is negated here, so that applying it needs no negation. `factors` (head_dim / 2), as GGUF
+    stores them for Llama 3, divide the frequencies in place of the config's own scaling.
+    """
+    frequencies, scale = _inverse_frequencies(rope, head_dim)
+    if factors is not None:
+        frequencies = frequencies / factors.float()
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1).contiguous()
+
+
+def apply_rope(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (num_tokens, heads, head_dim) by the looked-up (num_tokens, 1, head_dim) rows of `rope_table`."""
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, dims=-1), sin)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """(head_dim / 2) float32 frequencies, and the factor on cosine and sine."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    match rope.kind:
+        case "default":
+            return frequencies, 1.0
+        case "linear":
+            return frequencies / rope.factor, 1.0
+        case "llama3":
+            return _llama3(frequencies, rope), 1.0
+        case "yarn":
+            return _yarn(frequencies, rope, head_dim)
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, a smooth ramp between. Source: the Llama 3.1 release."""
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (rope.original_max_len / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Interpolation by parts. Source: YaRN (arXiv 2309.00071), section 3.2 and equation 22."""
+
+    def dimension(num_rotations: float) -> float:
+        return (head_dim * math.log(rope.original_max_len / (num_rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    scaled = frequencies / rope.factor * ramp + frequencies * (1 - ramp)
+    if rope.attention_factor is not None:
+        return scaled, rope.attention_factor
+    return scaled, 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0

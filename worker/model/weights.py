@@ -1,0 +1,103 @@
+"""From a checkpoint's tensors to the fused weights of the Llama decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from worker.model.checkpoint import Checkpoint
+from worker.model.config import ModelConfig
+from worker.model.errors import CheckpointError
+from worker.model.linear import DenseLinear, Linear
+from worker.model.llama import DecoderWeights, LayerWeights
+from worker.model.rope import rope_table
+
+Progress = Callable[[int, int], None]
+"""Called with (layers loaded, layers in all) while a model loads."""
+
+
+class WeightLoader:
+    """Builds `DecoderWeights` of one dtype on one device; a tensor lives in memory once."""
+
+    __slots__ = ("_checkpoint", "_config", "_device", "_dtype")
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+
+    def load(self, progress: Progress) -> DecoderWeights:
+        config = self._config
+        embedding = self._tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        layers = []
+        for index in range(config.num_layers):
+            progress(index, config.num_layers)
+            layers.append(self._layer(f"model.layers.{index}"))
+        lm_head = self._lm_head(embedding)
+        table = rope_table(config.rope, config.head_dim, config.max_model_len, self._checkpoint.rope_factors())
+        progress(config.num_layers, config.num_layers)
+        return DecoderWeights(
+            embedding=embedding,
+            layers=tuple(layers),
+            norm=self._tensor("model.norm.weight", (config.hidden_size,)),
+            lm_head=lm_head,
+            rope=table.to(self._device, self._dtype),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config, hidden = self._config, self._config.hidden_size
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        sizes = (config.query_size, config.kv_size, config.kv_size)
+        inner = config.intermediate_size
+        return LayerWeights(
+            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", (hidden,)),
+            qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], sizes, hidden),
+            qk_norm=self._qk_norm(attention),
+            output=self._linear([f"{attention}.o_proj"], (hidden,), config.query_size),
+            post_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], (inner, inner), hidden),
+            down=self._linear([f"{mlp}.down_proj"], (hidden,), inner),
+        )
+
+    def _qk_norm(self, attention: str) -> Tensor | None:
+        config = self._config
+        if not config.qk_norm:
+            return None
+        query, key = (self._tensor(f"{attention}.{name}_norm.weight", (config.head_dim,)) for name in "qk")
+        return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+
+    def _lm_head(self, embedding: Tensor) -> Linear:
+        if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
+            return DenseLinear(embedding)
+        return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
+
+    def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
+        """One product for several matrices over the same input, one below the other."""
+        weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
+        bias = self._bias(names, rows)
+        for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
+            part.copy_(self._stored(f"{name}.weight", part.shape))
+        return DenseLinear(weight, bias)
+
+    def _bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
+        if not any(self._checkpoint.has(f"{name}.bias") for name in names):
+            return None
+        parts = [
+            self._tensor(f"{name}.bias", (size,))
+            if self._checkpoint.has(f"{name}.bias")
+            else torch.zeros(size, dtype=self._dtype, device=self._device)
+            for name, size in zip(names, rows, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._stored(name, shape).to(self._device, self._dtype, copy=True)
+
+    def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = self._checkpoint.tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(shape)}")
+        return tensor

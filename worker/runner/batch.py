@@ -1,0 +1,51 @@
+"""From a `worker.step.Step` to the tensors of one forward, and back to the step's order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker.attention.base import Attention, ForwardBatch, Span
+from worker.step import SequenceStep, Step
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedSequence:
+    """One sequence of the step; its tokens are rows first..stop-1 of the batch."""
+
+    step: SequenceStep
+    first: int
+    stop: int
+    index: int
+    """Its place in the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    sequences: tuple[BatchedSequence, ...]
+    forward: ForwardBatch
+
+
+def build_batch(step: Step, attention: Attention, device: torch.device) -> Batch:
+    """Lay the step's sequences end to end in the order that `worker.attention.base` asks for."""
+    order = sorted(range(len(step.sequences)), key=lambda index: _sort_key(step.sequences[index]))
+    sequences, first = [], 0
+    for index in order:
+        sequence = step.sequences[index]
+        stop = first + len(sequence.token_ids)
+        sequences.append(BatchedSequence(sequence, first, stop, index))
+        first = stop
+    parts = [batched.step for batched in sequences]
+    plan = attention.plan([Span(part.start, len(part.token_ids), part.block_table) for part in parts])
+    token_ids = [token_id for part in parts for token_id in part.token_ids]
+    positions = [position for part in parts for position in range(part.start, part.start + len(part.token_ids))]
+    slots = [slot for part in parts for slot in part.slots]
+    tensors = torch.tensor((token_ids, positions, slots), dtype=torch.int64).to(device, non_blocking=True)
+    return Batch(tuple(sequences), ForwardBatch(tensors[0], tensors[1], tensors[2], plan))
+
+
+def _sort_key(sequence: SequenceStep) -> tuple[int, int]:
+    """Decodes first, by context length; chunks after them as they come (sorting is stable)."""
+    is_decode = len(sequence.token_ids) == 1
+    return (0, sequence.start) if is_decode else (1, 0)

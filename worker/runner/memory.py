@@ -1,0 +1,51 @@
+"""How many blocks of KV the device has room for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from worker.attention.base import AttentionShape
+
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
+_MEMINFO: Final = Path("/proc/meminfo")
+
+
+def block_bytes(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers, keys and values."""
+    return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, dtype: torch.dtype) -> int:
+    """Blocks in `num_bytes`. Raises ValueError when not even one sequence of one block fits beside the null block."""
+    num_blocks = num_bytes // block_bytes(shape, block_size, dtype)
+    if num_blocks < 2:
+        raise ValueError(
+            f"the KV pool needs at least {2 * block_bytes(shape, block_size, dtype)} bytes, only {num_bytes} are left"
+        )
+    return num_blocks
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that a pool could take now: of the GPU, or of this machine within its cgroup's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _available_bytes()
+    try:
+        limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()
+        return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # no cgroup v2 here
+        return free
+
+
+def _available_bytes() -> int:
+    """MemAvailable counts the page cache that would give way; the plain count of free pages is for other systems."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,88 @@
+"""Runs steps: block copies, one forward over all sequences, logits where they are needed, and the draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import Attention
+from worker.attention.kv_cache import KVCache
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.model.load import LoadedModel
+from worker.runner.batch import Batch, BatchedSequence, build_batch
+from worker.sampling.errors import NonFiniteLogits
+from worker.sampling.logprobs import token_logprobs
+from worker.sampling.sampler import sample
+from worker.step import Drawn, SequenceResult, Step
+from worker.wire import TokenLogprobs
+
+_LOGPROB_ROWS: Final = 256
+"""Prompt logprobs need a row of the vocabulary's size per token: this many are held at a time."""
+
+
+class ModelRunner:
+    """A `worker.step.Runner` over one decoder and one KV pool."""
+
+    __slots__ = ("_attention", "_cache", "_decoder", "_device", "_eos_token_ids")
+
+    def __init__(self, model: LoadedModel, *, num_blocks: int, block_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks."""
+        self._decoder = model.decoder
+        self._device = model.device
+        self._eos_token_ids = tuple(eos_token_ids)
+        shape = model.config.attention
+        self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
+        self._attention: Attention = TorchPagedAttention(shape, self._cache)
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> list[SequenceResult]:
+        """One result per sequence of the step, in its order. Raises SamplingError."""
+        self._cache.copy_blocks(step.copies)
+        if not step.sequences:
+            return []
+        batch = build_batch(step, self._attention, self._device)
+        hidden = self._decoder.forward(batch.forward, self._attention)
+        drawn = self._draw(batch, hidden)
+        results = [SequenceResult()] * len(batch.sequences)
+        for sequence, tokens in zip(batch.sequences, drawn, strict=True):
+            results[sequence.index] = SequenceResult(tokens, self._prompt_logprobs(sequence, hidden))
+        return results
+
+    def _draw(self, batch: Batch, hidden: Tensor) -> list[tuple[Drawn, ...]]:
+        """The draws of each sequence, from the logits of its last token."""
+        drawing = [sequence for sequence in batch.sequences if sequence.step.draws]
+        if not drawing:
+            return [()] * len(batch.sequences)
+        if len(drawing) < len(hidden):
+            hidden = hidden[torch.tensor([sequence.stop - 1 for sequence in drawing], device=self._device)]
+        logits = self._decoder.logits(hidden)
+        draws = [draw for sequence in drawing for draw in sequence.step.draws]
+        if len(draws) > len(drawing):
+            repeats = torch.tensor([len(sequence.step.draws) for sequence in drawing], device=self._device)
+            logits = logits.repeat_interleave(repeats, dim=0)
+        try:
+            tokens = iter(sample(logits, draws, self._eos_token_ids))
+        except NonFiniteLogits:
+            for sequence in batch.sequences:
+                self._cache.scrub(sequence.step.block_table)
+            raise
+        return [tuple(next(tokens) for _ in sequence.step.draws) for sequence in batch.sequences]
+
+    def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        num_top = sequence.step.num_prompt_logprobs
+        if num_top is None:
+            return ()
+        next_ids, first = sequence.step.next_token_ids, sequence.first
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(next_ids), _LOGPROB_ROWS):
+            ids = next_ids[start : start + _LOGPROB_ROWS]
+            logits = self._decoder.logits(hidden[first + start : first + start + len(ids)])
+            found += token_logprobs(logits, ids, [num_top] * len(ids))
+        return tuple(found)
