@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiny_model import write_tiny_model
 
 from tests.e2e.serving import Serve
+from tests.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

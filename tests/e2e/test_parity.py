@@ -1,0 +1,96 @@
+"""Greedy tokens through the whole product equal `transformers` generate, and do not depend on the cache."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests import smollm2 as reference_source
+from tests.e2e.serving import Serve, trace_path
+
+pytestmark = pytest.mark.e2e
+NUM_PROMPTS = 20
+MAX_PROMPT_TOKENS = 1500
+MAX_TOKENS = 16
+TIE = 1e-4
+"""Two logits this close may be ordered either way by the rounding of another summation order."""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Real text of 20 conversations, the i-th cut to i/20 of the longest length."""
+    tokenizer: Tokenizer = reference_source.tokenizer()
+    with gzip.open(trace_path("taubench_airline_text_dev.jsonl.gz"), "rt") as lines:
+        conversations = [json.loads(line)["messages"] for line in lines]
+    cut: list[list[int]] = []
+    for index in range(NUM_PROMPTS):
+        # Without the shared system prompt every other time, so that both long and short prefixes are shared.
+        messages = conversations[5 * index][index % 2 :]
+        text = "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
+        cut.append(tokenizer.encode(text).ids[: MAX_PROMPT_TOKENS * (index + 1) // NUM_PROMPTS])
+    assert max(map(len, cut)) == MAX_PROMPT_TOKENS
+    return cut
+
+
+def answer_ids(serve: Serve, model: str, prompt_ids: Sequence[int]) -> list[int]:
+    body = {"model": model, "prompt": list(prompt_ids), "max_tokens": MAX_TOKENS, "temperature": 0}
+    answer = serve.post("/v1/completions", body | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def answers(smollm2: Serve, prompts: list[list[int]]) -> list[list[int]]:
+    """All prompts twice, four at a time: batched, chunked, on either worker, and the second time from the cache."""
+    model = next(iter(smollm2.client().models.list())).id
+    with ThreadPoolExecutor(4) as pool:
+        first, second = (list(pool.map(lambda ids: answer_ids(smollm2, model, ids), prompts)) for _ in range(2))
+    assert first == second
+    return first
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Any]:
+    model = reference_source.reference_model()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield model
+    torch.set_num_threads(threads)
+
+
+def test_equals_transformers_generate(prompts: list[list[int]], answers: list[list[int]], reference: Any) -> None:
+    ties = 0
+    for prompt_ids, got in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            output = reference.generate(
+                torch.tensor([prompt_ids]),
+                attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        want = output.sequences[0, len(prompt_ids) :].tolist()
+        for position, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+            if ours != theirs:
+                best, second = output.logits[position][0].float().topk(2).values.tolist()
+                assert best - second < TIE, (len(prompt_ids), position, got, want)
+                ties += 1
+                break  # after a tie the two go different ways, both right
+    assert ties <= 1, "ties are rare: more than one is a bug that hides behind the tolerance"
+
+
+def test_equals_answers_without_a_cache(prompts: list[list[int]], answers: list[list[int]]) -> None:
+    with Serve("--prefix-cache", "off") as serve:
+        model = next(iter(serve.client().models.list())).id
+        with ThreadPoolExecutor(4) as pool:
+            without = list(pool.map(lambda ids: answer_ids(serve, model, ids), prompts))
+    assert without == answers

@@ -1,0 +1,33 @@
+"""The reference for answers: SmolLM2 through `transformers`, from the same GGUF file that the product loads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from worker.model.bpe import tokenizer_from_gguf
+from worker.model.checkpoint import find_checkpoint
+from worker.model.gguf import GGUFCheckpoint
+
+
+def checkpoint() -> GGUFCheckpoint:
+    found = find_checkpoint("")
+    assert isinstance(found, GGUFCheckpoint)
+    return found
+
+
+@functools.cache
+def reference_model() -> Any:
+    """float32, evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoint().path
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return tokenizer_from_gguf(checkpoint().metadata)
