@@ -1,0 +1,74 @@
+"""A runner whose arithmetic is exact: the next token is a hash of every token read back through the block table.
+
+Wrong slots, tables, copies, chunks or cached prefixes give wrong tokens, as on a device, only surely and at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from cache.hashing import encode_tokens
+from worker.step import Drawn, SequenceResult, SequenceStep, Step
+from worker.wire import TokenLogprobs
+
+VOCAB = 50
+UNWRITTEN = -1
+GARBAGE = 49_999
+
+
+def next_token(token_ids: Sequence[int], seed: int) -> int:
+    return crc32(encode_tokens(token_ids) + seed.to_bytes(8, "little")) % VOCAB
+
+
+def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
+    """What a correct engine gives for one choice."""
+    token_ids = list(prompt_ids)
+    while len(token_ids) < len(prompt_ids) + max_tokens:
+        token_ids.append(next_token(token_ids, seed))
+        if token_ids[-1] in stop_ids:
+            break
+    return token_ids[len(prompt_ids) :]
+
+
+class ArithmeticRunner:
+    """`worker.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
+
+    def __init__(self, num_blocks: int, block_size: int, fails: Callable[[Step], bool] = lambda step: False) -> None:
+        self.block_size = block_size
+        self.kv = [UNWRITTEN] * (num_blocks * block_size)
+        self.fails = fails
+        self.steps: list[Step] = []
+
+    def run(self, step: Step) -> list[SequenceResult]:
+        assert step.sequences, "an empty step"
+        self.steps.append(step)
+        size = self.block_size
+        for copy in step.copies:
+            source, destination = copy.source * size, copy.destination * size
+            self.kv[destination : destination + size] = self.kv[source : source + size]
+        written = [slot for sequence in step.sequences for slot in sequence.slots]
+        assert len(written) == len(set(written)), "two tokens of one step share a slot"
+        assert all(slot >= size for slot in written), "the null block is written"
+        if self.fails(step):
+            for slot in written:
+                self.kv[slot] = GARBAGE
+            raise RuntimeError("the device says no")
+        for sequence in step.sequences:
+            assert len(sequence.slots) == len(sequence.token_ids) > 0
+            for slot, token_id in zip(sequence.slots, sequence.token_ids, strict=True):
+                self.kv[slot] = token_id
+        return [self._result(sequence) for sequence in step.sequences]
+
+    def _result(self, sequence: SequenceStep) -> SequenceResult:
+        size, table = self.block_size, sequence.block_table
+        stop = sequence.start + len(sequence.token_ids)
+        read = [self.kv[table[i // size] * size + i % size] for i in range(stop)]
+        assert UNWRITTEN not in read, "KV is read that was never written"
+        drawn = tuple(Drawn(next_token(read, draw.seed)) for draw in sequence.draws)
+        for draw in sequence.draws:
+            assert draw.position == stop == len(draw.prompt_ids) + len(draw.output_ids)
+        logprobs = ()
+        if sequence.num_prompt_logprobs is not None:
+            logprobs = tuple(TokenLogprobs(-float(token_id)) for token_id in sequence.next_token_ids)
+        return SequenceResult(drawn, logprobs)

@@ -1,0 +1,142 @@
+"""The scheduler, an allocator and the arithmetic runner, stepped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cache.factory import PrefixCache, make_allocator
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.plan import Emission, Plan
+from worker.scheduler.request import Request, RequestKey, new_request
+from worker.scheduler.scheduler import Scheduler
+from worker.step import Step
+from worker.wire import (
+    ChoiceState,
+    End,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    PromptLogprobs,
+    SamplingParams,
+    Tokens,
+)
+
+ROOT = b"r" * 16
+FAILED = Failed("internal_error", "the step failed", retryable=False)
+
+
+def generate(
+    prompt_ids: Sequence[int], max_tokens: int = 4, n: int = 1, *, resumed: dict[int, list[int]] | None = None, **params
+) -> GenerateRequest:
+    """A request on the wire; the seed of choice i is 100 + i."""
+    outputs = resumed or {}
+    return GenerateRequest(
+        request_id="r",
+        gateway_id=params.pop("gateway_id", "g"),
+        epoch="",
+        root=params.pop("root", ROOT),
+        prompt_ids=list(prompt_ids),
+        choices=tuple(ChoiceState(i, 100 + i, tuple(outputs.get(i, ()))) for i in range(n)),
+        priority=params.pop("priority", 0),
+        sampling=SamplingParams(max_tokens=max_tokens, **params),
+    )
+
+
+@dataclass
+class Answer:
+    """What the client of one request has received."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    last: Frame | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+    def add(self, frame: Frame) -> None:
+        assert self.last is None, f"{frame} after {self.last}"
+        match frame:
+            case Tokens(choice, token_ids):
+                assert choice not in self.finished
+                self.tokens.setdefault(choice, []).extend(token_ids)
+            case Finished(choice):
+                assert choice not in self.finished
+                self.finished[choice] = frame
+            case PromptLogprobs():
+                assert self.prompt_logprobs is None
+                self.prompt_logprobs = frame
+            case End() | Failed():
+                self.last = frame
+
+
+class HandEngine:
+    """Owns a scheduler and its runner. Time is the number of steps."""
+
+    def __init__(
+        self,
+        num_blocks: int = 65,
+        block_size: int = 4,
+        *,
+        prefix_cache: PrefixCache = "hash",
+        fails: Callable[[Step], bool] = lambda step: False,
+        eos: Sequence[int] = (),
+        **limits,
+    ) -> None:
+        self.allocator = make_allocator(prefix_cache, num_blocks, block_size)
+        self.scheduler = Scheduler(self.allocator, BatchLimits(**limits), eos)
+        self.runner = ArithmeticRunner(num_blocks, block_size, fails)
+        self.answers: dict[RequestKey, Answer] = {}
+        self.now_s = 0.0
+        self.num_preempted = 0
+
+    def submit(self, wire: GenerateRequest) -> Request:
+        key = RequestKey(len(self.answers))
+        aging_s = self.scheduler.limits.aging_s
+        request = new_request(wire, key, arrival_s=self.now_s, aging_s=aging_s, constraints={})
+        self.answers[key] = Answer()
+        self._deliver(self.scheduler.submit(request))
+        return request
+
+    def abort(self, request: Request, choice: int | None = None) -> None:
+        self._deliver(self.scheduler.abort(request, choice, now_s=self.now_s))
+
+    def step(self) -> Plan | None:
+        """One step, retried request by request when it raises."""
+        self.now_s += 1
+        plan = self.scheduler.schedule(self.now_s)
+        self.allocator.check_integrity()
+        if plan is None:
+            return None
+        self.num_preempted += plan.num_preempted
+        try:
+            self._run(plan)
+        except RuntimeError:
+            for part in self.scheduler.retries(plan):
+                try:
+                    self._run(part)
+                except RuntimeError:
+                    request = next(iter(part.chunks)).request
+                    self._deliver(self.scheduler.fail(request, FAILED))
+        self.allocator.check_integrity()
+        return plan
+
+    def finish(self, max_steps: int = 5000) -> None:
+        """Step until nothing is left, then assert that nothing is held."""
+        while self.scheduler.has_work:
+            assert self.step() is not None, "work is left but nothing was scheduled"
+            max_steps -= 1
+            assert max_steps > 0, "no end in sight"
+        assert not self.scheduler.requests
+        assert self.allocator.num_free_blocks == self.allocator.num_blocks - 1
+
+    def answer(self, request: Request) -> Answer:
+        return self.answers[request.key]
+
+    def _run(self, plan: Plan) -> None:
+        results = self.runner.run(plan.step())
+        self._deliver(self.scheduler.update(plan, results, self.now_s))
+
+    def _deliver(self, emissions: list[Emission]) -> None:
+        for emission in emissions:
+            self.answers[emission.request.key].add(emission.frame)

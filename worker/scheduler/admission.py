@@ -1,0 +1,164 @@
+"""The door between waiting and running, and the one before it: what can never be served is refused at once."""
+
+from __future__ import annotations
+
+from cache.allocator import Allocator
+from cache.types import HASH_BYTES, BlockHash
+from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget
+from worker.scheduler.queue import OrderedSequences
+from worker.scheduler.request import Sequence
+from worker.wire import Failed, GenerateRequest
+
+
+class Admission:
+    """Decides which of the waiting join the batch. Holds only TGI's counter."""
+
+    def __init__(self, allocator: Allocator, limits: BatchLimits) -> None:
+        self.gate = AdmissionGate(limits)
+        self._allocator = allocator
+        self._limits = limits
+
+    def admit(
+        self, waiting: OrderedSequences, running: OrderedSequences, budget: PrefillBudget
+    ) -> list[tuple[Sequence, int]]:
+        """Allocate for the sequences that join, in order, and grant each the tokens of its first chunk.
+
+        The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence whose own
+        request is computing the prompt right now waits for it, and will find it cached.
+        """
+        min_newcomers = self.gate.min_newcomers(len(running))
+        if min_newcomers is not None and len(waiting) < min_newcomers:
+            return []
+        admitted: list[tuple[Sequence, int]] = []
+        load = _Load.of(running, self._allocator.block_size)
+        for sequence in waiting:
+            if budget.left == 0:
+                break
+            if any(sibling.allocation is not None and sibling.is_prefilling for sibling in sequence.request.sequences):
+                continue
+            if not load.has_room(sequence, self._limits):
+                break
+            granted = self._allocate(sequence, budget, load)
+            if granted == 0:
+                break
+            load.add(sequence)
+            admitted.append((sequence, granted))
+        if min_newcomers is not None and len(admitted) < min_newcomers:
+            self._undo(admitted, budget)
+            return []
+        return admitted
+
+    def _allocate(self, sequence: Sequence, budget: PrefillBudget, load: _Load) -> int:
+        """Room for the first chunk; the tokens granted, or 0: it does not fit now."""
+        if load.num_sequences > 0 and sequence.blocked_at == self._allocator.num_free_blocks:
+            return 0
+        num_tokens = len(sequence.token_ids)
+        root = BlockHash(sequence.request.wire.root)
+        block_size = self._allocator.block_size
+        hashes = sequence.hashes(block_size)
+        cached = self._allocator.find(sequence.token_ids, root, hashes=hashes) if sequence.reuse else 0
+        wanted_blocks = -(-num_tokens // block_size) - cached // block_size
+        watermark = int(self._limits.watermark * self._allocator.num_blocks)
+        free_blocks = self._allocator.num_free_blocks - load.growth_blocks
+        if load.num_sequences > 0 and free_blocks - wanted_blocks < watermark:
+            sequence.blocked_at = self._allocator.num_free_blocks
+            return 0
+        granted = budget.take(num_tokens - cached, budget.newcomer_share if load.num_sequences > 0 else None)
+        allocation = self._allocator.allocate(
+            cached + granted, sequence.token_ids, root, reuse=sequence.reuse, hashes=hashes
+        )
+        if allocation is None:
+            budget.give_back(granted)
+            return 0
+        assert allocation.num_cached_tokens == cached, f"found {cached}, got {allocation.num_cached_tokens}"
+        sequence.allocation = allocation
+        sequence.num_computed = cached
+        return granted
+
+    @staticmethod
+    def _undo(admitted: list[tuple[Sequence, int]], budget: PrefillBudget) -> None:
+        for sequence, granted in reversed(admitted):
+            assert sequence.allocation is not None
+            sequence.allocation.free()
+            sequence.allocation = None
+            sequence.num_computed = 0
+            budget.give_back(granted)
+
+
+class _Load:
+    """What the running sequences take, and will take once their prefills are whole."""
+
+    __slots__ = ("_block_size", "growth_blocks", "num_choices", "num_sequences", "total_tokens")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.num_sequences = 0
+        self.num_choices = 0
+        self.total_tokens = 0
+        self.growth_blocks = 0
+
+    @classmethod
+    def of(cls, running: OrderedSequences, block_size: int) -> _Load:
+        load = cls(block_size)
+        for sequence in running:
+            load.add(sequence)
+        return load
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.allocation is not None
+        self.num_sequences += 1
+        self.num_choices += len(sequence.choices)
+        self.total_tokens += len(sequence.choices) * sequence.request.total_tokens
+        missing = len(sequence.token_ids) - sequence.allocation.capacity
+        self.growth_blocks += max(0, -(-missing // self._block_size))
+
+    def has_room(self, sequence: Sequence, limits: BatchLimits) -> bool:
+        if self.num_choices + len(sequence.choices) > limits.max_num_seqs:
+            return False
+        limit = limits.max_batch_total_tokens
+        total_tokens = self.total_tokens + len(sequence.choices) * sequence.request.total_tokens
+        return limit is None or self.num_sequences == 0 or total_tokens <= limit
+
+
+def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
+    """Why no state of this worker could serve the request; None: it can be submitted.
+
+    `pool_tokens`: tokens that fit into the whole KV pool.
+    """
+    return next((_invalid(problem) for problem in _problems(request, limits, pool_tokens, vocab_size)), None)
+
+
+def _invalid(message: str) -> Failed:
+    return Failed("invalid_request", message, retryable=False)
+
+
+def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> list[str]:
+    sampling = request.sampling
+    problems = []
+    if len(request.root) != HASH_BYTES:
+        problems.append(f"root: {HASH_BYTES} bytes expected, got {len(request.root)}")
+    if not request.prompt_ids:
+        problems.append("prompt_ids: at least one token is needed")
+    elif max(request.prompt_ids) >= vocab_size:
+        problems.append(f"prompt_ids: {max(request.prompt_ids)} is outside the vocabulary of {vocab_size}")
+    indices = [choice.index for choice in request.choices]
+    if not indices or len(set(indices)) < len(indices):
+        problems.append(f"choices: distinct indices expected, got {indices}")
+    if any(not 0 <= token_id < vocab_size for choice in request.choices for token_id in choice.output_ids):
+        problems.append(f"output_ids: a token is outside the vocabulary of {vocab_size}")
+    if sampling.max_tokens < 0:
+        problems.append(f"max_tokens: must not be negative, got {sampling.max_tokens}")
+    if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
+        problems.append(f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens")
+    total_tokens = len(request.prompt_ids) + sampling.max_tokens
+    for limit, name in (
+        (limits.max_model_len, "the context"),
+        (pool_tokens, "the KV pool"),
+        (limits.max_batch_total_tokens, "max_batch_total_tokens"),
+    ):
+        if limit is not None and total_tokens > limit:
+            problems.append(
+                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"
+                f" {name} of {limit} tokens; shorten the prompt or lower max_tokens"
+            )
+    return problems

@@ -1,0 +1,106 @@
+"""The plan of one step: which tokens of which sequences, as the scheduler decided and the runner computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cache.allocator import BlockCopy
+from worker.scheduler.request import Choice, Request
+from worker.scheduler.request import Sequence as TokenSequence
+from worker.step import Draw, SequenceStep, Step
+from worker.wire import Frame
+
+
+class Emission(NamedTuple):
+    """A frame for the client of a request."""
+
+    request: Request
+    frame: Frame
+
+
+@dataclass(slots=True, eq=False)
+class PlannedChunk:
+    """Tokens start..stop-1 of a sequence."""
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+    is_prefill: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def draws(self) -> list[Choice]:
+        """The choices that get a token: all of the sequence when the chunk reaches its end, else none."""
+        if self.stop < len(self.sequence.token_ids) or self.sequence.request.wire.sampling.max_tokens == 0:
+            return []
+        return self.sequence.choices
+
+    def sequence_step(self) -> SequenceStep:
+        sequence = self.sequence
+        assert sequence.allocation is not None
+        num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
+        return SequenceStep(
+            token_ids=sequence.token_ids[self.start : self.stop],
+            start=self.start,
+            block_table=sequence.allocation.block_table,
+            slots=sequence.allocation.slots(self.start, self.stop),
+            draws=tuple(_draw(sequence, choice) for choice in self.draws),
+            num_prompt_logprobs=num_prompt_logprobs,
+            next_token_ids=next_token_ids,
+        )
+
+    def _prompt_logprobs(self) -> tuple[int | None, Sequence[int]]:
+        request = self.sequence.request
+        if request.prompt_logprobs is None or self.start >= len(request.prompt_ids) - 1:
+            return None, ()
+        return request.wire.sampling.prompt_logprobs, request.prompt_ids[self.start + 1 : self.stop + 1]
+
+
+def _draw(sequence: TokenSequence, choice: Choice) -> Draw:
+    return Draw(
+        params=sequence.request.wire.sampling,
+        seed=choice.seed,
+        position=len(sequence.token_ids),
+        prompt_ids=sequence.request.prompt_ids,
+        output_ids=choice.output_ids,
+        allowed=None if choice.constraint is None else choice.constraint.allowed(),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One step. `started` are the requests that left the queue with it, `growth` why the batch grew (None: it did
+    not)."""
+
+    chunks: dict[TokenSequence, PlannedChunk] = field(default_factory=dict)
+    copies: list[BlockCopy] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    growth: str | None = None
+    num_preempted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks.values())
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks.values() if chunk.is_prefill)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(not chunk.is_prefill for chunk in self.chunks.values())
+
+    def step(self) -> Step:
+        return Step([chunk.sequence_step() for chunk in self.chunks.values()], self.copies)
+
+    def by_request(self) -> list[Plan]:
+        """The same work in one plan a request, without the copies."""
+        parts: dict[Request, Plan] = {}
+        for sequence, chunk in self.chunks.items():
+            parts.setdefault(sequence.request, Plan()).chunks[sequence] = chunk
+        return list(parts.values())

@@ -1,0 +1,142 @@
+"""A request inside the engine: its choices, and the sequences through which they are computed.
+
+Request --+-- Choice 0 --+                      before the first token: one sequence computes the prompt for all
+          +-- Choice 1 --+-- Sequence
+          +-- Choice 2 --- Sequence             afterwards, and when resumed with output: one sequence a choice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field
+from typing import NewType, Protocol
+
+from cache.allocator import Allocation
+from cache.hashing import hash_chain
+from cache.types import BlockHash
+from worker.wire import FinishReason, GenerateRequest, TokenLogprobs
+
+RequestKey = NewType("RequestKey", int)
+"""Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
+
+
+class Constraint(Protocol):
+    """What a choice's grammar allows next. Owned by one choice."""
+
+    def allowed(self) -> object:
+        """The bit mask for `Draw.allowed`, valid until the next `advance`."""
+
+    def advance(self, token_id: int) -> None:
+        """`token_id` was drawn."""
+
+    @property
+    def finished(self) -> bool:
+        """Nothing may follow."""
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One of the answers to a prompt."""
+
+    index: int
+    seed: int
+    output_ids: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
+    finished: FinishReason | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from its arrival to its last frame."""
+
+    key: RequestKey
+    wire: GenerateRequest
+    choices: list[Choice]
+    arrival_s: float
+    order_s: float
+    """Place in every queue: the arrival, moved by the priority (see `WaitingQueue`)."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """Those that still compute something, waiting or running."""
+    num_cached_tokens: int = 0
+    num_uncached_tokens: int = 0
+    """Prompt tokens that its prefill was estimated to compute when it arrived."""
+    started_s: float | None = None
+    first_token_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
+
+    @property
+    def prompt_ids(self) -> SequenceABC[int]:
+        return self.wire.prompt_ids
+
+    @property
+    def total_tokens(self) -> int:
+        """The most tokens that one of its choices can come to."""
+        return len(self.wire.prompt_ids) + self.wire.sampling.max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens with one block table. Several choices only while they have no output and share the whole of it."""
+
+    request: Request
+    choices: list[Choice]
+    token_ids: list[int]
+    allocation: Allocation | None = None
+    num_computed: int = 0
+    blocked_at: int | None = None
+    """Free blocks when it last failed to be admitted: the lookup is not repeated before that number changes."""
+    chain: list[BlockHash] = field(default_factory=list)
+    order: tuple[float, int, int] = field(init=False)
+    """Who comes first. Total and constant, so the first in order is never preempted by another."""
+
+    def __post_init__(self) -> None:
+        self.order = (self.request.order_s, self.request.key, self.choices[0].index)
+
+    def hashes(self, block_size: int) -> list[BlockHash]:
+        """The chain of the full blocks of `token_ids`; each block is hashed once, however long the sequence waits."""
+        chain = self.chain
+        parent = chain[-1] if chain else BlockHash(self.request.wire.root)
+        chain += hash_chain(parent, self.token_ids[len(chain) * block_size :], block_size)
+        return chain
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose KV is not written."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_pending > 1 or not self.choices[0].output_ids
+
+    @property
+    def reuse(self) -> bool:
+        """Whether a cached prefix serves: not while the logprobs of the prompt are still owed."""
+        return self.request.prompt_logprobs is None
+
+
+def new_request(
+    wire: GenerateRequest, key: RequestKey, *, arrival_s: float, aging_s: float, constraints: dict[int, Constraint]
+) -> Request:
+    """`constraints` by choice index, already advanced over the output of a resumed choice."""
+    return Request(
+        key=key,
+        wire=wire,
+        choices=[
+            Choice(state.index, state.seed, list(state.output_ids), constraints.get(state.index))
+            for state in wire.choices
+        ],
+        arrival_s=arrival_s,
+        order_s=arrival_s + wire.priority * aging_s,
+        prompt_logprobs=None if wire.sampling.prompt_logprobs is None else [],
+    )
+
+
+def split_into_sequences(request: Request, max_choices: int) -> list[Sequence]:
+    """The sequences that a request begins with: one for the choices without output, in groups of at most
+    `max_choices`, and one for each choice that is resumed."""
+    unfinished = [choice for choice in request.choices if choice.finished is None]
+    fresh = [choice for choice in unfinished if not choice.output_ids]
+    groups = [fresh[start : start + max_choices] for start in range(0, len(fresh), max_choices)]
+    groups += [[choice] for choice in unfinished if choice.output_ids]
+    return [Sequence(request, group, [*request.prompt_ids, *group[0].output_ids]) for group in groups]

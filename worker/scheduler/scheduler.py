@@ -1,0 +1,301 @@
+"""The scheduler: one rule for everything. Each step gives every sequence some of the tokens that it has pending.
+
+A decode has one pending token, a prefill many; both are chunks of one batch under one token budget (see `budget`).
+Blocks are taken chunk by chunk. When none are left, the last in order is preempted: it gives up its blocks, which stay
+findable, goes back to its place in the queue, and computes again what is no longer cached. The first in order is never
+preempted and alone always fits (a larger request is refused at the door), so every request ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from cache.allocator import Allocator, BlockCopy
+from cache.types import BlockHash
+from worker.scheduler.admission import Admission
+from worker.scheduler.budget import BatchLimits, PrefillBudget
+from worker.scheduler.plan import Emission, Plan, PlannedChunk
+from worker.scheduler.queue import OrderedSequences
+from worker.scheduler.request import Choice, Request, RequestKey, split_into_sequences
+from worker.scheduler.request import Sequence as TokenSequence
+from worker.scheduler.update import append, end_of, finish, take_prompt_logprobs
+from worker.step import Drawn, SequenceResult
+from worker.wire import End, Failed, Finished, Started
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Owner of every request and, through the allocator, of every block. Used by one thread.
+
+    Call in turn: `submit` and `abort` at will, then `schedule`, run the plan's step, then `update`. When the step
+    raises, nothing has happened: run the parts of `retries` one by one, and `fail` the requests whose part raises.
+    """
+
+    def __init__(self, allocator: Allocator, limits: BatchLimits, eos_token_ids: Iterable[int]) -> None:
+        self.allocator = allocator
+        self.limits = limits
+        self.requests: dict[RequestKey, Request] = {}
+        self.waiting = OrderedSequences()
+        self.running = OrderedSequences()
+        self._admission = Admission(allocator, limits)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._owed_copies: list[BlockCopy] = []
+
+    @property
+    def has_work(self) -> bool:
+        return len(self.waiting) > 0 or len(self.running) > 0
+
+    def submit(self, request: Request) -> list[Emission]:
+        """Take a request that `refusal` has let pass. What is resumed after its last token ends here."""
+        self.requests[request.key] = request
+        emissions = []
+        for choice in request.choices:
+            if choice.output_ids and (end := end_of(choice, request, self._eos_token_ids)) is not None:
+                emissions.append(Emission(request, finish(choice, *end)))
+        if emissions:
+            emissions.insert(0, Emission(request, Started(0)))
+            request.started_s = request.first_token_s = request.arrival_s
+        request.sequences = split_into_sequences(request, self.limits.max_num_seqs)
+        for sequence in request.sequences:
+            self.waiting.add(sequence)
+        request.num_uncached_tokens = self._count_uncached(request)
+        return emissions + self._end_if_finished(request, request.arrival_s)
+
+    def abort(self, request: Request, choice_index: int | None = None, *, now_s: float) -> list[Emission]:
+        """End the choice, or all of them, now. Nothing happens to what has ended already."""
+        emissions: list[Emission] = []
+        if request.key not in self.requests:
+            return emissions
+        for choice in request.choices:
+            if choice.finished is None and choice_index in (None, choice.index):
+                emissions.append(Emission(request, self._end_choice(request, choice, finish(choice, "abort"))))
+        return emissions + self._end_if_finished(request, now_s)
+
+    def fail(self, request: Request, failed: Failed) -> list[Emission]:
+        """End the whole request without an answer."""
+        if self.requests.pop(request.key, None) is None:
+            return []
+        for sequence in request.sequences.copy():
+            self._drop(sequence)
+        return [Emission(request, failed)]
+
+    def preempt_all(self) -> None:
+        """Give back every block, as for a reset of the cache; everything is computed again afterwards."""
+        for sequence in self.running:
+            self._preempt(sequence)
+
+    def schedule(self, now_s: float) -> Plan | None:
+        """The next step; None when there is nothing to do."""
+        plan = Plan()
+        decodes = [sequence for sequence in self.running if not sequence.is_prefilling]
+        for sequence in decodes:
+            if sequence.allocation is not None and self._make_room(sequence, sequence.num_computed + 1, plan):
+                self._grow(plan, sequence, 1)
+        budget = PrefillBudget.after_decodes(self.limits, plan.num_tokens)
+        self._schedule_prefills(plan, budget, now_s)
+        self._owed_copies += self.allocator.take_copies()
+        plan.copies = self._owed_copies.copy()
+        return plan if plan.chunks else None
+
+    def retries(self, plan: Plan) -> Iterable[Plan]:
+        """After the plan's step has raised: the same work, request by request. Each must be updated or failed before
+        the next is taken."""
+        for part in plan.by_request():
+            part.copies = self._owed_copies.copy()
+            yield part
+
+    def update(self, plan: Plan, results: Sequence[SequenceResult], now_s: float) -> list[Emission]:
+        """The plan's step has returned: commit its blocks, append what was drawn, end what has ended."""
+        self._owed_copies.clear()
+        emissions: list[Emission] = []
+        for chunk, result in zip(plan.chunks.values(), results, strict=True):
+            emissions += self._update_chunk(chunk, result, now_s)
+        return emissions
+
+    def _count_uncached(self, request: Request) -> int:
+        """Tokens that its prefill would compute if it began now."""
+        if not request.sequences:
+            return 0
+        sequence = request.sequences[0]
+        if not sequence.reuse:
+            return len(sequence.token_ids)
+        root, hashes = BlockHash(request.wire.root), sequence.hashes(self.allocator.block_size)
+        return len(sequence.token_ids) - self.allocator.find(sequence.token_ids, root, hashes=hashes)
+
+    # --- scheduling ---------------------------------------------------------------------------------------------
+
+    def _schedule_prefills(self, plan: Plan, budget: PrefillBudget, now_s: float) -> None:
+        """Half to the oldest prefill, the rest to the others (shortest first) and to newcomers, leftovers in order."""
+        prefills = [sequence for sequence in self.running if sequence.is_prefilling]
+        head, others = prefills[:1], sorted(prefills[1:], key=lambda sequence: sequence.num_pending)
+        rivals = len(others) > 0 or len(self.waiting) > 0
+        for sequence in head:
+            self._prefill(plan, budget, sequence, budget.head_share if rivals else None)
+        reserve = budget.newcomer_share if len(self.waiting) > 0 else 0
+        for sequence in others:
+            self._prefill(plan, budget, sequence, max(0, budget.left - reserve))
+        if plan.num_preempted == 0:
+            self._admit(plan, budget, now_s)
+        for sequence in self.running:
+            if sequence.is_prefilling:
+                self._prefill_more(plan, budget, sequence)
+
+    def _prefill(self, plan: Plan, budget: PrefillBudget, sequence: TokenSequence, cap: int | None) -> None:
+        if sequence.allocation is None:  # preempted by an earlier one in this step
+            return
+        granted = budget.take(sequence.num_pending, cap)
+        if granted and self._make_room(sequence, sequence.num_computed + granted, plan):
+            self._grow(plan, sequence, granted)
+        else:
+            budget.give_back(granted)
+
+    def _prefill_more(self, plan: Plan, budget: PrefillBudget, sequence: TokenSequence) -> None:
+        """What the others left. Nobody is preempted for it."""
+        planned = plan.chunks.get(sequence)
+        start = sequence.num_computed if planned is None else planned.stop
+        granted = budget.take(len(sequence.token_ids) - start)
+        assert sequence.allocation is not None
+        if granted and sequence.allocation.extend(start + granted):
+            self._grow(plan, sequence, granted)
+        else:
+            budget.give_back(granted)
+
+    def _admit(self, plan: Plan, budget: PrefillBudget, now_s: float) -> None:
+        """Move from waiting to running what fits, in order, and plan its first chunk."""
+        num_running = len(self.running)
+        admitted = self._admission.admit(self.waiting, self.running, budget)
+        for sequence, num_tokens in admitted:
+            self.waiting.remove(sequence)
+            self.running.add(sequence)
+            self._grow(plan, sequence, num_tokens)
+            self._start(plan, sequence, now_s)
+        if admitted:
+            plan.growth = self._admission.gate.reason(num_running)
+        self._admission.gate.end_step(admitted=bool(admitted))
+
+    def _start(self, plan: Plan, sequence: TokenSequence, now_s: float) -> None:
+        request = sequence.request
+        if request.started_s is None:
+            request.started_s = now_s
+            request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
+            plan.started.append(request)
+
+    @staticmethod
+    def _grow(plan: Plan, sequence: TokenSequence, num_tokens: int) -> None:
+        chunk = plan.chunks.get(sequence)
+        if chunk is None:
+            start = sequence.num_computed
+            plan.chunks[sequence] = PlannedChunk(sequence, start, start + num_tokens, sequence.is_prefilling)
+        else:
+            chunk.stop += num_tokens
+
+    def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: Plan) -> bool:
+        """Blocks for `num_tokens`, preempting from the end. False: it was the last itself, and is preempted."""
+        assert sequence.allocation is not None
+        while not sequence.allocation.extend(num_tokens):
+            victim = self.running.last
+            self._preempt(victim)
+            plan.chunks.pop(victim, None)
+            plan.num_preempted += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: TokenSequence) -> None:
+        self._release(sequence)
+        self.running.remove(sequence)
+        self.waiting.add(sequence)
+
+    @staticmethod
+    def _release(sequence: TokenSequence) -> None:
+        if sequence.allocation is not None:
+            sequence.allocation.free()
+            if sequence.request.prompt_logprobs is not None:  # collected by one sequence, so again from the start
+                sequence.request.prompt_logprobs.clear()
+        sequence.allocation = None
+        sequence.num_computed = 0
+
+    # --- after the step -----------------------------------------------------------------------------------------
+
+    def _update_chunk(self, chunk: PlannedChunk, result: SequenceResult, now_s: float) -> list[Emission]:
+        sequence = chunk.sequence
+        request = sequence.request
+        if request.key not in self.requests:  # failed while an earlier sequence of it was updated
+            return []
+        assert sequence.allocation is not None
+        draws = chunk.draws
+        sequence.num_computed = chunk.stop
+        sequence.allocation.commit(sequence.token_ids, chunk.stop)
+        emissions = []
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += result.prompt_logprobs
+            if (frame := take_prompt_logprobs(request)) is not None:
+                emissions.append(Emission(request, frame))
+        if chunk.stop == len(sequence.token_ids):
+            if request.first_token_s is None:
+                request.first_token_s = now_s
+            if draws:
+                emissions += self._append_drawn(sequence, result.drawn)
+            else:  # max_tokens 0: the prompt was all
+                for choice in sequence.choices.copy():
+                    emissions.append(Emission(request, self._end_choice(request, choice, finish(choice, "length"))))
+        return emissions + self._end_if_finished(request, now_s)
+
+    def _append_drawn(self, sequence: TokenSequence, drawn: Sequence[Drawn]) -> list[Emission]:
+        request = sequence.request
+        emissions: list[Emission] = []
+        branches = self._fork(sequence)
+        for branch, token in zip(branches, drawn, strict=True):
+            choice = branch.choices[0]
+            try:
+                emissions.append(Emission(request, append(choice, token)))
+            except Exception:
+                logger.exception("request %s: the grammar of choice %d failed", request.wire.request_id, choice.index)
+                return emissions + self.fail(request, Failed("internal_error", "the grammar failed", retryable=False))
+            branch.token_ids.append(token.token_id)
+            if (end := end_of(choice, request, self._eos_token_ids)) is not None:
+                emissions.append(Emission(request, self._end_choice(request, choice, finish(choice, *end))))
+        return emissions
+
+    def _fork(self, sequence: TokenSequence) -> list[TokenSequence]:
+        """One sequence a choice, all sharing the blocks of the prompt. The first is `sequence` itself."""
+        assert sequence.allocation is not None
+        first, *rest = sequence.choices
+        branches = [sequence]
+        for choice in rest:
+            branch = TokenSequence(sequence.request, [choice], sequence.token_ids.copy())
+            branch.allocation = sequence.allocation.fork()
+            branch.num_computed = sequence.num_computed
+            branches.append(branch)
+            sequence.request.sequences.append(branch)
+            self.running.add(branch)
+        sequence.choices = [first]
+        return branches
+
+    def _end_choice(self, request: Request, choice: Choice, frame: Finished) -> Finished:
+        """Free what only this choice held."""
+        for sequence in request.sequences.copy():
+            if choice in sequence.choices:
+                sequence.choices.remove(choice)
+                if not sequence.choices:
+                    self._drop(sequence)
+        return frame
+
+    def _drop(self, sequence: TokenSequence) -> None:
+        """Forget a sequence, wherever it is."""
+        self._release(sequence)
+        sequence.request.sequences.remove(sequence)
+        holder = self.running if sequence in self.running else self.waiting
+        holder.remove(sequence)
+
+    def _end_if_finished(self, request: Request, now_s: float) -> list[Emission]:
+        if any(choice.finished is None for choice in request.choices):
+            return []
+        if self.requests.pop(request.key, None) is None:
+            return []
+        started_s = now_s if request.started_s is None else request.started_s
+        first_token_s = now_s if request.first_token_s is None else request.first_token_s
+        end = End(started_s - request.arrival_s, first_token_s - started_s, now_s - first_token_s)
+        return [Emission(request, end)]
