@@ -103,7 +103,7 @@ def find_checkpoint(source: str) -> Checkpoint:
 
 
 def _download(source: str) -> tuple[Path, str, str]:
-    """Fetch a snapshot from the Hugging Face hub -> its folder, name and commit. Only safetensors and texts are fetched."""
+    """Fetch a snapshot from the Hugging Face hub -> folder, name and commit. Only safetensors and texts are fetched."""
     from huggingface_hub import snapshot_download
 
     name, _, revision = source.partition("@")

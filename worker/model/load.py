@@ -53,6 +53,16 @@ class LoadedModel:
         return self.checkpoint.name
 
     @property
+    def numerics(self) -> str:
+        """What decides how results round, short of the attention kernel. Below float32 the CPU's units count."""
+        device = self.device.type
+        if device == "cuda":
+            device = torch.cuda.get_device_name(self.device).replace(" ", "-")
+        elif self.dtype != torch.float32 or self.weights != "dense":
+            device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
+        return f"{device}/{str(self.dtype).removeprefix('torch.')}/{self.weights}"
+
+    @property
     def revision(self) -> str:
         return self.checkpoint.revision
 

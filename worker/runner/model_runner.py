@@ -26,7 +26,7 @@ _LOGPROB_ROWS: Final = 256
 class ModelRunner:
     """A `worker.step.Runner` over one decoder and one KV pool."""
 
-    __slots__ = ("_attention", "_cache", "_decoder", "_device", "_eos_token_ids")
+    __slots__ = ("_attention", "_cache", "_decoder", "_device", "_eos_token_ids", "numerics")
 
     def __init__(self, model: LoadedModel, *, num_blocks: int, block_size: int, eos_token_ids: Sequence[int]) -> None:
         """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks."""
@@ -36,6 +36,7 @@ class ModelRunner:
         shape = model.config.attention
         self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
         self._attention: Attention = TorchPagedAttention(shape, self._cache)
+        self.numerics = f"{model.numerics}/{self._attention.name}"
 
     @property
     def cache(self) -> KVCache:

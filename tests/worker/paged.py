@@ -1,0 +1,76 @@
+"""Drives a loaded model through its paged cache by hand: no scheduler, blocks wherever a test wants them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cache.types import BlockId
+from worker.attention.base import Attention
+from worker.attention.kv_cache import KVCache
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.model.load import LoadedModel
+from worker.runner.batch import build_batch
+from worker.step import SequenceStep, Step
+
+
+class PagedSequence:
+    """A sequence of known tokens over blocks of its own; `num_computed` of them lie in the pool."""
+
+    def __init__(self, token_ids: Sequence[int], block_table: Sequence[int], block_size: int) -> None:
+        assert len(block_table) * block_size >= len(token_ids)
+        self.token_ids = list(token_ids)
+        self.block_table = [BlockId(block) for block in block_table]
+        self.num_computed = 0
+        self._block_size = block_size
+
+    def step(self, num_tokens: int, **fields: object) -> SequenceStep:
+        """The next `num_tokens` tokens; they count as computed from now on."""
+        start, stop = self.num_computed, min(self.num_computed + num_tokens, len(self.token_ids))
+        self.num_computed = stop
+        size = self._block_size
+        slots = [self.block_table[i // size] * size + i % size for i in range(start, stop)]
+        ids = self.token_ids[start:stop]
+        return SequenceStep(ids, start, self.block_table, slots, **fields)  # type: ignore[arg-type]
+
+
+class PagedModel:
+    """A decoder over a pool whose blocks are handed out in random order."""
+
+    def __init__(
+        self, model: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, attention: type | None = None
+    ) -> None:
+        self.block_size = block_size
+        self._model = model
+        shape = model.config.attention
+        self.cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
+        # Garbage in blocks that nobody owns must never be seen.
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.normal_(std=10.0, generator=torch.Generator().manual_seed(1))
+        self._attention: Attention = (attention or TorchPagedAttention)(shape, self.cache)
+        self._free = list(range(1, num_blocks))
+        random.Random(0).shuffle(self._free)
+
+    def sequence(self, token_ids: Sequence[int]) -> PagedSequence:
+        num_blocks = -(-len(token_ids) // self.block_size)
+        table, self._free = self._free[:num_blocks], self._free[num_blocks:]
+        return PagedSequence(token_ids, table, self.block_size)
+
+    @torch.inference_mode()
+    def logits(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
+        """One forward over all steps -> (tokens of the step, vocab_size) for each."""
+        batch = build_batch(Step(steps), self._attention, self._model.device)
+        logits = self._model.decoder.logits(self._model.decoder.forward(batch.forward, self._attention))
+        by_index = {part.index: logits[part.first : part.stop] for part in batch.sequences}
+        return [by_index[index] for index in range(len(steps))]
+
+    def chunked(self, token_ids: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Logits of a whole sequence, computed in chunks of the given sizes, the last repeated as needed."""
+        sequence, parts, index = self.sequence(token_ids), [], 0
+        while sequence.num_computed < len(token_ids):
+            parts += self.logits([sequence.step(sizes[min(index, len(sizes) - 1)])])
+            index += 1
+        return torch.cat(parts)
