@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ class Family:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     folder = tmp_path_factory.mktemp(request.param)
     reference = write_family(request.param, folder)
-    yield Family(request.param, reference, load_model(str(folder), LoadOptions()))
+    return Family(request.param, reference, load_model(str(folder), LoadOptions()))
 
 
 def tokens(length: int, seed: int) -> list[int]:

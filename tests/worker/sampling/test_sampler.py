@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
+from worker.sampling.logprobs import token_logprobs
+from worker.sampling.randomness import uniform
+from worker.sampling.sampler import sample
+from worker.sampling.truncation import truncate
+from worker.step import Draw
+from worker.wire import SamplingParams
+
+EOS = (2,)
+GOLDEN = (0.9380944058769953, 0.414763255709233)
+VOCAB = 50
+
+
+def draw(seed: int = 0, position: int = 0, *, allowed: object = None, **params: Any) -> Draw:
+    prompt, output = params.pop("prompt", ()), params.pop("output", ())
+    return Draw(SamplingParams(max_tokens=16, **params), seed, position, prompt, output, allowed)
+
+
+def token(logits: Tensor, one: Draw) -> int:
+    return sample(logits[None], [one], EOS)[0].token_id
+
+
+def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def kept(logits: Tensor, **params: Any) -> set[int]:
+    """Token ids that the truncation leaves."""
+    rows = logits[None].clone()
+    truncate(rows, [SamplingParams(max_tokens=1, **params)])
+    return set(rows[0].isfinite().nonzero().flatten().tolist())
+
+
+def logits_of(*probabilities: float) -> Tensor:
+    return torch.tensor(probabilities).log()
+
+
+class TestRandomness:
+    def test_is_a_function_of_seed_and_position(self) -> None:
+        assert uniform(1, 2) == uniform(1, 2)
+        assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
+
+    def test_golden(self) -> None:
+        """A resumed stream may run on a worker of another version: the numbers must never change."""
+        assert uniform(0, 0) == GOLDEN[0]
+        assert uniform(2**64 - 1, 1_000_000) == GOLDEN[1]
+        assert uniform(-1, 1_000_000) == GOLDEN[1]
+
+    def test_is_uniform(self) -> None:
+        values = np.array([uniform(7, position) for position in range(20_000)])
+        assert values.min() >= 0
+        assert values.max() < 1
+        deviation = np.abs(np.sort(values) - (np.arange(20_000) + 0.5) / 20_000).max()
+        assert deviation < 1.95 / math.sqrt(20_000)  # Kolmogorov-Smirnov, one in a thousand
+
+
+def test_greedy_takes_the_best() -> None:
+    logits = random_logits(8)
+    drawn = sample(logits, [draw(temperature=0.0)] * 8, EOS)
+    assert [one.token_id for one in drawn] == logits.argmax(-1).tolist()
+    assert all(one.logprobs is None for one in drawn)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Pearson's chi-squared over 20,000 draws at temperature 0.7."""
+    logits, count = random_logits(1, seed=3, vocab=12)[0], 20_000
+    expected = (logits / 0.7).softmax(-1) * count
+    rows = logits.expand(count, -1)
+    drawn = sample(rows, [draw(5, position, temperature=0.7) for position in range(count)], EOS)
+    seen = torch.bincount(torch.tensor([one.token_id for one in drawn]), minlength=12)
+    likely = expected > 5
+    statistic = ((seen - expected) ** 2 / expected)[likely].sum()
+    assert float(statistic) < 31.3  # 11 degrees of freedom, one in a thousand
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((VOCAB,), float("-inf"))
+    logits[[7, 31]] = 0.0
+    drawn = sample(logits.expand(500, -1), [draw(1, position) for position in range(500)], EOS)
+    assert set(Counter(one.token_id for one in drawn)) == {7, 31}
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = random_logits(1)[0]
+    assert token(logits, draw(temperature=1e-30)) == int(logits.argmax())
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_row_does_not_depend_on_the_others(data: st.DataObject) -> None:
+    params = st.builds(
+        SamplingParams,
+        max_tokens=st.just(8),
+        temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        top_k=st.sampled_from([0, 1, 3, 100]),
+        top_p=st.sampled_from([1.0, 0.9, 0.3]),
+        min_p=st.sampled_from([0.0, 0.1]),
+        typical_p=st.sampled_from([1.0, 0.6]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.5]),
+        presence_penalty=st.sampled_from([0.0, -0.5]),
+        logit_bias=st.sampled_from([(), ((3, 5.0), (4, -100.0))]),
+        bad_words=st.sampled_from([(), ((5,), (1, 6))]),
+        min_tokens=st.sampled_from([0, 4]),
+        logprobs=st.sampled_from([None, 0, 3]),
+    )
+    rows = data.draw(st.lists(st.tuples(params, st.integers(0, 2**63)), min_size=1, max_size=5))
+    logits = random_logits(len(rows), seed=data.draw(st.integers(0, 1000)))
+    draws = [Draw(one, seed, 9, (1, 2, 3), (4, 4, 1)) for one, seed in rows]
+    together = sample(logits, draws, EOS)
+    alone = [sample(logits[row : row + 1], [one], EOS)[0] for row, one in enumerate(draws)]
+    assert [one.token_id for one in together] == [one.token_id for one in alone]
+    for one, other in zip(together, alone, strict=True):
+        if one.logprobs is not None:
+            assert other.logprobs is not None
+            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob)
+
+
+def test_the_logits_stay_as_they_are() -> None:
+    logits = random_logits(2)
+    before = logits.clone()
+    options = {"top_k": 3, "repetition_penalty": 2.0, "bad_words": ((5,),), "prompt": (1, 2), "min_tokens": 3}
+    sample(logits, [draw(**options), draw(temperature=0.0, **options)], EOS)
+    assert torch.equal(logits, before)
+
+
+class TestTruncation:
+    probabilities = logits_of(0.05, 0.4, 0.1, 0.25, 0.2)
+
+    def test_top_k(self) -> None:
+        assert kept(self.probabilities, top_k=2) == {1, 3}
+        assert kept(self.probabilities, top_k=99) == {0, 1, 2, 3, 4}
+
+    @pytest.mark.parametrize(("top_p", "expected"), [(0.39, {1}), (0.41, {1, 3}), (0.66, {1, 3, 4}), (0.0, {1})])
+    def test_top_p(self, top_p: float, expected: set[int]) -> None:
+        assert kept(self.probabilities, top_p=top_p) == expected
+
+    def test_top_p_beyond_the_partial_sort(self) -> None:
+        """A flat distribution over 4,000 tokens: the nucleus is larger than the candidates looked at first."""
+        logits = torch.linspace(0.0, 0.001, 4000)
+        assert len(kept(logits, top_p=0.75)) == pytest.approx(3000, abs=2)
+
+    def test_min_p(self) -> None:
+        assert kept(self.probabilities, min_p=0.5) == {1, 3, 4}
+
+    def test_typical_drops_the_obvious_too(self) -> None:
+        """Entropy 1.16: 0.25 (surprise 1.39) is nearest to it, and 0.6 (0.51) farther than 0.1 (2.3) is not."""
+        logits = logits_of(0.6, 0.25, 0.1, 0.05)
+        surprise = -logits
+        entropy = float((logits.exp() * surprise).sum())
+        order = (surprise - entropy).abs().argsort().tolist()
+        assert kept(logits, typical_p=0.2) == {order[0]}
+        assert kept(logits, typical_p=0.26) == set(order[:2])
+
+    def test_each_works_on_what_the_one_before_left(self) -> None:
+        # Of 0.4 and 0.25, renormalised to 0.62 and 0.38, the first alone holds 60 %.
+        assert kept(self.probabilities, top_k=2, top_p=0.6) == {1}
+
+    @settings(max_examples=50, deadline=None)
+    @given(seed=st.integers(0, 10_000), top_p=st.floats(0.01, 0.99))
+    def test_top_p_keeps_the_fewest_that_suffice(self, seed: int, top_p: float) -> None:
+        logits = random_logits(1, seed)[0]
+        probabilities = logits.softmax(-1).double()
+        chosen = kept(logits, top_p=top_p)
+        share = float(probabilities[list(chosen)].sum())
+        smallest = float(probabilities[list(chosen)].min())
+        assert share >= top_p - 1e-6
+        assert share - smallest < top_p + 1e-6
+        assert all(float(probabilities[i]) <= smallest for i in set(range(VOCAB)) - chosen)
+
+
+class TestPenalties:
+    def test_repetition_counts_prompt_and_output(self) -> None:
+        logits = torch.tensor([4.0, 3.9, -1.0, -1.1])
+        assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
+        assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, output=(0,))) == 1
+        assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,), output=(1,))) == 0
+
+    def test_a_negative_logit_is_pushed_down_too(self) -> None:
+        assert token(torch.tensor([-1.0, -1.1]), draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
+
+    def test_frequency_and_presence_count_the_output_alone(self) -> None:
+        logits = torch.tensor([2.0, 1.0, 0.0])
+        assert token(logits, draw(temperature=0.0, frequency_penalty=0.6, prompt=(0, 0))) == 0
+        assert token(logits, draw(temperature=0.0, frequency_penalty=0.6, output=(0,))) == 0
+        assert token(logits, draw(temperature=0.0, frequency_penalty=0.6, output=(0, 0))) == 1
+        assert token(logits, draw(temperature=0.0, presence_penalty=0.6, output=(0, 0))) == 0
+        assert token(logits, draw(temperature=0.0, presence_penalty=1.1, output=(0, 0))) == 1
+
+    def test_logit_bias(self) -> None:
+        logits = torch.tensor([2.0, 1.0, 0.0])
+        assert token(logits, draw(temperature=0.0, logit_bias=((2, 3.0),))) == 2
+        assert token(logits, draw(temperature=0.0, logit_bias=((0, -100.0), (9999, 100.0)))) == 1
+
+
+class TestConstraints:
+    logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
+
+    def test_allowed_ids(self) -> None:
+        assert token(self.logits, draw(temperature=0.0, allowed_token_ids=(3, 4))) == 3
+
+    def test_bad_words_need_their_beginning(self) -> None:
+        bad = ((0, 1), (4,))
+        assert token(self.logits, draw(temperature=0.0, bad_words=((0,),))) == 1
+        assert token(self.logits, draw(temperature=0.0, bad_words=bad)) == 0
+        assert token(self.logits, draw(temperature=0.0, bad_words=((1, 0), *bad), output=(1,))) == 1
+        assert token(self.logits, draw(temperature=0.0, bad_words=((1, 1, 0),), output=(1,))) == 0
+
+    def test_min_tokens_hides_eos_and_stop_ids(self) -> None:
+        logits = torch.tensor([1.0, 2.0, 9.0, 8.0, 3.0])
+        options = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (3,)}
+        assert token(logits, draw(**options)) == 4
+        assert token(logits, draw(**options, output=(0,))) == 4
+        assert token(logits, draw(**options, output=(0, 0))) == 2
+
+    def test_a_grammar_wins_over_min_tokens(self) -> None:
+        mask = np.array([0b100], dtype=np.int32)
+        assert token(self.logits, draw(temperature=0.0, min_tokens=5, allowed=mask)) == 2
+
+    def test_grammar_masks_reach_every_bit(self) -> None:
+        for allowed in (0, 31, 32, 49):
+            mask = np.zeros(2, dtype=np.uint32)
+            mask[allowed // 32] = 1 << allowed % 32
+            assert token(random_logits(1)[0], draw(allowed=mask.view(np.int32))) == allowed
+
+    def test_tokens_beyond_the_mask_are_forbidden(self) -> None:
+        logits = random_logits(1)[0]
+        logits[40] = 100.0
+        mask = np.array([-1], dtype=np.int32)
+        assert token(logits, draw(temperature=0.0, allowed=mask)) < 32
+
+    def test_nothing_left_names_the_row(self) -> None:
+        impossible = draw(allowed_token_ids=(3,), bad_words=((3,),))
+        with pytest.raises(NoTokenLeft) as caught:
+            sample(random_logits(3), [draw(), impossible, draw()], EOS)
+        assert caught.value.rows == (1,)
+
+
+class TestLogprobs:
+    def test_they_are_of_the_model_alone(self) -> None:
+        logits = random_logits(1)[0]
+        want = logits.log_softmax(-1)
+        one = draw(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),))
+        (drawn,) = sample(logits[None], [one], EOS)
+        assert drawn.token_id == 7
+        assert drawn.logprobs is not None
+        assert drawn.logprobs.logprob == pytest.approx(float(want[7]))
+        assert [token_id for token_id, _ in drawn.logprobs.top] == want.topk(3).indices.tolist()
+        assert [value for _, value in drawn.logprobs.top] == pytest.approx(want.topk(3).values.tolist())
+
+    def test_rows_ask_for_different_numbers(self) -> None:
+        drawn = sample(random_logits(3), [draw(logprobs=0), draw(), draw(logprobs=2)], EOS)
+        assert [None if one.logprobs is None else len(one.logprobs.top) for one in drawn] == [0, None, 2]
+
+    def test_given_tokens(self) -> None:
+        logits = random_logits(2)
+        found = token_logprobs(logits, [4, 5], [0, 1])
+        want = logits.log_softmax(-1)
+        assert [one.logprob for one in found] == pytest.approx([float(want[0, 4]), float(want[1, 5])])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_model_is_noticed(broken: float) -> None:
+    logits = random_logits(2)
+    logits[1, 3] = broken
+    for temperature in (0.0, 1.0):
+        with pytest.raises(NonFiniteLogits) as caught:
+            sample(logits, [draw(temperature=temperature)] * 2, EOS)
+        assert caught.value.rows == (1,)
+
+
+def test_params_are_what_the_wire_has() -> None:
+    """Every field of SamplingParams is either the sampler's, tested above, or the scheduler's."""
+    schedulers = {"max_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "grammar"}
+    samplers = set(dataclasses.asdict(draw(stop_token_ids=()).params)) - schedulers
+    assert samplers == {
+        *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty"),
+        *("presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "logprobs"),
+    }
