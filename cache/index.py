@@ -62,5 +62,8 @@ class Candidate:
 class PrefixIndex(Protocol):
     """Reader's side of the shared index."""
 
-    async def lookup(self, hashes: Sequence[BlockHash]) -> list[Candidate] | None:
-        """Every live worker and the length of its match, in one round trip; None past the deadline or on any error."""
+    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+        """Every live worker (of `model`, if given) and the length of its match; None past the deadline or on any error.
+
+        One round trip.
+        """

@@ -1,0 +1,12 @@
+"""The prefix index in Redis: the only module that talks to it.
+
+reader.RedisIndex    gateway: one round trip per decision        writer.IndexWriter    worker: its own set and entry
+link.Link            one pipelined connection, one owner task    endpoint.Endpoint     unix, TLS, Sentinel, Cluster
+schema               the keys and records, untrusted when read   script.LOOKUP         the read-only script
+"""
+
+from cache.redis_index.link import LinkDownError
+from cache.redis_index.reader import ReaderSettings, RedisIndex, RegistryEntry
+from cache.redis_index.writer import IndexWriter, WriterSettings
+
+__all__ = ["IndexWriter", "LinkDownError", "ReaderSettings", "RedisIndex", "RegistryEntry", "WriterSettings"]

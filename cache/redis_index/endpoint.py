@@ -1,0 +1,130 @@
+"""Where a Redis is, and how a connection to it is opened: one server, a unix socket, TLS, Sentinel or a Cluster.
+
+redis://[user:password@]host[:port][/db]      rediss://... the same over TLS (ssl_ca_certs=... and so on)
+unix:///path/to/socket[?db=0]
+redis+sentinel://[user:password@]host:port,host:port/service[?db=0]
+redis+cluster://[user:password@]host:port,host:port        rediss+cluster:// over TLS
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio.connection import AbstractConnection, Connection, parse_url
+from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import RedisError
+
+_PLAIN: Final = ("redis", "rediss", "unix")
+_DEFAULT_PORT: Final = 6379
+_DEFAULT_SENTINEL_PORT: Final = 26379
+
+
+class Endpoint:
+    """Opens connections to the server that is right now: the primary of a Sentinel service, the owner of a slot.
+
+    `password` and `username`, when given, replace those of the URL, so that secrets can come from files.
+    """
+
+    def __init__(
+        self, url: str, *, connect_timeout_s: float, username: str | None = None, password: str | None = None
+    ) -> None:
+        scheme = urlsplit(url).scheme
+        if scheme not in (*_PLAIN, "redis+sentinel", "redis+cluster", "rediss+cluster"):
+            raise ValueError(
+                f"Redis URL {_without_password(url)!r}: use redis://, rediss://, unix://, redis+sentinel://,"
+                " redis+cluster:// or rediss+cluster://"
+            )
+        self._common: dict[str, Any] = {
+            "socket_connect_timeout": connect_timeout_s,
+            "socket_timeout": None,
+            "protocol": 2,
+            "driver_info": None,
+        }
+        if username:
+            self._common["username"] = username
+        if password:
+            self._common["password"] = password
+        self._timeout_s = connect_timeout_s
+        self._service = ""
+        self._turn = 0
+        self._moved: tuple[str, int] | None = None
+        self._nodes: list[tuple[str, int]] = []
+        self.label = _without_password(url)
+        if scheme in _PLAIN:
+            self._options: dict[str, Any] = dict(parse_url(url))
+            self._kind: type[AbstractConnection] = self._options.pop("connection_class", Connection)
+        else:
+            self._parse_nodes(url, scheme)
+
+    def _parse_nodes(self, url: str, scheme: str) -> None:
+        """`user:password@host:port,host:port/service`: parse_url knows one host only, so it gets the first."""
+        parts = urlsplit(url)
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        default = _DEFAULT_SENTINEL_PORT if scheme == "redis+sentinel" else _DEFAULT_PORT
+        self._nodes = [_host_and_port(host, default) for host in hosts.split(",") if host]
+        if not self._nodes:
+            raise ValueError(f"Redis URL {self.label!r} names no host")
+        single = f"{scheme.partition('+')[0]}://{credentials + '@' if credentials else ''}{self._nodes[0][0]}"
+        query = dict(parse_qsl(parts.query))
+        if scheme == "redis+sentinel":
+            self._service = unquote(parts.path.strip("/"))
+            if not self._service:
+                raise ValueError(f"Redis URL {self.label!r} names no Sentinel service: redis+sentinel://host:port/NAME")
+            single += f"/{query.pop('db', '0')}"
+        if query:
+            single += "?" + "&".join(f"{name}={value}" for name, value in query.items())
+        self._options = dict(parse_url(single))
+        self._kind = self._options.pop("connection_class", Connection)
+
+    async def open(self) -> AbstractConnection:
+        """A connected, authenticated connection. Raises RedisError, OSError or TimeoutError."""
+        address: dict[str, Any] = {}
+        if self._moved is not None:
+            address = {"host": self._moved[0], "port": self._moved[1]}
+        elif self._service:
+            host, port = await self._primary()
+            address = {"host": host, "port": port}
+        elif self._nodes:
+            host, port = self._nodes[self._turn % len(self._nodes)]
+            address = {"host": host, "port": port}
+        connection = self._kind(**{**self._options, **self._common, **address})
+        await connection.connect()  # type: ignore[no-untyped-call]
+        return connection
+
+    async def _primary(self) -> tuple[str, int]:
+        options = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+        sentinel = Sentinel(self._nodes, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        try:
+            host, port = await sentinel.discover_master(self._service)
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        return str(host), int(port)
+
+    def redirect(self, host: str, port: int) -> None:
+        """The server said that another node of the cluster owns our slot: the next `open` goes there."""
+        self._moved = (host, port)
+
+    def failed(self) -> None:
+        """The last connection could not be opened or broke: forget the redirection and try the next seed."""
+        self._moved = None
+        self._turn += 1
+
+
+def moved_to(error: RedisError) -> tuple[str, int] | None:
+    """Host and port of a cluster's MOVED answer, or None for any other error."""
+    host, port = getattr(error, "host", None), getattr(error, "port", None)
+    if type(error).__name__ == "MovedError" and isinstance(host, str) and isinstance(port, int):
+        return host, port
+    return None
+
+
+def _host_and_port(text: str, default: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    return parts.hostname or "localhost", parts.port or default
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

@@ -1,0 +1,175 @@
+"""What stands in Redis, and how it is read back: everything found there is untrusted input.
+
+    {prefix:s}:members    HASH  worker id -> member     (JSON; constant during an epoch)
+    {prefix:s}:states     HASH  worker id -> state      (msgpack array; rewritten at every publish)
+    {prefix:s}:version    STRING, random, another one after every change of `members`
+    {prefix:s}:b:<worker id>:<epoch>:<generation>       SET of 8-byte entries, with a TTL
+
+`s` is the shard; the braces are a hash tag, so that one shard is one slot of a Redis Cluster and one script reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from typing import Annotated, Final
+
+import msgspec
+
+from cache.index import WorkerLoad, WorkerMember
+from cache.types import GatewayId, WorkerId
+
+MAX_STATE_BYTES: Final = 16 * 1024
+MAX_MEMBER_BYTES: Final = 8 * 1024
+MAX_MEMBERS: Final = 20_000
+_STATE_FORMAT: Final = 1
+_WORKER_ID: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Name = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class RegistryError(ValueError):
+    """A value of the registry that no worker of ours has written."""
+
+
+class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A worker's state in its registry entry. Times are Redis' own, in milliseconds."""
+
+    format: int
+    epoch: _Name
+    generation: _Count
+    batch: _Count
+    deadline_ms: _Count
+    written_ms: _Count
+    num_entries: _Count
+    queued_prefill_s: dict[_Name, _Seconds]
+    assigned_prefill_s: _Seconds
+    prefill_tokens_per_s: _Seconds
+    num_running: _Count
+    num_waiting: _Count
+    num_free_blocks: _Count
+    num_blocks: _Count
+    draining: bool
+
+
+_STATE_DECODER: Final = msgspec.msgpack.Decoder(State)
+_STATE_ENCODER: Final = msgspec.msgpack.Encoder()
+_MEMBER_DECODER: Final = msgspec.json.Decoder(WorkerMember)
+_MEMBER_ENCODER: Final = msgspec.json.Encoder()
+
+
+class Keys:
+    """The names of one shard's keys."""
+
+    __slots__ = ("members", "states", "tag", "version")
+
+    def __init__(self, prefix: str, shard: int) -> None:
+        self.tag = f"{{{prefix}:{shard}}}"
+        self.members = f"{self.tag}:members".encode()
+        self.states = f"{self.tag}:states".encode()
+        self.version = f"{self.tag}:version".encode()
+
+    def blocks(self, worker_id: str, epoch: str, generation: int) -> bytes:
+        return f"{self.tag}:b:{worker_id}:{epoch}:{generation}".encode()
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix` unchanged, or ValueError: it must not disturb the hash tag."""
+    if not _WORKER_ID.fullmatch(prefix):
+        raise ValueError(f"key prefix {prefix!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
+    return prefix
+
+
+def check_member(member: WorkerMember) -> WorkerMember:
+    """`member` unchanged, or ValueError: its id and epoch become part of a key."""
+    for name, value in (("worker_id", member.worker_id), ("epoch", member.epoch)):
+        if not _WORKER_ID.fullmatch(value):
+            raise ValueError(f"{name} {value!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
+    return member
+
+
+def shard_of(worker_id: WorkerId, num_shards: int) -> int:
+    """The shard in which a worker lives, the same for every reader and writer."""
+    return zlib.crc32(worker_id.encode()) % num_shards
+
+
+def encode_member(member: WorkerMember) -> bytes:
+    return _MEMBER_ENCODER.encode(member)
+
+
+def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
+    """Raises RegistryError."""
+    if len(data) > MAX_MEMBER_BYTES or len(worker_id) > 128:
+        raise RegistryError(f"member of {len(data)} bytes")
+    try:
+        member = _MEMBER_DECODER.decode(data)
+        check_member(member)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RegistryError(str(error)) from error
+    if member.worker_id.encode() != worker_id:
+        raise RegistryError(f"member calls itself {member.worker_id!r}")
+    if member.block_size < 1 or member.max_model_len < 1 or not member.url.startswith(("http://", "https://")):
+        raise RegistryError(f"member with block_size {member.block_size}, url {member.url!r:.80}")
+    return member
+
+
+def encode_state(
+    member: WorkerMember,
+    load: WorkerLoad,
+    *,
+    generation: int,
+    batch: int,
+    deadline_ms: int,
+    written_ms: int,
+    num_entries: int,
+) -> bytes:
+    return _STATE_ENCODER.encode(
+        State(
+            format=_STATE_FORMAT,
+            epoch=member.epoch,
+            generation=generation,
+            batch=batch,
+            deadline_ms=deadline_ms,
+            written_ms=written_ms,
+            num_entries=num_entries,
+            queued_prefill_s={str(gateway): seconds for gateway, seconds in load.queued_prefill_s.items()},
+            assigned_prefill_s=load.assigned_prefill_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_free_blocks=load.num_free_blocks,
+            num_blocks=load.num_blocks,
+            draining=load.draining,
+        )
+    )
+
+
+def decode_state(data: bytes) -> State:
+    """Raises RegistryError."""
+    if len(data) > MAX_STATE_BYTES:
+        raise RegistryError(f"state of {len(data)} bytes")
+    try:
+        state = _STATE_DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RegistryError(str(error)) from error
+    if state.format != _STATE_FORMAT:
+        raise RegistryError(f"state in format {state.format}")
+    if not math.isfinite(state.assigned_prefill_s + state.prefill_tokens_per_s + sum(state.queued_prefill_s.values())):
+        raise RegistryError("state with a number that is not finite")
+    return state
+
+
+def load_of(state: State) -> WorkerLoad:
+    return WorkerLoad(
+        queued_prefill_s={GatewayId(gateway): seconds for gateway, seconds in state.queued_prefill_s.items()},
+        assigned_prefill_s=state.assigned_prefill_s,
+        prefill_tokens_per_s=state.prefill_tokens_per_s,
+        num_running=state.num_running,
+        num_waiting=state.num_waiting,
+        num_free_blocks=state.num_free_blocks,
+        num_blocks=state.num_blocks,
+        draining=state.draining,
+    )

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import RedisServer, redis_binaries
+
+
+@pytest.fixture(scope="session", params=sorted(redis_binaries()))
+def shared_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """One server for the session, of each version that this machine has. Tests flush it, and do not stop it."""
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), redis_binaries()[request.param]) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    shared_redis.command("FLUSHALL")
+    return shared_redis
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """A server that the test may stop, kill and start."""
+    binary = next(iter(redis_binaries().values()))
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
+        yield server

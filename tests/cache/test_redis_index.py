@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from cache.hashing import index_entry
+from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
+from tests.redis_server import RedisServer
+
+EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0)
+
+
+def member(name: str = "w0", epoch: str = "e0", model: str = "m") -> WorkerMember:
+    return WorkerMember(
+        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", model, "n" * 32, "cpu-float32", 16, 4096, protocol=1
+    )
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
+    return [index_entry(block_hash) for block_hash in hashes]
+
+
+@asynccontextmanager
+async def running(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(part.run()) for part in parts]
+    try:
+        for part in parts:
+            await until(lambda part=part: part.link.up if isinstance(part, IndexWriter) else not part.blind)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    """Wait until the condition holds, looking every few milliseconds; fail loudly otherwise."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            result = condition()
+            if isinstance(result, Awaitable):
+                result = await result
+            if result:
+                return
+            await asyncio.sleep(0.003)
+
+
+async def matches(index: RedisIndex, hashes: Sequence[BlockHash], model: str | None = None) -> dict[str, int] | None:
+    found = await index.lookup(hashes, model)
+    return None if found is None else {item.member.worker_id: item.matched_blocks for item in found}
+
+
+def becomes(index: RedisIndex, hashes: Sequence[BlockHash], expected: dict[str, int]) -> Callable[[], Awaitable[bool]]:
+    async def check() -> bool:
+        return await matches(index, hashes) == expected
+
+    return check
+
+
+async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: RedisServer) -> None:
+    hashes = chain(100)
+    writers = [IndexWriter(redis_server.url, member(f"w{i}")) for i in range(4)]
+    index = RedisIndex(redis_server.url, EAGER)
+    load = WorkerLoad({GatewayId("g"): 0.5}, 7.0, 8000.0, 1, 2, 3, 4, draining=True)
+    async with running(*writers, index):
+        for writer, length in zip(writers, (0, 1, 64, 100), strict=True):
+            assert await writer.rewrite(entries(hashes[:length]), load)
+        await until(becomes(index, hashes, {"w0": 0, "w1": 1, "w2": 64, "w3": 100}))
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert [item.load for item in found] == [load] * 4
+        assert all(item.load_age_s < 5 for item in found)
+        assert await matches(index, chain(3)) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
+        assert await matches(index, []) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
+
+
+async def test_every_length_of_match_is_found_from_every_finger(redis_server: RedisServer) -> None:
+    hashes = chain(37)
+    lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
+    writers = [IndexWriter(redis_server.url, member(f"w{i:03}")) for i in range(len(lengths))]
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(*writers, index):
+        for writer, length in zip(writers, lengths, strict=True):
+            assert await writer.rewrite(entries(hashes[:length]), WorkerLoad())
+        await until(becomes(index, hashes, {f"w{i:03}": length for i, length in enumerate(lengths)}))
+
+
+async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer) -> None:
+    hashes = chain(5)
+    writers = [IndexWriter(redis_server.url, member("a", model="x")), IndexWriter(redis_server.url, member("b"))]
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(*writers, index):
+        for writer in writers:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"a": 5, "b": 5}))
+        assert await matches(index, hashes, "x") == {"a": 5}
+
+
+async def test_batches_change_the_set(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with running(writer, index):
+        assert await writer.rewrite([], WorkerLoad())
+        assert await writer.publish(entries(hashes[:8]), [], WorkerLoad(), 8)
+        await until(becomes(index, hashes, {"w0": 8}))
+        assert await writer.publish(entries(hashes[8:]), [], WorkerLoad(), 10)
+        assert await matches(index, hashes) == {"w0": 10}
+        assert await writer.publish([], entries(hashes[:3:-1]), WorkerLoad(), 4)
+        assert await matches(index, hashes) == {"w0": 4}
+
+
+async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with running(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        redis_server.command("FLUSHALL")
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert writer.in_doubt
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+
+
+@pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone", "state gone", "member gone"])
+async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(redis_server.url, member())
+    async with running(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        key = "{headstart:0}:b:w0:e0:1"
+        command: dict[str, tuple[str | bytes, ...]] = {
+            "lost entry": ("SREM", key, hashes[3][:8]),
+            "foreign entry": ("SADD", key, "12345678"),
+            "set gone": ("DEL", key),
+            "state gone": ("HDEL", "{headstart:0}:states", "w0"),
+            "member gone": ("HDEL", "{headstart:0}:members", "w0"),
+        }
+        assert redis_server.command(*command[damage]) == b":1\r\n"
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert redis_server.command("EXISTS", key) == b":0\r\n"
+
+
+async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with running(writer, index):
+        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
+        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
+        redis_server.command("SADD", "{headstart:0}:b:w0:e0:1", *entries(hashes))
+        await until(becomes(index, hashes, {"w0": 4}))
+
+
+async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    before, after = IndexWriter(redis_server.url, member()), IndexWriter(redis_server.url, member(epoch="e1"))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(before, after, index):
+        assert await before.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        assert await after.rewrite([], WorkerLoad())
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert all(item.matched_blocks == 0 for item in found)
+        assert not await before.publish([], [], WorkerLoad(), 10), "the old process learns that it was replaced"
+        assert not await after.publish([], [], WorkerLoad(), 0), "the entry was overwritten by the old process"
+        assert await after.rewrite([], WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 0}))
+
+
+async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with running(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        writer.begin_epoch(member(epoch="e1"))
+        assert await writer.rewrite([], WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 0}))
+        assert redis_server.command("EXISTS", "{headstart:0}:b:w0:e0:1") == b":0\r\n"
+        assert index.members() == [member(epoch="e1")]
+
+
+async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> None:
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(lease_s=0.15))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(writer, index):
+        assert await writer.rewrite([], WorkerLoad())
+        await until(becomes(index, [], {"w0": 0}))
+        await until(becomes(index, [], {}))
+        assert index.members() == [member()], "a lapsed member stays known"
+        assert await writer.publish([], [], WorkerLoad(), 0)
+        assert await matches(index, []) == {"w0": 0}
+
+
+async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -> None:
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with running(writer, index):
+        assert await writer.rewrite(entries(chain(3)), WorkerLoad())
+        await until(becomes(index, [], {"w0": 0}))
+        await writer.retire()
+        await until(becomes(index, [], {}))
+        await until(lambda: index.members() == [])
+        assert redis_server.command("DBSIZE") == b":1\r\n", "the version alone is left"
+
+
+async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:
+    dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
+    alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(dead_after_s=0.05))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(dead, alive, index):
+        assert await dead.rewrite([], WorkerLoad())
+        assert await alive.rewrite([], WorkerLoad())
+        await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
+
+        async def pruned() -> bool:
+            return await alive.prune() == 1
+
+        await until(pruned)
+        await until(lambda: {m.worker_id for m in index.members()} == {"alive"})
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        ("HSET", "{headstart:0}:states", "w0", b"\xc1"),
+        ("HSET", "{headstart:0}:states", "w0", "x" * 100_000),
+        ("HSET", "{headstart:0}:members", "evil", '{"worker_id":"evil"}'),
+        ("HSET", "{headstart:0}:members", "evil", b"\xff" * 10),
+        ("SET", "{headstart:0}:b:w0:e0:1", "a string"),
+        ("SET", "{headstart:0}:version", "x" * 1000),
+    ],
+)
+async def test_poison_costs_at_most_its_own_worker(
+    redis_server: RedisServer, poison: tuple[str | bytes, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    hashes = chain(10)
+    writers = [IndexWriter(redis_server.url, member("w0")), IndexWriter(redis_server.url, member("w1"))]
+    events: list[str] = []
+    index = RedisIndex(redis_server.url, EAGER, count=events.append)
+    async with running(*writers, index):
+        for writer in writers:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10, "w1": 10}))
+        redis_server.command(*poison)
+        redis_server.command("SET", "{headstart:0}:version", "another")
+        with caplog.at_level(logging.WARNING, logger="cache.redis_index"):
+            for _ in range(20):
+                found = await matches(index, hashes)
+                assert found is not None
+                assert found["w1"] == 10
+                await asyncio.sleep(0.002)
+        assert len(caplog.records) <= 1
+        assert "evil" not in {m.worker_id for m in index.members()}
+
+
+async def test_registries_of_the_wrong_type_are_survived(redis_server: RedisServer) -> None:
+    redis_server.command("SET", "{headstart:0}:states", "x")
+    redis_server.command("SADD", "{headstart:0}:version", "x")
+    redis_server.command("RPUSH", "{headstart:0}:members", "x")
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(index):
+        assert not await matches(index, chain(3))
+
+
+async def test_shards_are_read_together(redis_server: RedisServer) -> None:
+    hashes = chain(6)
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), WriterSettings(num_shards=4)) for i in range(12)]
+    index = RedisIndex(redis_server.url, ReaderSettings(num_shards=4, poll_s=0.02, deadline_s=1.0))
+    async with running(*writers, index):
+        for i, writer in enumerate(writers):
+            assert await writer.rewrite(entries(hashes[: i % 7]), WorkerLoad())
+        await until(becomes(index, hashes, {f"w{i}": i % 7 for i in range(12)}))
+        assert len(await index.entries()) == 12
+
+
+async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: RedisServer) -> None:
+    """Ten thousand lookups, half of them cancelled at every stage, each other one checked against its own answer."""
+    chains = [chain(length) for length in range(1, 21)]
+    writer = IndexWriter(redis_server.url, member())
+    index = RedisIndex(redis_server.url, EAGER)
+
+    async def ask(hashes: list[BlockHash]) -> list[Candidate] | None:
+        return await index.lookup(hashes)
+
+    async with running(writer, index):
+        assert await writer.rewrite([entry for hashes in chains for entry in entries(hashes)], WorkerLoad())
+        await until(becomes(index, chains[0], {"w0": 1}))
+        num_checked = 0
+        for turn in range(500):
+            tasks = [(hashes, asyncio.create_task(ask(hashes))) for hashes in chains for _ in range(2)]
+            for _ in range(turn % 5):
+                await asyncio.sleep(0)
+            cancelled = {id(task) for _, task in tasks[turn % 2 :: 2] if task.cancel()}
+            for hashes, task in tasks:
+                if id(task) in cancelled:
+                    with suppress(asyncio.CancelledError):
+                        await task
+                    continue
+                found = await task
+                assert found is not None
+                assert [item.matched_blocks for item in found] == [len(hashes)]
+                num_checked += 1
+        assert num_checked >= 9_000
+
+
+async def test_a_stopped_redis_costs_little_and_comes_back(own_redis: RedisServer) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(own_redis.url, member(), WriterSettings(lease_s=60))
+    events: list[str] = []
+    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
+    async with running(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        own_redis.stop()
+        waits = []
+        for _ in range(50):
+            started_at = time.monotonic()
+            assert await index.lookup(hashes) is None
+            waits.append(time.monotonic() - started_at)
+        assert sorted(waits)[25] < 0.01, "the breaker is open"
+        assert "breaker_opened" in events
+        own_redis.resume()
+        await until(becomes(index, hashes, {"w0": 10}))
+        assert "breaker_closed" in events
+
+
+async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(own_redis.url, member())
+    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05))
+    async with running(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        own_redis.kill()
+        await until(lambda: not writer.link.up and index.blind)
+        started_at = time.monotonic()
+        for _ in range(20):
+            assert await index.lookup(hashes) is None
+        assert time.monotonic() - started_at < 0.2
+        own_redis.start()
+        await until(lambda: writer.link.up)
+        assert writer.in_doubt
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+
+
+async def test_a_redis_that_is_not_there_is_no_error() -> None:
+    index = RedisIndex("unix:///nonexistent/redis.sock")
+    task = asyncio.create_task(index.run())
+    await asyncio.sleep(0)
+    assert await index.lookup(chain(3)) is None
+    assert index.members() == []
+    assert index.blind
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis+sentinel://h:1", "redis+cluster://", "foo"])
+def test_an_unusable_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="Redis URL"):
+        RedisIndex(url)
+
+
+@pytest.mark.parametrize("prefix", ["", "a{b}", "x y", "p" * 200])
+def test_an_unusable_prefix_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="key prefix"):
+        RedisIndex("redis://localhost", ReaderSettings(prefix=prefix))
