@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache.allocator import BlockCopy
-from worker.scheduler.request import Choice, Request
+from worker.scheduler.request import Choice, Request, RequestKey
 from worker.scheduler.request import Sequence as TokenSequence
 from worker.step import Draw, SequenceStep, Step
 from worker.wire import Frame
@@ -16,7 +16,7 @@ from worker.wire import Frame
 class Emission(NamedTuple):
     """A frame for the client of a request."""
 
-    request: Request
+    key: RequestKey
     frame: Frame
 
 

@@ -7,6 +7,7 @@ Request --+-- Choice 0 --+                      before the first token: one sequ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
@@ -116,7 +117,7 @@ class Sequence:
 
 
 def new_request(
-    wire: GenerateRequest, key: RequestKey, *, arrival_s: float, aging_s: float, constraints: dict[int, Constraint]
+    wire: GenerateRequest, key: RequestKey, *, arrival_s: float, aging_s: float, constraints: Mapping[int, Constraint]
 ) -> Request:
     """`constraints` by choice index, already advanced over the output of a resumed choice."""
     return Request(

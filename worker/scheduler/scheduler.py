@@ -49,18 +49,18 @@ class Scheduler:
 
     def submit(self, request: Request) -> list[Emission]:
         """Take a request that `refusal` has let pass. What is resumed after its last token ends here."""
-        self.requests[request.key] = request
         emissions = []
         for choice in request.choices:
             if choice.output_ids and (end := end_of(choice, request, self._eos_token_ids)) is not None:
-                emissions.append(Emission(request, finish(choice, *end)))
+                emissions.append(Emission(request.key, finish(choice, *end)))
         if emissions:
-            emissions.insert(0, Emission(request, Started(0)))
+            emissions.insert(0, Emission(request.key, Started(0)))
             request.started_s = request.first_token_s = request.arrival_s
         request.sequences = split_into_sequences(request, self.limits.max_num_seqs)
+        request.num_uncached_tokens = self._count_uncached(request)
         for sequence in request.sequences:
             self.waiting.add(sequence)
-        request.num_uncached_tokens = self._count_uncached(request)
+        self.requests[request.key] = request
         return emissions + self._end_if_finished(request, request.arrival_s)
 
     def abort(self, request: Request, choice_index: int | None = None, *, now_s: float) -> list[Emission]:
@@ -70,7 +70,7 @@ class Scheduler:
             return emissions
         for choice in request.choices:
             if choice.finished is None and choice_index in (None, choice.index):
-                emissions.append(Emission(request, self._end_choice(request, choice, finish(choice, "abort"))))
+                emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, "abort"))))
         return emissions + self._end_if_finished(request, now_s)
 
     def fail(self, request: Request, failed: Failed) -> list[Emission]:
@@ -79,7 +79,7 @@ class Scheduler:
             return []
         for sequence in request.sequences.copy():
             self._drop(sequence)
-        return [Emission(request, failed)]
+        return [Emission(request.key, failed)]
 
     def preempt_all(self) -> None:
         """Give back every block, as for a reset of the cache; everything is computed again afterwards."""
@@ -232,7 +232,7 @@ class Scheduler:
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += result.prompt_logprobs
             if (frame := take_prompt_logprobs(request)) is not None:
-                emissions.append(Emission(request, frame))
+                emissions.append(Emission(request.key, frame))
         if chunk.stop == len(sequence.token_ids):
             if request.first_token_s is None:
                 request.first_token_s = now_s
@@ -240,7 +240,7 @@ class Scheduler:
                 emissions += self._append_drawn(sequence, result.drawn)
             else:  # max_tokens 0: the prompt was all
                 for choice in sequence.choices.copy():
-                    emissions.append(Emission(request, self._end_choice(request, choice, finish(choice, "length"))))
+                    emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, "length"))))
         return emissions + self._end_if_finished(request, now_s)
 
     def _append_drawn(self, sequence: TokenSequence, drawn: Sequence[Drawn]) -> list[Emission]:
@@ -250,13 +250,13 @@ class Scheduler:
         for branch, token in zip(branches, drawn, strict=True):
             choice = branch.choices[0]
             try:
-                emissions.append(Emission(request, append(choice, token)))
+                emissions.append(Emission(request.key, append(choice, token)))
             except Exception:
                 logger.exception("request %s: the grammar of choice %d failed", request.wire.request_id, choice.index)
                 return emissions + self.fail(request, Failed("internal_error", "the grammar failed", retryable=False))
             branch.token_ids.append(token.token_id)
             if (end := end_of(choice, request, self._eos_token_ids)) is not None:
-                emissions.append(Emission(request, self._end_choice(request, choice, finish(choice, *end))))
+                emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, *end))))
         return emissions
 
     def _fork(self, sequence: TokenSequence) -> list[TokenSequence]:
@@ -298,4 +298,4 @@ class Scheduler:
         started_s = now_s if request.started_s is None else request.started_s
         first_token_s = now_s if request.first_token_s is None else request.first_token_s
         end = End(started_s - request.arrival_s, first_token_s - started_s, now_s - first_token_s)
-        return [Emission(request, end)]
+        return [Emission(request.key, end)]

@@ -139,4 +139,4 @@ class HandEngine:
 
     def _deliver(self, emissions: list[Emission]) -> None:
         for emission in emissions:
-            self.answers[emission.request.key].add(emission.frame)
+            self.answers[emission.key].add(emission.frame)

@@ -1,0 +1,89 @@
+"""What the worker reports of its load: the prefill seconds that it owes, to whom, and how fast it pays.
+
+Seconds are tokens over the measured prefill rate. A request counts from its arrival to its first token, with what is
+left of it to compute, so the one in service shrinks with every chunk.
+Source: docs/architecture.md, "The router"; the books of a gateway take `queued_prefill_s` less its own share.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from cache.index import WorkerLoad
+from cache.types import GatewayId
+from worker.scheduler.plan import Plan
+from worker.scheduler.request import Request
+from worker.scheduler.scheduler import Scheduler
+
+_MEMORY_S = 20.0
+"""Seconds of prefilling after which a measurement weighs half."""
+
+
+class PrefillRate:
+    """Tokens per second over the recent steps that mostly prefilled."""
+
+    __slots__ = ("_duration_s", "_num_tokens")
+
+    def __init__(self, num_tokens: int = 0, duration_s: float = 0.0) -> None:
+        """Begins with a measurement, if there is one."""
+        self._num_tokens = float(num_tokens)
+        self._duration_s = duration_s
+
+    def add(self, num_tokens: int, duration_s: float) -> None:
+        fade = 0.5 ** (duration_s / _MEMORY_S)
+        self._num_tokens = fade * self._num_tokens + num_tokens
+        self._duration_s = fade * self._duration_s + duration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._num_tokens / self._duration_s if self._duration_s > 0.0 else 0.0
+
+    def seconds(self, num_tokens: int) -> float:
+        """0.0 while nothing has been measured."""
+        return num_tokens * self._duration_s / self._num_tokens if self._num_tokens > 0.0 else 0.0
+
+
+class LoadReport:
+    """Keeps the counters of one epoch; used by the engine's thread."""
+
+    __slots__ = ("_assigned_s", "rate")
+
+    def __init__(self, rate: PrefillRate) -> None:
+        self.rate = rate
+        self._assigned_s = 0.0
+
+    def begin_epoch(self) -> None:
+        self._assigned_s = 0.0
+
+    def assign(self, request: Request) -> None:
+        """The request was submitted."""
+        self._assigned_s += self.rate.seconds(request.num_uncached_tokens)
+
+    def measure(self, plan: Plan, duration_s: float) -> None:
+        """The plan's step took `duration_s`. Steps that mostly decode say nothing about prefilling."""
+        num_tokens = plan.num_tokens
+        if 2 * plan.num_prefill_tokens > num_tokens:
+            self.rate.add(num_tokens, duration_s)
+
+    def report(self, scheduler: Scheduler, *, draining: bool) -> WorkerLoad:
+        queued: dict[GatewayId, float] = defaultdict(float)
+        for request in scheduler.requests.values():
+            if request.first_token_s is None:
+                queued[GatewayId(request.wire.gateway_id)] += self.rate.seconds(_tokens_left(request))
+        return WorkerLoad(
+            queued_prefill_s=dict(queued),
+            assigned_prefill_s=self._assigned_s,
+            prefill_tokens_per_s=self.rate.tokens_per_s,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=scheduler.allocator.num_free_blocks,
+            num_blocks=scheduler.allocator.num_blocks,
+            draining=draining,
+        )
+
+
+def _tokens_left(request: Request) -> int:
+    """Of its first sequence, which the first token comes from; what is found cached does not count."""
+    if request.started_s is None:
+        return request.num_uncached_tokens
+    return request.sequences[0].num_pending if request.sequences else 0

@@ -1,0 +1,115 @@
+"""The metrics of a worker, at each step of a request's way as Text Generation Inference has them. One per process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cache.allocator import CacheStats
+from worker.scheduler.plan import Emission, Plan
+from worker.scheduler.request import Request
+from worker.scheduler.scheduler import Scheduler
+from worker.wire import End, Failed, Finished, Tokens
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class WorkerMetrics:
+    """Counted by the engine's thread, read by the HTTP side."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"headstart_worker_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"headstart_worker_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+            return Histogram(f"headstart_worker_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests submitted to the engine")
+        self.successes = counter("request_success", "Choices that ended, by reason", ["reason"])
+        self.failures = counter("request_failures", "Requests that ended without an answer, by cause", ["cause"])
+        self.refusals = counter("request_refusals", "Requests refused before the queue, by code", ["code"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens of started requests found in the KV cache")
+        self.output_tokens = counter("output_tokens", "Tokens drawn")
+        self.queue_s = histogram("queue_seconds", "From arrival to the start of the prefill", _SECONDS)
+        self.prefill_s = histogram("prefill_seconds", "From the start of the prefill to the first token", _SECONDS)
+        self.decode_s = histogram("decode_seconds", "From the first token to the end", _SECONDS)
+
+        self.queue_size = gauge("queue_size", "Sequences that wait")
+        self.running = gauge("running_sequences", "Sequences that run")
+        self.batch_size = histogram("batch_size", "Sequences in a step", _SIZES)
+        self.batch_tokens = histogram("batch_tokens", "Tokens in a step, by kind", _SIZES, ["kind"])
+        self.batch_growth = counter("batch_growth", "Steps in which the batch grew, by reason", ["reason"])
+        self.step_s = histogram("step_seconds", "Forward and sampling of a step, by what it held", _SECONDS, ["kind"])
+        self.host_s = histogram("host_seconds", "Scheduling before and bookkeeping after a step", _SECONDS, ["phase"])
+        self.step_failures = counter("step_failures", "Steps that raised")
+        self.preemptions = counter("preemptions", "Sequences that gave up their blocks to be computed again")
+        self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
+
+        self.blocks = gauge("kv_blocks", "Blocks of the KV pool")
+        self.free_blocks = gauge("kv_free_blocks", "Blocks that could be taken now, cached ones included")
+        self.cached_blocks = gauge("kv_cached_blocks", "Blocks that are findable")
+        self.evictions = gauge("kv_evictions", "Cached blocks evicted since the start")
+        self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+    def count_started(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.started_s is not None
+            self.queue_s.observe(request.started_s - request.arrival_s)
+            self.prompt_tokens.inc(len(request.prompt_ids))
+            self.cached_tokens.inc(request.num_cached_tokens)
+
+    def count_plan(self, plan: Plan, schedule_s: float) -> None:
+        num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
+        self.batch_size.observe(len(plan.chunks))
+        if num_prefill:
+            self.batch_tokens.labels("prefill").observe(num_prefill)
+        if num_decodes:
+            self.batch_tokens.labels("decode").observe(num_decodes)
+        if plan.growth is not None:
+            self.batch_growth.labels(plan.growth).inc()
+        if plan.num_preempted:
+            self.preemptions.inc(plan.num_preempted)
+        self.host_s.labels("schedule").observe(schedule_s)
+
+    def count_step(self, plan: Plan, step_s: float) -> None:
+        num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
+        kind = "decode" if not num_prefill else "mixed" if num_decodes else "prefill"
+        self.step_s.labels(kind).observe(step_s)
+
+    def count_emissions(self, emissions: Sequence[Emission]) -> None:
+        num_tokens = 0
+        for _, frame in emissions:
+            match frame:
+                case Tokens():
+                    num_tokens += 1
+                case Finished():
+                    self.successes.labels(frame.reason).inc()
+                case End():
+                    self.prefill_s.observe(frame.prefill_s)
+                    self.decode_s.observe(frame.decode_s)
+                case Failed():
+                    self.failures.labels(frame.code).inc()
+        self.output_tokens.inc(num_tokens)
+
+    def set_state(self, scheduler: Scheduler, stats: CacheStats, prefill_tokens_per_s: float) -> None:
+        self.queue_size.set(len(scheduler.waiting))
+        self.running.set(len(scheduler.running))
+        self.prefill_rate.set(prefill_tokens_per_s)
+        self.blocks.set(stats.num_blocks)
+        self.free_blocks.set(stats.num_free_blocks)
+        self.cached_blocks.set(stats.num_cached_blocks)
+        self.evictions.set(stats.evictions)
+        self.tail_age.set(stats.lru_tail_age)
