@@ -31,7 +31,7 @@ class TextRules:
 class Detokenizer:
     """One choice's text. `feed` and `finish` return what may be released; after `stopped` they return nothing."""
 
-    __slots__ = ("_held", "_hidden", "_pieces", "_rules", "_utf8", "num_chars", "stopped", "text_len")
+    __slots__ = ("_held", "_hidden", "_pieces", "_rules", "_utf8", "matched", "num_chars", "stopped", "text_len")
 
     def __init__(self, pieces: PieceTable, rules: TextRules) -> None:
         self._pieces = pieces
@@ -46,6 +46,8 @@ class Detokenizer:
         """Characters released so far."""
         self.stopped = False
         """A stop string was met; the text ends before it, or after it with `include_stop`."""
+        self.matched: str | None = None
+        """That stop string."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens release. With stop strings, feed one token at a time to know which one stopped."""
@@ -78,6 +80,7 @@ class Detokenizer:
         if match is not None:
             start, end = match
             self.stopped = True
+            self.matched = text[start:end]
             self._held = ""
             released = text[: end if self._rules.include_stop else start]
         else:

@@ -1,0 +1,122 @@
+"""The public port: OpenAI's routes and health, nothing else. Operations have an app of their own (`server.ops`)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from server.chat import chat_job
+from server.completions import completion_job
+from server.endpoint import EndpointServices, GenerateEndpoint
+from server.errors import UnavailableError
+from server.identity import Identity
+from server.job import Job, encode_json
+from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
+from server.models import Models, ServedModel
+from server.openai_types import ChatRequest, CompletionRequest, decode
+
+OWNED_BY: Final = "headstart"
+
+
+@dataclass(slots=True, eq=False)
+class Lifecycle:
+    """Whether this process wants new requests."""
+
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublicServices:
+    endpoint: EndpointServices
+    models: Models
+    executor: ThreadPoolExecutor
+    lifecycle: Lifecycle
+    max_body_bytes: int
+
+
+class PublicApi:
+    """The handlers of the public port."""
+
+    def __init__(self, services: PublicServices) -> None:
+        self._services = services
+        self._models = services.models
+
+    def routes(self) -> list[Route]:
+        chat = GenerateEndpoint("chat", self._chat, self._services.endpoint)
+        completions = GenerateEndpoint("completions", self._completion, self._services.endpoint)
+        return [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
+            Route("/health/live", self.live, methods=["GET"]),
+            Route("/health/ready", self.ready, methods=["GET"]),
+        ]
+
+    async def _chat(self, body: bytes, identity: Identity) -> Job:
+        request = decode(body, ChatRequest)
+        return await chat_job(request, self._model(request.model), identity, self._services.executor)
+
+    async def _completion(self, body: bytes, identity: Identity) -> Job:
+        request = decode(body, CompletionRequest)
+        return await completion_job(request, self._model(request.model), identity)
+
+    def _model(self, name: str) -> ServedModel:
+        """Raises NotFoundError, or UnavailableError while no model is known at all."""
+        if not self._models.names():
+            raise UnavailableError("No worker is ready yet.", retry_after_s=2.0)
+        return self._models.get(name)
+
+    async def list_models(self, request: Request) -> Response:
+        self._services.endpoint.identities.identify(request.scope)
+        data = [_model_card(name, model) for name, model in self._models.names()]
+        return _json({"object": "list", "data": data})
+
+    async def get_model(self, request: Request) -> Response:
+        self._services.endpoint.identities.identify(request.scope)
+        name = request.path_params["model"]
+        return _json(_model_card(name, self._models.get(name)))
+
+    async def live(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Ready is: a request sent now would find a worker."""
+        if self._services.lifecycle.draining:
+            raise UnavailableError("This gateway is draining.", retry_after_s=1.0)
+        workers = self._services.endpoint.backend.router.workers()
+        known = {model.name for _, model in self._models.names()}
+        if not any(worker.model in known for worker in workers):
+            raise UnavailableError("No worker is ready.", retry_after_s=1.0)
+        return _json({"status": "ok", "workers": len(workers)})
+
+
+def _model_card(name: str, model: ServedModel) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": OWNED_BY,
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _json(value: object) -> Response:
+    return Response(encode_json(value), media_type="application/json")
+
+
+def public_app(services: PublicServices) -> ASGIApp:
+    """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
+    metrics = services.endpoint.backend.metrics
+    app: ASGIApp = Router(routes=PublicApi(services).routes(), redirect_slashes=False)
+    app = BodyLimitMiddleware(app, services.max_body_bytes)
+    app = ErrorMiddleware(app, metrics)
+    return RequestContextMiddleware(app, metrics)

@@ -1,0 +1,184 @@
+"""/v1/chat/completions: a checked body becomes a job, and the job's deltas become chat chunks or one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from server.answer import Answer, CollectedChoice
+from server.choice import ChoiceDelta, TokenEntry
+from server.errors import InvalidRequestError
+from server.generation import GenerationSpec
+from server.identity import Identity, request_salt
+from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
+from server.logprobs import chat_logprobs, prompt_logprobs
+from server.models import ServedModel
+from server.openai_types import ChatRequest
+from server.sampling import choice_seeds, sampling_params, text_rules, token_budget, truncated
+
+INLINE_RENDER_CHARS: Final = 16_384
+
+
+async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity, executor: ThreadPoolExecutor) -> Job:
+    """Template, tokens and limits. Raises ApiError."""
+    if model.template is None:
+        message = "This model has no chat template: use /v1/completions."
+        raise InvalidRequestError(message, param="messages")
+    if num_chars(request) <= INLINE_RENDER_CHARS:
+        text = model.template.render(request)
+    else:
+        text = await asyncio.get_running_loop().run_in_executor(executor, model.template.render, request)
+    prompt_ids = truncated(await model.tokenizer.encode(text), request)
+    if not prompt_ids:
+        raise InvalidRequestError("The messages make an empty prompt.", param="messages")
+    max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
+    num_top = (request.top_logprobs or 0) if request.logprobs else None
+    id_ = answer_id("chatcmpl")
+    spec = GenerationSpec(
+        request_id=id_,
+        model=model,
+        prompt_ids=prompt_ids,
+        root=model.root(request_salt(identity, request.cache_salt)),
+        seeds=choice_seeds(request.seed, request.num_choices),
+        sampling=sampling_params(request, model, max_tokens=max_tokens, logprobs=num_top),
+        rules=text_rules(request, model),
+        priority=request.priority or 0,
+        affinity_key=request.prompt_cache_key,
+    )
+    head = AnswerHead(id_, "chat.completion.chunk" if request.stream else "chat.completion", request.model)
+    return Job((spec,), ChatPresenter(head, request, model), bool(request.stream))
+
+
+def num_chars(request: ChatRequest) -> int:
+    """About how much text there is to render."""
+    total = 0
+    for message in request.messages:
+        content = message.content
+        total += 64
+        if isinstance(content, str):
+            total += len(content)
+        elif content is not None:
+            total += sum(len(part.text or "") for part in content)
+        for call in message.tool_calls or ():
+            total += len(call.function.arguments)
+    return total + 1024 * len(request.tools or ())
+
+
+class ChatPresenter:
+    """Chat shapes. Source: the OpenAI specification's CreateChatCompletionResponse and its stream twin."""
+
+    def __init__(self, head: AnswerHead, request: ChatRequest, model: ServedModel) -> None:
+        self._head = head
+        self._pieces = model.tokenizer.pieces
+        self._num_top = (request.top_logprobs or 0) if request.logprobs else None
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._tier = "default" if request.service_tier is not None else None
+        self._format: StreamFormat = stream_format(request, model)
+        self._begun: set[int] = set()
+        self._prefix = b""
+        self._plain = self._num_top is None and not (self._format.continuous_usage or self._format.token_ids)
+        self._usage_tail = b',"usage":null}\n\n' if self._format.include_usage else b"}\n\n"
+
+    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> bytes:
+        fields = self._fields(answer)
+        fields["choices"] = [self._choice(choice) for choice in choices]
+        fields["usage"] = answer.usage()
+        spec = answer.first.spec
+        if self._num_prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                self._pieces, spec.prompt_ids, answer.first.prompt_logprobs, self._num_prompt_logprobs
+            )
+        if self._format.token_ids:
+            fields["prompt_token_ids"] = list(spec.prompt_ids)
+        return encode_json(fields)
+
+    def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes:
+        if not self._prefix:
+            head = encode_json(self._fields(answer))
+            self._prefix = b"data: " + head[:-1] + b',"choices":[{"index":'
+        return b"".join([self._delta_events(answer, delta) for delta in batch])
+
+    def last_events(self, answer: Answer) -> bytes:
+        if not self._format.include_usage:
+            return DONE
+        fields = self._fields(answer)
+        fields["choices"] = []
+        fields["usage"] = answer.usage()
+        return sse(encode_json(fields)) + DONE
+
+    def _delta_events(self, answer: Answer, delta: ChoiceDelta) -> bytes:
+        events = b""
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            first = {"role": "assistant", "content": ""}
+            extra: dict[str, Any] = {}
+            if self._format.token_ids and delta.choice == 0:
+                extra["prompt_token_ids"] = list(answer.first.spec.prompt_ids)
+            events = self._chunk(answer, delta.choice, first, extra=extra)
+        if delta.text or delta.entries or (self._format.token_ids and delta.token_ids):
+            if self._plain:
+                content = encode_json(delta.text)
+                events += b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
+                    self._prefix,
+                    delta.choice,
+                    content,
+                    self._usage_tail,
+                )
+            else:
+                events += self._chunk(
+                    answer, delta.choice, {"content": delta.text}, entries=delta.entries, token_ids=delta.token_ids
+                )
+        if delta.finish_reason is not None:
+            events += self._chunk(answer, delta.choice, {}, finish_reason=delta.finish_reason)
+        return events
+
+    def _chunk(
+        self,
+        answer: Answer,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        entries: Sequence[TokenEntry] = (),
+        finish_reason: str | None = None,
+        token_ids: list[int] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(entries) if entries else None,
+            "finish_reason": finish_reason,
+        }
+        if self._format.token_ids:
+            choice["token_ids"] = token_ids
+        fields = self._fields(answer)
+        fields["choices"] = [choice]
+        if self._format.include_usage:
+            fields["usage"] = answer.usage() if self._format.continuous_usage else None
+        if extra:
+            fields.update(extra)
+        return sse(encode_json(fields))
+
+    def _fields(self, answer: Answer) -> dict[str, Any]:
+        fields = self._head.fields(answer)
+        if self._tier is not None:
+            fields["service_tier"] = self._tier
+        return fields
+
+    def _choice(self, choice: CollectedChoice) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.entries) if self._num_top is not None else None,
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.stop_reason is not None:
+            fields["stop_reason"] = choice.stop_reason
+        if self._format.token_ids:
+            fields["token_ids"] = choice.token_ids
+        return fields
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        return chat_logprobs(self._pieces, entries, self._num_top or 0)

@@ -1,0 +1,120 @@
+"""The ASGI endpoint of a generating route: body in, one JSON answer or a stream of events out.
+
+read the body -> check -> prepare (template, tokens) -> run -> answer
+                    all errors up to the first token are a status of their own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from server.answer import Answer
+from server.errors import as_api_error
+from server.generation import Backend, Generation
+from server.identity import Identities, Identity
+from server.job import Job
+from server.middleware import RequestContext, context_of
+from server.stream import CancelOnDisconnect, ClientGoneError, Heart, SseSink
+
+log = logging.getLogger(__name__)
+
+Prepare = Callable[[bytes, Identity], Awaitable[Job]]
+"""A body's way to a job. Raises ApiError."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EndpointServices:
+    backend: Backend
+    identities: Identities
+    heart: Heart
+    request_timeout_s: float
+
+
+class GenerateEndpoint:
+    """One route; an ASGI app by itself, without Starlette's request and response objects on the hot path."""
+
+    def __init__(self, route: str, prepare: Prepare, services: EndpointServices) -> None:
+        self._route = route
+        self._prepare = prepare
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = context_of(scope)
+        context.route = self._route
+        identity = self._services.identities.identify(scope)
+        body = await read_body(receive)
+        async with asyncio.timeout(self._services.request_timeout_s):
+            job = await self._prepare(body, identity)
+            del body
+            answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
+            self._services.backend.metrics.prompt_tokens.inc(sum(len(spec.prompt_ids) for spec in job.specs))
+            try:
+                if job.stream:
+                    await self._stream(job, answer, context, receive, send)
+                else:
+                    await self._answer(job, answer, receive, send)
+            finally:
+                num_tokens = sum(generation.num_output_tokens for generation in answer.generations)
+                self._services.backend.metrics.output_tokens.inc(num_tokens)
+
+    async def _answer(self, job: Job, answer: Answer, receive: Receive, send: Send) -> None:
+        async with CancelOnDisconnect(receive):
+            choices = await answer.collect()
+        body = job.presenter.body(answer, choices)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *answer.headers(),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, job: Job, answer: Answer, context: RequestContext, receive: Receive, send: Send) -> None:
+        sink = SseSink(send, answer.headers)
+        try:
+            async with CancelOnDisconnect(receive):
+                with self._services.heart.keeping(sink):
+                    await self._relay(job, answer, context, sink)
+            await sink.write(job.presenter.last_events(answer), more=False)
+        except (ClientGoneError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not sink.started:
+                raise
+            failure = as_api_error(error)
+            if failure is not error:
+                log.exception("%s: unexpected error in mid-stream", context.request_id)
+            await sink.fail(failure)
+
+    async def _relay(self, job: Job, answer: Answer, context: RequestContext, sink: SseSink) -> None:
+        async with aclosing(answer.deltas()) as batches:
+            async for batch in batches:
+                events = job.presenter.events(answer, batch)
+                if not events:
+                    continue
+                if not answer.first.committed:
+                    answer.commit()
+                    self._services.backend.metrics.ttft_s.observe(time.perf_counter() - context.started_s)
+                await sink.write(events)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole body. Raises ClientGoneError when it never comes to its end."""
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body", False):
+        body: bytes = message.get("body", b"")
+        return body
+    parts = []
+    while message["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+        message = await receive()
+    raise ClientGoneError

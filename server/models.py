@@ -1,0 +1,126 @@
+"""The models this gateway can serve: what it learnt from their workers, kept under the namespace's fingerprint.
+
+A worker is the only source of a model's tokenizer, template and limits. The first worker of a model that answers
+defines it; a later one with another namespace is refused by the fleet, loudly, and its bundle is never used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cache.hashing import Namespace
+from cache.index import WorkerMember
+from cache.types import BlockHash
+from server.chat_template import ChatTemplate, TemplateError
+from server.errors import NotFoundError
+from server.tokenizer import Tokenizer, TokenizerError
+from server.worker_client import WorkerClient, WorkerError
+from worker.wire import TokenizerBundle
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """One model, ready to turn requests into tokens."""
+
+    name: str
+    namespace: Namespace
+    bundle: TokenizerBundle
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    created: int
+
+    @property
+    def max_model_len(self) -> int:
+        return self.bundle.max_model_len
+
+    def root(self, salt: bytes) -> BlockHash:
+        return self.namespace.root(salt=salt)
+
+
+def namespace_of(bundle: TokenizerBundle) -> Namespace:
+    return Namespace(
+        model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
+    )
+
+
+def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> ServedModel:
+    """Parses the bundle's files (tenths of a second: not on the event loop). Raises TokenizerError, TemplateError."""
+    template = None
+    if bundle.chat_template is not None:
+        template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
+    return ServedModel(
+        name=bundle.model,
+        namespace=namespace_of(bundle),
+        bundle=bundle,
+        tokenizer=Tokenizer(bundle, executor),
+        template=template,
+        created=int(time.time()),
+    )
+
+
+class Models:
+    """Models by name and alias. One task calls `follow`; everybody reads."""
+
+    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, aliases: Mapping[str, str]) -> None:
+        self._client = client
+        self._executor = executor
+        self._aliases = dict(aliases)
+        self._by_name: dict[str, ServedModel] = {}
+        self._failed_until_s: dict[tuple[str, str], float] = {}
+
+    def get(self, name: str) -> ServedModel:
+        """The model that a request names, by alias too. Raises NotFoundError."""
+        model = self._by_name.get(self._aliases.get(name, name))
+        if model is None:
+            message = f"The model {name!r:.200} does not exist or is not served here."
+            raise NotFoundError(message, param="model", code="model_not_found")
+        return model
+
+    def names(self) -> list[tuple[str, ServedModel]]:
+        """Every name a request may use, aliases last."""
+        named = list(self._by_name.items())
+        return named + [(a, self._by_name[m]) for a, m in self._aliases.items() if m in self._by_name]
+
+    def namespaces(self) -> dict[str, str]:
+        """Model name to the fingerprint that its workers must announce."""
+        return {name: model.namespace.fingerprint for name, model in self._by_name.items()}
+
+    async def admit(self, member: WorkerMember) -> ServedModel | None:
+        """Learn a worker's model unless it is known; None when the worker's bundle cannot be used."""
+        known = self._by_name.get(member.model)
+        if known is not None:
+            return known if known.namespace.fingerprint == member.namespace else None
+        key = (member.url, member.epoch)
+        now_s = time.monotonic()
+        if self._failed_until_s.get(key, 0.0) > now_s:
+            return None
+        try:
+            bundle = await self._client.bundle(member.url)
+            if namespace_of(bundle).fingerprint != member.namespace:
+                raise TokenizerError("the bundle's namespace is not the one that the worker announces")
+            model = await asyncio.get_running_loop().run_in_executor(
+                self._executor, build_model, bundle, self._executor
+            )
+        except (WorkerError, TokenizerError, TemplateError) as error:
+            self._failed_until_s[key] = now_s + 5.0
+            log.error(
+                "worker %s at %s: its model %s is not usable: %s", member.worker_id, member.url, member.model, error
+            )
+            return None
+        self._by_name[member.model] = model
+        log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
+        return model
+
+    async def follow(self, workers: Callable[[], Sequence[WorkerMember]], interval_s: float) -> None:
+        """Learn the models of all workers, for ever."""
+        while True:
+            for member in workers():
+                await self.admit(member)
+            await asyncio.sleep(interval_s)

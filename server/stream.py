@@ -1,0 +1,133 @@
+"""Server-sent events on one ASGI response: the held-back 200, keep-alive comments, and a client that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final, Self
+
+from starlette.types import Receive, Send
+
+from server.errors import ApiError
+from server.job import encode_json, sse
+
+PING: Final = b": ping\n\n"
+HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+class SseSink:
+    """One streamed response. The 200 goes out with the first event or the first keep-alive, whichever is earlier."""
+
+    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._ping: asyncio.Task[None] | None = None
+        self._writing = False
+        self.started = False
+        self.last_write_s = time.monotonic()
+
+    async def write(self, events: bytes, *, more: bool = True) -> None:
+        """Waits while the client is slow to read."""
+        if self._ping is not None:
+            await asyncio.wait({self._ping})
+        self._writing = True
+        try:
+            await self._put(events, more=more)
+        finally:
+            self._writing = False
+
+    async def fail(self, error: ApiError) -> None:
+        """The last event of an answer that broke in mid-stream; no [DONE] follows."""
+        await self.write(sse(encode_json({"error": error.fields()})), more=False)
+
+    def ping(self) -> None:
+        """A comment that clients ignore, unless something is being written."""
+        if not self._writing and self._ping is None:
+            self._ping = asyncio.create_task(self._put(PING, more=True))
+            self._ping.add_done_callback(self._pinged)
+
+    def cancel_ping(self) -> None:
+        if self._ping is not None:
+            self._ping.cancel()
+
+    def _pinged(self, task: asyncio.Task[None]) -> None:
+        self._ping = None
+        if not task.cancelled():
+            task.exception()  # a client that is gone is found by the watch on `receive`
+
+    async def _put(self, data: bytes, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            headers = HEADERS + self._headers()
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self.last_write_s = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class Heart:
+    """Sends keep-alives on streams that have been silent for `keepalive_s`. One task calls `run`."""
+
+    def __init__(self, keepalive_s: float) -> None:
+        self._keepalive_s = keepalive_s
+        self._sinks: set[SseSink] = set()
+
+    @contextmanager
+    def keeping(self, sink: SseSink) -> Iterator[None]:
+        self._sinks.add(sink)
+        try:
+            yield
+        finally:
+            self._sinks.discard(sink)
+            sink.cancel_ping()
+
+    async def run(self) -> None:
+        interval_s = min(1.0, self._keepalive_s / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            before_s = time.monotonic() - self._keepalive_s
+            for sink in self._sinks:
+                if sink.last_write_s < before_s:
+                    sink.ping()
+
+
+class CancelOnDisconnect:
+    """While inside, a client that goes away cancels the current task; outside that is a ClientGoneError.
+
+    Enter it when the whole body has been read, leave it before the last part of the response is sent: a server
+    reports a finished response as a disconnect, too.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.cancel()
+        if self._gone and self._task.uncancel() == 0:
+            raise ClientGoneError from error
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()

@@ -1,0 +1,201 @@
+"""The gateway's side of the worker's HTTP API (`worker.wire`).
+
+WorkerError
+|-- WorkerRefused   the worker answered and did not start: another may, or the same with another epoch
++-- WorkerLost      no answer, a broken one, or a stream without its last frame: take the worker for dead
+    +-- StaleConnection   a kept-alive connection was closed before an answer: the worker may be fine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from worker.wire import (
+    CONTENT_TYPE,
+    Failed,
+    Frame,
+    FrameReader,
+    GenerateRequest,
+    TokenizerBundle,
+    WireError,
+    pack_request,
+    unpack,
+)
+
+MAX_REFUSAL_BYTES: Final = 64 * 1024
+CONNECT_TIMEOUT_S: Final = 2.0
+PROBE_TIMEOUT_S: Final = 2.0
+BUNDLE_TIMEOUT_S: Final = 30.0
+T = TypeVar("T")
+_HEADERS: Final = {"content-type": CONTENT_TYPE}
+
+
+class WorkerError(Exception):
+    """A worker could not do what it was asked."""
+
+
+class WorkerRefused(WorkerError):
+    def __init__(self, status: int, failed: Failed) -> None:
+        super().__init__(f"{status} {failed.code}: {failed.message}")
+        self.status = status
+        self.failed = failed
+
+
+class WorkerLost(WorkerError):
+    pass
+
+
+class StaleConnection(WorkerLost):
+    pass
+
+
+class GenerateStream:
+    """One POST /generate. `read` it to its last frame; leaving the context early aborts it."""
+
+    __slots__ = ("_reader", "_request", "_response", "_session", "_stalled", "completed", "last_read_s", "url")
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, request: GenerateRequest) -> None:
+        self._session = session
+        self.url = url
+        self._request = request
+        self._reader = FrameReader()
+        self._response: aiohttp.ClientResponse | None = None
+        self.completed = False
+        self._stalled = False
+        self.last_read_s = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        """Sends the request. Raises WorkerRefused or WorkerLost."""
+        try:
+            response = await self._session.post(
+                self.url + "/generate", data=pack_request(self._request), headers=_HEADERS
+            )
+        except aiohttp.ServerDisconnectedError as error:
+            raise StaleConnection(f"{self.url}: {error}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise WorkerLost(f"{self.url}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            try:
+                raise WorkerRefused(response.status, await _refusal(response))
+            finally:
+                response.close()
+        self._response = response
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._response is None:
+            return
+        if self.completed:
+            self._response.release()
+        else:
+            self._response.close()
+
+    def complete(self) -> None:
+        """The last frame was read: the connection may be used again."""
+        self.completed = True
+
+    def give_up(self) -> None:
+        """Called by the watch over silent streams: whoever reads gets WorkerLost."""
+        self._stalled = True
+        if self._response is not None:
+            self._response.close()
+
+    async def read(self) -> list[Frame]:
+        """The frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends."""
+        assert self._response is not None, "not entered"
+        frames: list[Frame] = []
+        try:
+            while not frames:
+                data = await self._response.content.readany()
+                if not data:
+                    raise WorkerLost(f"{self.url}: the stream ended without its last frame")
+                self.last_read_s = time.monotonic()
+                frames.extend(self._reader.feed(data))
+        except WireError as error:
+            raise WorkerLost(f"{self.url}: {error}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            why = "silent and unreachable" if self._stalled else f"{type(error).__name__}: {error}"
+            raise WorkerLost(f"{self.url}: {why}") from error
+        return frames
+
+
+class WorkerClient:
+    """Keep-alive connections to every worker. Owned by the gateway; `close` ends them."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    @classmethod
+    def open(cls) -> Self:
+        """Call inside a running loop."""
+        return cls(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0, ttl_dns_cache=5),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            )
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
+        return GenerateStream(self._session, url, request)
+
+    async def abort(self, url: str, request_id: str, choice: int | None) -> None:
+        """End one choice, or the request. Raises WorkerLost."""
+        body = msgspec.msgpack.encode({"request_id": request_id, "choice": choice})
+        await self._exchange("POST", url + "/abort", body, PROBE_TIMEOUT_S)
+
+    async def bundle(self, url: str) -> TokenizerBundle:
+        """Raises WorkerLost."""
+        return _checked(url, await self._exchange("GET", url + "/bundle", None, BUNDLE_TIMEOUT_S), TokenizerBundle)
+
+    async def is_alive(self, url: str) -> bool:
+        """Whether the worker answers and says that its engine lives."""
+        try:
+            await self._exchange("GET", url + "/health/live", None, PROBE_TIMEOUT_S)
+        except WorkerLost:
+            return False
+        return True
+
+    async def _exchange(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._session.request(method, url, data=body, headers=_HEADERS, timeout=timeout) as response:
+                data = await response.read()
+                if response.status >= 400:
+                    raise WorkerLost(f"{url}: status {response.status}")
+                return data
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def _checked(url: str, data: bytes, kind: type[T]) -> T:
+    try:
+        return unpack(data, kind)
+    except WireError as error:
+        raise WorkerLost(f"{url}: {error}") from error
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> Failed:
+    """The Failed frame in the body of a refusal; a stand-in when the body is something else."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            data = await response.content.read(MAX_REFUSAL_BYTES)
+        for frame in FrameReader().feed(data):
+            if isinstance(frame, Failed):
+                return frame
+    except (WireError, aiohttp.ClientError, OSError, TimeoutError):
+        pass
+    return Failed(f"status_{response.status}", f"the worker answered {response.status}", response.status >= 429)

@@ -1,0 +1,106 @@
+"""The public app over scripted workers and a plain router, on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from cache.index import WorkerMember
+from cache.types import GatewayId
+from server.app import Lifecycle, PublicServices, public_app
+from server.endpoint import EndpointServices
+from server.generation import Backend
+from server.identity import SingleTenant
+from server.metrics import GatewayMetrics
+from server.models import Models
+from server.retry import RetryBudget
+from server.router.placement import NoWorkerError, RouteRequest
+from server.stream import Heart
+from server.watch import StallWatch
+from server.worker_client import WorkerClient
+from tests.server.scripted_worker import ScriptedWorker, listening
+
+
+@dataclass(eq=False)
+class RecordedPlacement:
+    worker: WorkerMember
+    request: RouteRequest
+    promised_tokens: int = 0
+    calls: list[str] = field(default_factory=list)
+
+    def prefill_started(self, num_cached_tokens: int) -> None:
+        self.calls.append(f"started {num_cached_tokens}")
+
+    def first_token(self) -> None:
+        self.calls.append("first token")
+
+    def close(self, *, ok: bool) -> None:
+        self.calls.append(f"close {ok}")
+
+
+@dataclass(eq=False)
+class PlainRouter:
+    """The first allowed worker of the list."""
+
+    members: list[WorkerMember] = field(default_factory=list)
+    placements: list[RecordedPlacement] = field(default_factory=list)
+    promised_tokens: int = 0
+
+    async def place(self, request: RouteRequest) -> RecordedPlacement:
+        for member in self.members:
+            if member.worker_id not in request.excluded and request.numerics in (None, member.numerics):
+                placement = RecordedPlacement(member, request, self.promised_tokens)
+                self.placements.append(placement)
+                return placement
+        raise NoWorkerError("no worker is ready", contended=False, retry_after_s=2.0)
+
+    def workers(self, model: str | None = None) -> list[WorkerMember]:
+        return self.members
+
+
+@dataclass(eq=False)
+class Gateway:
+    url: str
+    router: PlainRouter
+    workers: list[ScriptedWorker]
+    metrics: GatewayMetrics
+    models: Models
+
+
+@asynccontextmanager
+async def gateway(
+    *workers: ScriptedWorker,
+    keepalive_s: float = 15.0,
+    silent_s: float = 5.0,
+    request_timeout_s: float = 60.0,
+    max_body_bytes: int = 1024 * 1024,
+    aliases: dict[str, str] | None = None,
+) -> AsyncIterator[Gateway]:
+    metrics = GatewayMetrics()
+    router = PlainRouter()
+    async with AsyncExitStack() as stack:
+        executor = stack.enter_context(ThreadPoolExecutor(1))
+        for worker in workers:
+            worker.url = await stack.enter_async_context(listening(worker.app()))
+            router.members.append(worker.member())
+        client = WorkerClient.open()
+        stack.push_async_callback(client.close)
+        models = Models(client, executor, aliases or {})
+        for member in router.members:
+            await models.admit(member)
+        watch = StallWatch(client, silent_s=silent_s, interval_s=silent_s / 5)
+        heart = Heart(keepalive_s)
+        backend = Backend(GatewayId("g0"), router, client, watch, RetryBudget(), metrics)
+        endpoint = EndpointServices(backend, SingleTenant(b"secret"), heart, request_timeout_s)
+        app = public_app(PublicServices(endpoint, models, executor, Lifecycle(), max_body_bytes))
+        background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
+        url = await stack.enter_async_context(listening(app, http="h11"))
+        try:
+            yield Gateway(url, router, list(workers), metrics, models)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)

@@ -1,0 +1,185 @@
+"""A worker that speaks the real wire protocol over real HTTP and does what a test tells it to.
+
+Its "model" continues a prompt with the ids of `reply`; a test changes `behave` to refuse, die, stall or misspeak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from cache.hashing import Namespace
+from cache.index import WorkerMember
+from cache.types import Epoch, WorkerId
+from worker.wire import (
+    PROTOCOL_VERSION,
+    End,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    PromptLogprobs,
+    Started,
+    TokenizerBundle,
+    TokenLogprobs,
+    Tokens,
+    pack,
+    pack_frame,
+    unpack_request,
+)
+
+Script = Callable[[GenerateRequest], AsyncIterator[Frame]]
+
+
+class Refuse(Exception):
+    """Raised by a script before its first frame: a status and a Failed frame."""
+
+    def __init__(self, status: int, code: str, *, retryable: bool = True) -> None:
+        super().__init__(code)
+        self.status = status
+        self.failed = Failed(code, f"scripted {code}", retryable)
+
+
+@dataclass(eq=False)
+class ScriptedWorker:
+    bundle: TokenizerBundle
+    worker_id: str = "w0"
+    numerics: str = "cpu-float32"
+    reply: list[int] = field(default_factory=list)
+    pace_s: float = 0.0
+    num_cached_tokens: int = 0
+    behave: Script | None = None
+    received: list[GenerateRequest] = field(default_factory=list)
+    aborted: list[object] = field(default_factory=list)
+    num_running: int = 0
+    url: str = ""
+    hung: bool = False
+    namespace: str = ""
+
+    def member(self) -> WorkerMember:
+        b = self.bundle
+        space = Namespace(model=b.model, revision=b.revision, tokenizer=b.fingerprint, block_size=b.block_size)
+        return WorkerMember(
+            worker_id=WorkerId(self.worker_id),
+            epoch=Epoch(f"epoch-{self.worker_id}"),
+            url=self.url,
+            model=b.model,
+            namespace=self.namespace or space.fingerprint,
+            numerics=self.numerics,
+            block_size=b.block_size,
+            max_model_len=b.max_model_len,
+            protocol=PROTOCOL_VERSION,
+        )
+
+    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
+        """Every choice gets `reply`, one token a frame, choices in turn, honouring max_tokens and resumption."""
+        yield Started(self.num_cached_tokens)
+        if request.sampling.prompt_logprobs is not None:
+            yield PromptLogprobs((None, *(self._logprobs(id_, 1) for id_ in request.prompt_ids[1:])))
+        limit = request.sampling.max_tokens
+        done = {choice.index: len(choice.output_ids) for choice in request.choices}
+        for position in range(min(done.values()), min(limit, len(self.reply))):
+            for choice in request.choices:
+                if done[choice.index] <= position:
+                    if self.pace_s:
+                        await asyncio.sleep(self.pace_s)
+                    yield self.token(request, choice.index, self.reply[position])
+        for choice in request.choices:
+            if limit > len(self.reply):
+                yield self.token(request, choice.index, self.bundle.eos_token_ids[0])
+                yield Finished(choice.index, "stop", self.bundle.eos_token_ids[0])
+            else:
+                yield Finished(choice.index, "length")
+        yield End(0.0, 0.0, 0.0)
+
+    def token(self, request: GenerateRequest, choice: int, token_id: int) -> Tokens:
+        if request.sampling.logprobs is None:
+            return Tokens(choice, (token_id,))
+        return Tokens(choice, (token_id,), (self._logprobs(token_id, request.sampling.logprobs),))
+
+    def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        return TokenLogprobs(-0.5, tuple((token_id + i, -0.5 - i) for i in range(num_top)))
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/generate", self._generate, methods=["POST"]),
+                Route("/abort", self._abort, methods=["POST"]),
+                Route("/health/live", self._live),
+                Route("/bundle", self._bundle),
+            ]
+        )
+
+    async def _generate(self, http: Request) -> Response:
+        request = unpack_request(await http.body())
+        self.received.append(request)
+        frames = (self.behave or self.answer)(request)
+        try:
+            first = await anext(frames)
+        except Refuse as refusal:
+            return Response(pack_frame(refusal.failed), status_code=refusal.status)
+        return StreamingResponse(self._relay(request, first, frames))
+
+    async def _relay(
+        self, request: GenerateRequest, first: Frame, frames: AsyncIterator[Frame]
+    ) -> AsyncIterator[bytes]:
+        self.num_running += 1
+        complete = False
+        try:
+            yield pack_frame(first)
+            async for frame in frames:
+                yield pack_frame(frame)
+            complete = True
+        finally:
+            self.num_running -= 1
+            if not complete:
+                self.aborted.append(request.request_id)
+
+    async def _abort(self, http: Request) -> Response:
+        message = msgspec.msgpack.decode(await http.body())
+        self.aborted.append((message["request_id"], message["choice"]))
+        return Response(b"")
+
+    async def _live(self, http: Request) -> Response:
+        if self.hung:
+            await asyncio.Event().wait()
+        return Response(b"{}")
+
+    async def _bundle(self, http: Request) -> Response:
+        return Response(pack(self.bundle))
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves the test process' signals alone."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+@asynccontextmanager
+async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
+    """Serve an ASGI app on a free loopback port; yields its base URL."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", **options)
+    server = QuietServer(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        if task.done():
+            await task
+        await asyncio.sleep(0.001)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task

@@ -1,0 +1,324 @@
+"""The public port on a real socket, with the openai client, over scripted workers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from tests.server.gateway_app import Gateway, gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.sse_grammar import check_chat, check_completion, events
+from worker.wire import TokenizerBundle
+
+ANSWER = "The capital of France is Paris. 🎉 你好"
+MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids, num_cached_tokens=16)
+
+
+async def post(url: str, body: Any, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any, bytes]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + path, data=data, headers={"content-type": "application/json", **headers}) as response,
+    ):
+        return response.status, response.headers, await response.read()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": MESSAGES, **fields}
+
+
+def client(target: Gateway) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_chat_with_the_openai_client(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
+        assert answer.choices[0].message.content == ANSWER
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(worker.received[0].prompt_ids)
+        assert answer.usage.completion_tokens == len(worker.reply) + 1
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 16
+        worker.pace_s = 0.005
+        parts = [
+            chunk.choices[0].delta.content or ""
+            async for chunk in await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        ]
+        assert "".join(parts) == ANSWER
+        assert len(parts) > 3
+        names = [model.id async for model in sdk.models.list()]
+        assert names == ["tiny"]
+        assert (await sdk.models.retrieve("tiny")).id == "tiny"
+
+
+async def test_the_prompt_is_the_template(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
+    async with gateway(worker) as target:
+        await post(target.url, chat())
+    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    assert list(worker.received[0].prompt_ids) == raw_tokenizer.encode(text).ids
+
+
+async def test_headers_of_every_answer(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        target.router.promised_tokens = 32
+        for stream in (False, True):
+            status, headers, _ = await post(target.url, chat(stream=stream), **{"x-request-id": "abc-1"})
+            assert status == 200
+            assert headers["x-request-id"] == "abc-1"
+            assert headers["x-headstart-worker"] == "w0"
+            assert headers["x-headstart-cached-tokens"] == "32"
+            assert int(headers["openai-processing-ms"]) >= 0
+        status, headers, _ = await post(target.url, chat(model="other"), **{"x-request-id": "no good!"})
+        assert status == 404
+        assert headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_raw_chat_stream(worker: ScriptedWorker, n: int, include_usage: bool) -> None:
+    async with gateway(worker) as target:
+        options = {"stream_options": {"include_usage": True}} if include_usage else {}
+        status, headers, raw = await post(target.url, chat(stream=True, n=n, **options))
+    assert status == 200
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert headers["cache-control"] == "no-cache"
+    assert check_chat(raw, num_choices=n, include_usage=include_usage) == [ANSWER] * n
+
+
+async def test_raw_completion_stream_of_a_batch(worker: ScriptedWorker) -> None:
+    body = {"model": "tiny", "prompt": ["one", "two"], "n": 2, "max_tokens": 100, "stream": True}
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, body, "/v1/completions")
+    assert check_completion(raw, num_choices=4) == [ANSWER] * 4
+
+
+async def test_completion_of_text_and_of_token_ids(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
+    ids = raw_tokenizer.encode("What is the capital").ids
+    async with gateway(worker) as target, client(target) as sdk:
+        for prompt in ("What is the capital", ids, [ids]):
+            answer = await sdk.completions.create(model="tiny", prompt=prompt, max_tokens=3)
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.usage is not None
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 3)
+    assert [list(request.prompt_ids) for request in worker.received] == [ids] * 3
+
+
+async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.completions.create(model="tiny", prompt="seats are", echo=True, max_tokens=0, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text == "seats are"
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.token_logprobs) == len(worker.received[0].prompt_ids)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+async def test_stop_strings_in_stream_and_unstreamed(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        _, _, body = await post(target.url, chat(stop=["France", "Paris"]))
+        assert json.loads(body)["choices"][0]["message"]["content"] == "The capital of "
+        _, _, raw = await post(target.url, chat(stop="ce is", stream=True))
+        assert check_chat(raw) == ["The capital of Fran"]
+
+
+async def test_logprobs_of_chat(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.chat.completions.create(
+            model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=4
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert "".join(entry.token for entry in logprobs.content) == answer.choices[0].message.content
+        assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+        streamed = [
+            entry
+            async for chunk in await sdk.chat.completions.create(
+                model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=4, stream=True
+            )
+            for entry in (chunk.choices[0].logprobs.content or [] if chunk.choices[0].logprobs else [])
+        ]
+        assert streamed == logprobs.content
+
+
+async def test_seeds_of_choices_differ_and_repeat(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        for _ in range(2):
+            await post(target.url, chat(seed=7, n=3))
+        await post(target.url, chat())
+    first, second, drawn = ([choice.seed for choice in request.choices] for request in worker.received)
+    assert first == second
+    assert first[0] == 7
+    assert len(set(first)) == 3
+    assert drawn[0] not in first
+
+
+async def test_tenants_roots_and_cache_salt(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        for fields in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+            await post(target.url, chat(**fields))
+    roots = [request.root for request in worker.received]
+    assert roots[0] == roots[1]
+    assert len(set(roots)) == 3
+
+
+BAD = [
+    (b"", None, 400),
+    (b"{", None, 400),
+    (b"[1]", None, 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}', None, 400),
+    (b'{"model":"tiny","messages":' + b"[" * 5000, "messages[0]", 400),
+    (b'{"model":"tiny","metadata":' + b'{"a":' * 5000, "metadata[...]", 400),
+    (b'{"model":"tiny","audio":' + b'{"a":' * 5000, None, 400),
+    (chat(model="nope"), "model", 404),
+    (chat(model=""), "model", 400),
+    ({"model": "tiny"}, "messages", 400),
+    (chat(messages=[]), "messages", 400),
+    (chat(messages=[{"role": "wizard", "content": "x"}]), "messages[0].role", 400),
+    (chat(messages=[{"role": "user"}]), "messages[0].content", 400),
+    (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type", 400),
+    (chat(max_tokens=-1), "max_tokens", 400),
+    (chat(max_tokens=0), "max_tokens", 400),
+    (chat(max_tokens=10**6), "messages", 400),
+    (chat(max_tokens=10**30), "max_tokens", 400),
+    (chat(max_tokens="5"), "max_tokens", 400),
+    (chat(temperature=2.5), "temperature", 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":1e309}', "temperature", 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None, 400),
+    (chat(top_logprobs="3"), "top_logprobs", 400),
+    (chat(top_logprobs=3), "top_logprobs", 400),
+    (chat(logit_bias={"foo": 0}), "logit_bias", 400),
+    (chat(logit_bias={"99999": 0}), "logit_bias", 400),
+    (chat(n=0), "n", 400),
+    (chat(n=129), "n", 400),
+    (chat(stop=["a"] * 5), "stop", 400),
+    (chat(stop=[""]), "stop", 400),
+    (chat(seed=2**63), "seed", 400),
+    (chat(stream=False, stream_options={"include_usage": True}), "stream_options", 400),
+    (chat(audio={"voice": "x"}), "audio", 400),
+    (chat(web_search_options={}), "web_search_options", 400),
+    (chat(modalities=["audio"]), "modalities", 400),
+    (chat(tools=[]), "tools", 400),
+    (chat(tool_choice="required"), "tool_choice", 400),
+    (chat(chat_template="{{ 1 }}"), "chat_template", 400),
+    (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", 400),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema", 400),
+    (chat(response_format={"type": "xml"}), "response_format.type", 400),
+    (chat(prompt_embeds="x"), "prompt_embeds", 400),
+    (chat(messages=[{"role": "user", "content": "word " * 3000}]), "messages", 400),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_input_is_told_before_any_200(worker: ScriptedWorker, stream: bool) -> None:
+    async with gateway(worker) as target:
+        for body, param, status in BAD:
+            if isinstance(body, dict):
+                body = {"stream": stream, **body}
+            got, headers, raw = await post(target.url, body)
+            error = json.loads(raw)["error"]
+            assert (got, error["param"]) == (status, param), (body, error)
+            assert set(error) == {"message", "type", "param", "code"}
+            assert headers["content-type"] == "application/json"
+        got, _, raw = await post(target.url, {"model": "tiny", "prompt": [9999]}, "/v1/completions")
+        assert (got, json.loads(raw)["error"]["param"]) == (400, "prompt")
+        for prompt in ("", [], None, [[]], [1, "x"], {"a": 1}, 3, [True]):
+            got, _, raw = await post(target.url, {"model": "tiny", "prompt": prompt}, "/v1/completions")
+            assert got == 400, prompt
+    assert worker.received == []
+
+
+async def test_null_equals_absent(worker: ScriptedWorker) -> None:
+    optional = [name for name in chat_fields() if name not in ("model", "messages")]
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, chat(**dict.fromkeys(optional)))
+    assert status == 200, raw
+
+
+def chat_fields() -> list[str]:
+    from server.openai_types import ChatRequest
+
+    return list(ChatRequest.__struct_fields__)
+
+
+async def test_context_length_error_has_its_code(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(messages=[{"role": "user", "content": "word " * 3000}]))
+    assert json.loads(raw)["error"]["code"] == "context_length_exceeded"
+
+
+async def test_unknown_routes_and_methods(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, aiohttp.ClientSession() as session:
+        for method, path, status in (
+            ("GET", "/v1/chat/completions", 405),
+            ("POST", "/v1/models", 405),
+            ("POST", "/v1/embeddings", 404),
+            ("GET", "/metrics", 404),
+            ("GET", "/v1/models/none/at/all", 404),
+        ):
+            async with session.request(method, target.url + path) as response:
+                assert response.status == status
+                assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+                assert "x-request-id" in response.headers
+
+
+async def test_body_limit(worker: ScriptedWorker) -> None:
+    async def drip() -> Any:
+        for _ in range(40):
+            yield b" " * 1000
+
+    async with gateway(worker, max_body_bytes=20_000) as target, aiohttp.ClientSession() as session:
+        for data in (b" " * 20_001, drip()):
+            async with session.post(target.url + "/v1/completions", data=data) as response:
+                assert response.status == 413
+                assert (await response.json())["error"]["code"] == "request_too_large"
+        status, _, raw = await post(target.url, chat(), **{"content-encoding": "gzip"})
+        assert (status, json.loads(raw)["error"]["code"]) == (415, "unsupported_media_type")
+
+
+async def test_no_worker_is_503_and_health_says_so(bundle: TokenizerBundle, worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, aiohttp.ClientSession() as session:
+        async with session.get(target.url + "/health/ready") as response:
+            assert response.status == 200
+        target.router.members.clear()
+        for stream in (False, True):
+            status, headers, raw = await post(target.url, chat(stream=stream))
+            assert (status, json.loads(raw)["error"]["code"]) == (503, "service_unavailable")
+            assert headers["retry-after"] == "2"
+        async with session.get(target.url + "/health/ready") as response:
+            assert response.status == 503
+        async with session.get(target.url + "/health/live") as response:
+            assert response.status == 200
+
+
+async def test_aliases(worker: ScriptedWorker) -> None:
+    async with gateway(worker, aliases={"gpt-4o": "tiny"}) as target, client(target) as sdk:
+        answer = await sdk.chat.completions.create(model="gpt-4o", messages=MESSAGES)
+        assert answer.model == "gpt-4o"
+        assert [model.id async for model in sdk.models.list()] == ["tiny", "gpt-4o"]
+
+
+async def test_return_token_ids(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        _, _, body = await post(target.url, chat(return_token_ids=True))
+        _, _, raw = await post(target.url, chat(return_token_ids=True, stream=True))
+    answer = json.loads(body)
+    assert answer["prompt_token_ids"] == list(worker.received[0].prompt_ids)
+    assert answer["choices"][0]["token_ids"] == [*worker.reply, 2]
+    chunks = [event for event in events(raw) if event != "[DONE]"]
+    assert [id_ for chunk in chunks for id_ in chunk["choices"][0]["token_ids"] or []] == [*worker.reply, 2]
