@@ -43,12 +43,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_family(name: str, folder: Path) -> Any:
+def write_family(name: str, folder: Path, **overrides: Any) -> Any:
     """Save the family's checkpoint and return the reference model (float32, eager attention)."""
     import transformers
 
     prefix, fields = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **fields})
+    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **fields, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_name(name))
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()

@@ -1,0 +1,161 @@
+"""What stands after --model, and what is said of it when it cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.families import write_family
+from worker.model.checkpoint import default_model_path, digest_files, find_checkpoint, name_of_file
+from worker.model.config import config_from_hf
+from worker.model.errors import CheckpointError, ModelError, UnsupportedModel
+from worker.model.load import LoadOptions, load_model
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
+    write_family("llama2", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "tiny-llama"))
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_folder(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    model = load_model(str(folder), LoadOptions(), lambda done, total: calls.append((done, total)))
+    assert model.name == "tiny-llama"
+    assert model.numerics == "cpu/float32/dense"
+    assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert model.revision == load_model(str(folder), LoadOptions()).revision
+
+
+def test_a_hub_snapshot_keeps_its_name_and_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in allow_patterns)
+        return str(folder.rename(folder.parent / "0123abcd"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    checkpoint = find_checkpoint("some-org/tiny@main")
+    assert asked == [("some-org/tiny", "main")]
+    assert (checkpoint.name, checkpoint.revision) == ("some-org/tiny", "0123abcd")
+
+
+def test_the_default_is_installed() -> None:
+    assert default_model_path().suffix == ".gguf"
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "no such model", "a/b/c"])
+def test_a_source_that_is_nothing(source: str) -> None:
+    with pytest.raises(CheckpointError, match="no file, no folder"):
+        find_checkpoint(source)
+
+
+def test_pickled_weights_are_never_loaded(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="never loaded"):
+        find_checkpoint(str(folder))
+    with pytest.raises(CheckpointError, match=r"neither a \.gguf"):
+        find_checkpoint(str(folder / "pytorch_model.bin"))
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="lacks model-00002"):
+        find_checkpoint(str(folder))
+
+
+def test_an_index_cannot_point_outside(folder: Path) -> None:
+    index = {"weight_map": {"a": "../../etc/passwd"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="outside"):
+        find_checkpoint(str(folder))
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_model(str(folder), LoadOptions())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"hidden_act": "gelu"}, UnsupportedModel, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModel, "quantization_config"),
+        ({"num_key_value_heads": 3}, CheckpointError, "num_kv_heads"),
+        ({"hidden_size": None}, CheckpointError, r"config\.json"),
+        ({"vocab_size": 0}, CheckpointError, "vocab_size"),
+        ({"vocab_size": 77}, CheckpointError, "embed_tokens"),
+        ({"intermediate_size": 40}, CheckpointError, "gate_proj"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModel, "dynamic"),
+        ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "factor"),
+        ({"model_type": "nonesuch"}, UnsupportedModel, "nonesuch"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_config_that_cannot_be_run(folder: Path, fields: dict[str, Any], error: type[ModelError], text: str) -> None:
+    change_config(folder, **fields)
+    with pytest.raises(error, match=text):
+        load_model(str(folder), LoadOptions())
+
+
+def test_the_old_spelling_of_rope(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    new = {**raw, "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}
+    del raw["rope_parameters"]
+    old = {**raw, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert config_from_hf(new).rope == config_from_hf(old).rope
+    assert config_from_hf(old).rope.original_max_len == 256
+
+
+def test_layer_types_win_over_max_window_layers(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    qwen = {**raw, "model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
+    assert config_from_hf(qwen).sliding_windows == (None, 7, 7)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config_from_hf({**qwen, "layer_types": kinds}).sliding_windows == (7, None, 7)
+    assert config_from_hf({**qwen, "use_sliding_window": False}).sliding_windows == ()
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("weights", "squeezed")])
+def test_options_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        LoadOptions(**{field: value})
+
+
+def test_digests_see_names_sizes_and_content(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(3_000_000))
+    before = digest_files([file])
+    content = bytearray(3_000_000)
+    content[-1] = 1
+    file.write_bytes(content)
+    assert digest_files([file]) != before
+    file.write_bytes(bytes(2_999_999))
+    assert digest_files([file]) != before
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"), ("x-f16.gguf", "x"), ("y.IQ4_XS.gguf", "y")],
+)
+def test_names_lose_their_quantisation(file: str, name: str) -> None:
+    assert name_of_file(Path(file)) == name
