@@ -5,6 +5,7 @@ The index is a hint. A stale or poisoned one costs speed, never a token: a worke
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,6 +47,19 @@ class WorkerMember:
     protocol: int
     secret_check: str = ""
     """HMAC check value of the cluster secret, empty without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker answers to GET /state."""
+
+    member: WorkerMember
+    load: WorkerLoad
+
+
+def secret_check(cluster_secret: bytes) -> str:
+    """For `WorkerMember.secret_check`: tells whether two parts know the same cluster secret, and nothing else of it."""
+    return hmac.digest(cluster_secret, b"headstart-secret-check", "sha256")[:8].hex() if cluster_secret else ""
 
 
 @dataclass(frozen=True, slots=True)

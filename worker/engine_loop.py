@@ -77,10 +77,11 @@ class Engine:
         self._stopping = False
         self._draining = False
         self._dead: BaseException | None = None
-        self._step_started_s: float | None = None
         self._last_progress_s = time.monotonic()
         self._reported_s = 0.0
         self._checked_s = 0.0
+        self.step_started_s: float | None = None
+        """On the monotonic clock; None between steps."""
         self.member = parts.member
         self.load = WorkerLoad()
         """As reported last. Frozen: any thread may read it."""
@@ -141,15 +142,20 @@ class Engine:
             return f"the engine died: {self._dead}"
         if not self._thread.is_alive():
             return "the engine is not running"
-        started_s = self._step_started_s
+        started_s = self.step_started_s
         if started_s is not None and (elapsed_s := time.monotonic() - started_s) > max_step_s:
             return f"a step has been running for {elapsed_s:.0f} s"
         return None
 
     @property
+    def scheduler(self) -> Scheduler:
+        """To be read by functions given to `call` only."""
+        return self._scheduler
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the engine last proved that it computes; 0 within a step."""
-        return 0.0 if self._step_started_s is not None else time.monotonic() - self._last_progress_s
+        return 0.0 if self.step_started_s is not None else time.monotonic() - self._last_progress_s
 
     # --- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -203,7 +209,7 @@ class Engine:
         metrics = self._parts.metrics
         metrics.count_started(plan.started)
         self._deliver([Emission(request.key, Started(request.num_cached_tokens)) for request in plan.started])
-        self._step_started_s = started_s = time.monotonic()
+        self.step_started_s = started_s = time.monotonic()
         metrics.count_plan(plan, started_s - begun_s)
         try:
             results = self._parts.runner.run(plan.step())
@@ -218,7 +224,7 @@ class Engine:
             self._parts.load_report.measure(plan, returned_s - started_s)
             metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
         self._last_progress_s = time.monotonic()
-        self._step_started_s = None
+        self.step_started_s = None
         self._report_after_step()
         if not self._scheduler.has_work:
             self._become_idle()
@@ -228,7 +234,7 @@ class Engine:
         any_returned = False
         for part in self._scheduler.retries(plan):
             request = next(iter(part.chunks)).request
-            self._step_started_s = time.monotonic()
+            self.step_started_s = time.monotonic()
             try:
                 results = self._parts.runner.run(part.step())
             except Exception as error:

@@ -1,0 +1,150 @@
+"""From the options to an engine that runs: model, pool, scheduler. Imports torch, so the caller imports it late."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, cast
+
+import torch
+
+from cache.factory import make_allocator
+from cache.hashing import Namespace
+from cache.index import WorkerMember, secret_check
+from cache.types import BlockId, WorkerId
+from worker.config import WorkerConfig
+from worker.load_report import PrefillRate
+from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
+from worker.runner.model_runner import ModelRunner
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.scheduler import Scheduler
+from worker.service import new_epoch
+from worker.step import Draw, Runner, SequenceStep, Step
+from worker.tokenizer_bundle import build_bundle
+from worker.wire import PROTOCOL_VERSION, SamplingParams, TokenizerBundle
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
+_POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
+"""Part of the free memory that the pool takes when it is not told its size."""
+_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 4096}
+_WARM_UP_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything of a worker but its threads and its HTTP side."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    limits: BatchLimits
+    bundle: TokenizerBundle
+    member: WorkerMember
+    rate: PrefillRate
+
+
+def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[str], None]) -> Assembly:
+    """Load the model and build what serves it; `report` hears of the progress.
+
+    Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    options = _load_options(config)
+    report("loading the model")
+    model = load_model(config.model, options, _LayerProgress(report))
+    num_blocks = _num_blocks(config, model)
+    pool_tokens = (num_blocks - 1) * config.block_size
+    max_model_len = _max_model_len(config, model, pool_tokens)
+    device = model.device.type
+    limits = config.limits(max_model_len=max_model_len, default_batched_tokens=_BATCHED_TOKENS.get(device, 512))
+    bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
+    if config.served_model_name is not None:
+        bundle = replace(bundle, model=config.served_model_name)
+    runner = ModelRunner(model, num_blocks=num_blocks, block_size=config.block_size, eos_token_ids=bundle.eos_token_ids)
+    report("measuring the prefill rate")
+    rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
+    scheduler = Scheduler(
+        make_allocator(config.prefix_cache, num_blocks, config.block_size), limits, bundle.eos_token_ids
+    )
+    member = WorkerMember(
+        worker_id=WorkerId(worker_id),
+        epoch=new_epoch(),
+        url=url,
+        model=bundle.model,
+        namespace=_namespace(bundle).fingerprint,
+        numerics=runner.numerics,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        protocol=PROTOCOL_VERSION,
+        secret_check=secret_check(config.cluster_secret()),
+    )
+    report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
+    return Assembly(scheduler, runner, limits, bundle, member, rate)
+
+
+class _LayerProgress:
+    """One line every tenth of the layers."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._reported = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        if tenth > self._reported:
+            self._reported = tenth
+            self._report(f"loading layer {done} of {total}")
+
+
+def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
+    """Run the first blocks of a pool that nobody uses yet: touches what is allocated late, and measures."""
+    block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
+    slots = [block_size + i for i in range(num_tokens)]
+    draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
+    step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (draw,))])
+    runner.run(step)
+    begun_s = time.monotonic()
+    runner.run(step)
+    return PrefillRate(num_tokens, time.monotonic() - begun_s)
+
+
+def _load_options(config: WorkerConfig) -> LoadOptions:
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype or ("float32" if device == "cpu" else "bfloat16")
+    return LoadOptions(dtype=dtype, device=device, weights=cast(Literal["dense", "packed"], config.weights))
+
+
+def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
+    if config.num_blocks is not None:
+        return max(2, config.num_blocks)
+    shape, device = model.config.attention, model.device
+    num_bytes = config.kv_cache_memory
+    if num_bytes is None:
+        num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free_memory_bytes(device))
+        num_bytes = min(num_bytes, _DEFAULT_POOL_BYTES.get(device.type, num_bytes))
+    num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)
+    per_block = block_bytes(shape, config.block_size, model.dtype)
+    logger.info("KV pool: %d blocks of %d bytes", num_blocks, per_block)
+    return num_blocks
+
+
+def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -> int:
+    """The context, cut to the pool: a longer request could never run."""
+    own = model.config.max_model_len
+    wanted = config.max_model_len or own
+    if wanted > own:
+        raise ValueError(f"--max-model-len {wanted} exceeds the model's {own}")
+    if wanted > pool_tokens:
+        logger.warning("the context is cut from %d to %d tokens: the KV pool holds no more", wanted, pool_tokens)
+    return min(wanted, pool_tokens)
+
+
+def _namespace(bundle: TokenizerBundle) -> Namespace:
+    return Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size)
