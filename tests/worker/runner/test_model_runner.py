@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cache.allocator import BlockCopy
+from cache.types import BlockId
+from tests.worker.families import write_family
+from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
+from worker.runner.model_runner import ModelRunner
+from worker.sampling.errors import NonFiniteLogits
+from worker.step import Draw, SequenceStep, Step
+from worker.wire import SamplingParams
+
+BLOCK = 4
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("llama3")
+    return write_family("llama3", folder), folder
+
+
+@pytest.fixture
+def model(written: tuple[Any, Path]) -> LoadedModel:
+    return load_model(str(written[1]), LoadOptions())
+
+
+@pytest.fixture
+def runner(model: LoadedModel) -> ModelRunner:
+    return ModelRunner(model, num_blocks=32, block_size=BLOCK, eos_token_ids=(2,))
+
+
+def part(
+    token_ids: Sequence[int], table: Sequence[int], start: int = 0, draws: tuple[Draw, ...] | None = None, **fields: Any
+) -> SequenceStep:
+    """Tokens start.. of `token_ids` over the blocks of `table`, with one greedy draw unless told otherwise."""
+    if draws is None:
+        draws = (Draw(GREEDY, 0, len(token_ids), token_ids, ()),)
+    slots = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, len(token_ids))]
+    return SequenceStep(token_ids[start:], start, [BlockId(block) for block in table], slots, draws, **fields)
+
+
+@torch.inference_mode()
+def best(reference: Any, token_ids: Sequence[int]) -> int:
+    return int(reference(torch.tensor([list(token_ids)])).logits[0, -1].argmax())
+
+
+def test_results_come_in_the_order_of_the_step(runner: ModelRunner, written: tuple[Any, Path]) -> None:
+    """Decodes run before chunks and short contexts before long ones, whatever the order of the step."""
+    prompts = [[9, 8, 7, 6, 5, 4, 3], [50, 51], [1], [60, 61, 62, 63, 64], [70]]
+    tables = [[3, 17], [5], [30], [2, 8], [9]]
+    runner.run(Step([part(prompts[3][:-1], tables[3], draws=())]))
+    starts = [0, 0, 0, 4, 0]
+    steps = [part(prompt, table, start) for prompt, table, start in zip(prompts, tables, starts, strict=True)]
+    results = runner.run(Step(steps))
+    assert [one.drawn[0].token_id for one in results] == [best(written[0], prompt) for prompt in prompts]
+
+
+def test_copied_blocks_are_read_in_the_same_step(runner: ModelRunner, written: tuple[Any, Path]) -> None:
+    prompt = [4, 8, 15, 16, 23, 42]
+    runner.run(Step([part(prompt[:-1], [7, 8], draws=())]))
+    # 8 -> 20 -> 21: the second copy reads what the first wrote.
+    copies = [BlockCopy(BlockId(8), BlockId(20)), BlockCopy(BlockId(20), BlockId(21))]
+    (result,) = runner.run(Step([part(prompt, [7, 21], start=5)], copies))
+    assert result.drawn[0].token_id == best(written[0], prompt)
+
+
+def test_a_step_may_hold_copies_alone(runner: ModelRunner) -> None:
+    assert runner.run(Step([], [BlockCopy(BlockId(1), BlockId(2))])) == []
+
+
+def test_several_draws_from_one_prompt(runner: ModelRunner) -> None:
+    prompt = [4, 8, 15, 16, 23, 42]
+    params = SamplingParams(max_tokens=8, temperature=3.0)
+    draws = tuple(Draw(params, seed, len(prompt), prompt, ()) for seed in range(20))
+    other = part([9, 9], [9])
+    together = runner.run(Step([other, part(prompt, [7, 8], draws=draws)]))[1].drawn
+    alone = [runner.run(Step([part(prompt, [7, 8], draws=(one,))]))[0].drawn[0] for one in draws]
+    assert list(together) == alone
+    assert len({one.token_id for one in together}) > 3
+
+
+def test_prompt_logprobs_over_chunks(runner: ModelRunner, written: tuple[Any, Path]) -> None:
+    prompt = [4, 8, 15, 16, 23, 42, 1, 77]
+    first = part(prompt[:5], [7, 8], draws=(), num_prompt_logprobs=2, next_token_ids=prompt[1:6])
+    rest = part(prompt, [7, 8], start=5, num_prompt_logprobs=2, next_token_ids=prompt[6:])
+    beside = part([3, 3, 3], [11])
+    found = [
+        *runner.run(Step([beside, first]))[1].prompt_logprobs,
+        *runner.run(Step([rest, beside]))[0].prompt_logprobs,
+    ]
+    with torch.inference_mode():
+        want = written[0](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    assert len(found) == len(prompt) - 1
+    for row, token_id, one in zip(want, prompt[1:], found, strict=True):
+        assert one.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
+        assert [value for _, value in one.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+
+
+def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tuple[Any, Path]) -> None:
+    """One token's embedding is NaN. Its blocks' next owner, padded beside a longer one, must not see any of it."""
+    runner = ModelRunner(model, num_blocks=32, block_size=BLOCK, eos_token_ids=(2,))
+    with torch.inference_mode():
+        model.decoder.weights.embedding[13] = float("nan")  # type: ignore[attr-defined]
+    with pytest.raises(NonFiniteLogits):
+        runner.run(Step([part([13, 13, 13, 13, 13, 13], [7, 8])]))
+    prompts, tables = [[4, 8, 15, 16, 23], [4, 9, 1, 1, 2, 2, 77]], [[7, 8], [10, 11]]
+    starts = [part(prompt[:-1], table, draws=()) for prompt, table in zip(prompts, tables, strict=True)]
+    runner.run(Step(starts))
+    last = [part(prompt, table, len(prompt) - 1) for prompt, table in zip(prompts, tables, strict=True)]
+    results = runner.run(Step(last))
+    assert [one.drawn[0].token_id for one in results] == [best(written[0], prompt) for prompt in prompts]
+
+
+def test_numerics_name_the_kernel(runner: ModelRunner) -> None:
+    assert runner.numerics == "cpu/float32/dense/torch"
+
+
+def test_pools_are_sized_from_memory(model: LoadedModel) -> None:
+    shape = model.config.attention
+    size = block_bytes(shape, 16, torch.bfloat16)
+    assert size == 2 * 3 * 16 * 2 * 8 * 2
+    assert num_blocks_that_fit(10 * size + 1, shape, 16, torch.bfloat16) == 10
+    with pytest.raises(ValueError, match="KV pool"):
+        num_blocks_that_fit(size, shape, 16, torch.bfloat16)
+    assert free_memory_bytes(torch.device("cpu")) > 1_000_000
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_blocks", 1), ("block_size", 0)])
+def test_a_pool_that_cannot_be(field: str, value: int, model: LoadedModel) -> None:
+    sizes = {"num_blocks": 8, "block_size": BLOCK, field: value}
+    with pytest.raises(ValueError, match=field):
+        ModelRunner(model, **sizes, eos_token_ids=())
