@@ -50,22 +50,21 @@ class GenerateEndpoint:
         context.route = self._route
         identity = self._services.identities.identify(scope)
         body = await read_body(receive)
-        async with asyncio.timeout(self._services.request_timeout_s):
-            job = await self._prepare(body, identity)
-            del body
-            answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
-            self._services.backend.metrics.prompt_tokens.inc(sum(len(spec.prompt_ids) for spec in job.specs))
-            try:
-                if job.stream:
-                    await self._stream(job, answer, context, receive, send)
-                else:
-                    await self._answer(job, answer, receive, send)
-            finally:
-                num_tokens = sum(generation.num_output_tokens for generation in answer.generations)
-                self._services.backend.metrics.output_tokens.inc(num_tokens)
+        job = await self._prepare(body, identity)
+        del body
+        answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
+        self._services.backend.metrics.prompt_tokens.inc(sum(len(spec.prompt_ids) for spec in job.specs))
+        try:
+            if job.stream:
+                await self._stream(job, answer, context, receive, send)
+            else:
+                await self._answer(job, answer, receive, send)
+        finally:
+            num_tokens = sum(generation.num_output_tokens for generation in answer.generations)
+            self._services.backend.metrics.output_tokens.inc(num_tokens)
 
     async def _answer(self, job: Job, answer: Answer, receive: Receive, send: Send) -> None:
-        async with CancelOnDisconnect(receive):
+        async with asyncio.timeout(self._services.request_timeout_s), CancelOnDisconnect(receive):
             choices = await answer.collect()
         body = job.presenter.body(answer, choices)
         headers = [
@@ -79,7 +78,7 @@ class GenerateEndpoint:
     async def _stream(self, job: Job, answer: Answer, context: RequestContext, receive: Receive, send: Send) -> None:
         sink = SseSink(send, answer.headers)
         try:
-            async with CancelOnDisconnect(receive):
+            async with asyncio.timeout(self._services.request_timeout_s), CancelOnDisconnect(receive):
                 with self._services.heart.keeping(sink):
                     await self._relay(job, answer, context, sink)
             await sink.write(job.presenter.last_events(answer), more=False)

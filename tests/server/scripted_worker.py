@@ -41,6 +41,10 @@ from worker.wire import (
 Script = Callable[[GenerateRequest], AsyncIterator[Frame]]
 
 
+class Die(Exception):
+    """Raised by a script: the connection breaks."""
+
+
 class Refuse(Exception):
     """Raised by a script before its first frame: a status and a Failed frame."""
 
@@ -157,6 +161,13 @@ class ScriptedWorker:
 
     async def _bundle(self, http: Request) -> Response:
         return Response(pack(self.bundle))
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Poll: for what another task or socket does in its own time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 (there is no event to wait for)
+            await asyncio.sleep(0.005)
 
 
 class QuietServer(uvicorn.Server):
