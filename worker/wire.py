@@ -2,7 +2,7 @@
 
     POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
     POST /abort      {"request_id": str, "choice": int | None}
-    GET  /state      WorkerMember + WorkerLoad (cache.index)      GET /bundle   TokenizerBundle
+    GET  /state      WorkerState                                  GET /bundle   TokenizerBundle
 
 A refusal before the stream is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429
 `queue_full`, 503 `draining`, 400 `invalid_request` (a request that no worker can serve). `max_tokens` and `min_tokens`
@@ -22,6 +22,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgpack
 import msgspec
+
+from cache.index import WorkerLoad, WorkerMember
 
 PROTOCOL_VERSION: Final = 1
 CONTENT_TYPE: Final = "application/msgpack"
@@ -171,6 +173,14 @@ class TokenizerBundle:
     vocab_size: int
     max_model_len: int
     block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker publishes to the registry, asked for directly."""
+
+    member: WorkerMember
+    load: WorkerLoad
 
 
 T = TypeVar("T")

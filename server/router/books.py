@@ -1,0 +1,175 @@
+"""A gateway's books: every request it has sent, from the decision to the end, and what others have sent beside it.
+
+    place        -> queued, with an estimate of its prefill seconds
+    start        -> in service: what has elapsed since no longer counts; the estimate is corrected by what was cached
+    first_token  -> no longer queued, still outstanding
+    close        -> gone; counts once, from whatever state
+
+Other gateways' work is known from the worker's report, which is some milliseconds old; it is aged by that time. A
+worker's own report about this gateway is never used for the wait: the books are newer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from cache.index import WorkerLoad
+from cache.types import Epoch, GatewayId
+
+_FOLD_S = 2.0
+"""Own bookings that no report has confirmed for so long count as assigned without it."""
+
+
+class DecayedSum:
+    """A sum of amounts, each fading by 1/e per window."""
+
+    __slots__ = ("_at_s", "_value", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._value = 0.0
+        self._at_s = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        """`now_s` may lie before that of an earlier call."""
+        if now_s >= self._at_s:
+            self._value = self.at(now_s) + amount
+            self._at_s = now_s
+        else:
+            self._value += amount * math.exp((now_s - self._at_s) / self._window_s)
+
+    def at(self, now_s: float) -> float:
+        return self._value * math.exp(min(0.0, self._at_s - now_s) / self._window_s) if self._value else 0.0
+
+
+class Booking:
+    """One request on one worker's book."""
+
+    __slots__ = ("_book", "_closed", "_queued", "num_blocks", "own_s", "started_s")
+
+    def __init__(self, book: WorkerBook, own_s: float, num_blocks: int) -> None:
+        self._book = book
+        self._queued = True
+        self._closed = False
+        self.own_s = own_s
+        self.num_blocks = num_blocks
+        self.started_s: float | None = None
+
+    def start(self, own_s: float, now_s: float) -> None:
+        """Its prefill begins; `own_s` is the estimate now that the worker has said what it found cached."""
+        if self._queued and self.started_s is None:
+            self._book.queued_s += own_s - self.own_s
+            self.own_s = own_s
+            self.started_s = now_s
+
+    def first_token(self) -> None:
+        if self._queued:
+            self._queued = False
+            self._book.leave_queue(self)
+
+    def close(self) -> bool:
+        """False: it was closed before, and nothing changes."""
+        if self._closed:
+            return False
+        self._closed = True
+        self.first_token()
+        self._book.num_outstanding -= 1
+        self._book.num_blocks -= self.num_blocks
+        return True
+
+
+class WorkerBook:
+    """What this gateway knows of the work at one epoch of one worker."""
+
+    __slots__ = (
+        "_assigned",
+        "_counter_s",
+        "_folded_s",
+        "_others_s",
+        "_queue",
+        "_reported_s",
+        "_unreported",
+        "_unreported_s",
+        "epoch",
+        "num_blocks",
+        "num_outstanding",
+        "queued_s",
+    )
+
+    def __init__(self, epoch: Epoch, window_s: float) -> None:
+        self.epoch = epoch
+        self.num_outstanding = 0
+        self.num_blocks = 0
+        """Blocks of the outstanding requests, shared ones counted as often as they are shared."""
+        self.queued_s = 0.0
+        """Estimated prefill seconds of own requests without a first token."""
+        self._queue: dict[Booking, None] = {}
+        self._assigned = DecayedSum(window_s)
+        self._unreported: deque[tuple[float, float]] = deque()
+        self._unreported_s = 0.0
+        self._folded_s = 0.0
+        self._counter_s: float | None = None
+        self._reported_s = -math.inf
+        self._others_s = 0.0
+
+    @property
+    def num_queued(self) -> int:
+        """Own requests without a first token."""
+        return len(self._queue)
+
+    def book(self, own_s: float, num_blocks: int, now_s: float) -> Booking:
+        booking = Booking(self, own_s, num_blocks)
+        self._queue[booking] = None
+        self.queued_s += own_s
+        self.num_outstanding += 1
+        self.num_blocks += num_blocks
+        self._unreported.append((now_s, own_s))
+        self._unreported_s += own_s
+        return booking
+
+    def leave_queue(self, booking: Booking) -> None:
+        """For `Booking` alone."""
+        del self._queue[booking]
+        self.queued_s = self.queued_s - booking.own_s if self._queue else 0.0
+
+    def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:
+        """Take in a report written at `written_s` of our clock. Older or equal ones are ignored."""
+        if written_s <= self._reported_s:
+            return
+        self._reported_s = written_s
+        self._others_s = sum(seconds for gateway, seconds in load.queued_prefill_s.items() if gateway != gateway_id)
+        counter_s = load.assigned_prefill_s
+        if self._counter_s is not None and counter_s > self._counter_s:
+            self._assigned.add(max(0.0, counter_s - self._counter_s - self._folded_s), written_s)
+        self._counter_s = counter_s
+        self._folded_s = 0.0
+        while self._unreported and self._unreported[0][0] <= written_s:
+            self._unreported_s -= self._unreported.popleft()[1]
+
+    def wait_s(self, now_s: float) -> float:
+        """Prefill seconds before a request that came now would begin."""
+        own_s = self.queued_s
+        for booking in self._queue:
+            if booking.started_s is not None:
+                own_s -= min(now_s - booking.started_s, booking.own_s)
+                break
+        others_s = self._others_s
+        if others_s > 0.0:
+            others_s -= (now_s - self._reported_s) * others_s / (others_s + own_s)
+        return max(0.0, own_s) + max(0.0, others_s)
+
+    def recent_s(self, now_s: float) -> float:
+        """Prefill seconds assigned to the worker by everybody, decayed over the window."""
+        self._fold(now_s)
+        return self._assigned.at(now_s) + self._unreported_s
+
+    def _fold(self, now_s: float) -> None:
+        """Without reports own bookings are all that is known: let them decay."""
+        while self._unreported and self._unreported[0][0] < now_s - _FOLD_S:
+            booked_s, own_s = self._unreported.popleft()
+            self._unreported_s -= own_s
+            self._folded_s += own_s
+            self._assigned.add(own_s, booked_s)
+        if not self._unreported:
+            self._unreported_s = 0.0

@@ -1,0 +1,204 @@
+"""One routing decision, and what follows from it: no I/O, no clock, no event loop, so that a simulator can drive it.
+
+    candidates + books + overlay -> options -> policy -> the least score, equals at random -> booked at once
+
+Booking happens in the same turn as the choice, so a burst sees its own picks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache.index import Candidate, WorkerMember
+from cache.types import GatewayId, WorkerId
+from server.router.books import Booking, WorkerBook
+from server.router.cost import CostModel
+from server.router.overlay import Overlay, Speculation
+from server.router.placement import RouteRequest
+from server.router.policies import FleetView, Option, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    cost: CostModel = field(default_factory=CostModel)
+    default_prefill_tokens_per_s: float = 2000.0
+    """For a worker that has measured nothing, when none of its peers has."""
+    speculate: bool = True
+    publish_delay_s: float = 0.3
+    """From a worker's first token until the index is sure to know the prompt's blocks."""
+    speculation_ttl_s: float = 900.0
+    max_waiting: int = 1024
+    """A worker with so many requests in its queue gets no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Why a worker was chosen, or not: one line of an explanation."""
+
+    option: Option
+    score: float | None
+    """None: guarded."""
+    guard: str | None
+    index_tokens: int
+    overlay_tokens: int
+
+
+class Assignment:
+    """A decision: the request is on the worker's book until `close`."""
+
+    __slots__ = ("_booking", "_dispatcher", "_request", "_speculation", "num_cached_tokens", "option")
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        request: RouteRequest,
+        option: Option,
+        booking: Booking,
+        speculation: Speculation | None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._request = request
+        self._booking = booking
+        self._speculation = speculation
+        self.option = option
+        self.num_cached_tokens: int | None = None
+
+    def prefill_started(self, num_cached_tokens: int, now_s: float) -> None:
+        """The worker has taken it from its queue and found so many tokens cached."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_cached_tokens
+            num_uncached = max(0, self._request.num_prompt_tokens - num_cached_tokens)
+            own_s = self._dispatcher.settings.cost.own_s(num_uncached, self.option.prefill_tokens_per_s)
+            self._booking.start(own_s, now_s)
+
+    def first_token(self, now_s: float) -> None:
+        self._booking.first_token()
+        if self._speculation is not None:
+            self._dispatcher.overlay.confirm(self._speculation, now_s)
+            self._speculation = None
+
+    def close(self) -> bool:
+        """False: closed before. What was not confirmed by a first token is no longer believed."""
+        if self._speculation is not None:
+            self._dispatcher.overlay.remove(self._speculation)
+            self._speculation = None
+        return self._booking.close()
+
+
+class Dispatcher:
+    """The books, the overlay and the policy of one gateway."""
+
+    def __init__(self, gateway_id: GatewayId, policy: Policy, settings: DispatchSettings, rng: random.Random) -> None:
+        self.settings = settings
+        self.overlay = Overlay(publish_delay_s=settings.publish_delay_s, ttl_s=settings.speculation_ttl_s)
+        self._gateway_id = gateway_id
+        self._policy = policy
+        self._rng = rng
+        self._books: dict[WorkerId, WorkerBook] = {}
+
+    def book(self, member: WorkerMember) -> WorkerBook:
+        """The book of this epoch; requests booked on an earlier one keep theirs."""
+        book = self._books.get(member.worker_id)
+        if book is None or book.epoch != member.epoch:
+            book = self._books[member.worker_id] = WorkerBook(member.epoch, self.settings.cost.window_s)
+        return book
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker is gone for good."""
+        self._books.pop(worker_id, None)
+
+    def dispatch(
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Candidate],
+        guards: Sequence[str | None],
+        now_s: float,
+        *,
+        trace: list[Choice] | None = None,
+    ) -> Assignment | None:
+        """Choose and book; None when every candidate is guarded.
+
+        `guards` has one entry a candidate, None where nothing speaks against it. With `trace`, nothing is booked: it
+        receives one Choice a candidate, and the result is None.
+        """
+        self.overlay.expire(now_s)
+        rate = self._common_rate(candidates)
+        options, matches = [], []
+        for candidate in candidates:
+            option, overlay_tokens = self._option(request, candidate, rate, now_s)
+            options.append(option)
+            matches.append(overlay_tokens)
+        guards = [guard or self._full(option) for guard, option in zip(guards, options, strict=True)]
+        open_options = [option for option, guard in zip(options, guards, strict=True) if guard is None]
+        scores: Sequence[float] = ()
+        if open_options:
+            fleet = FleetView(self.settings.cost, sum(option.recent_s for option in options), len(options), now_s)
+            scores = self._policy.scores(request, open_options, fleet)
+        if trace is not None:
+            self._explain(trace, candidates, options, matches, guards, scores)
+            return None
+        if not open_options:
+            return None
+        best = min(scores)
+        ties = [option for option, score in zip(open_options, scores, strict=True) if score == best]
+        return self._assign(request, ties[0] if len(ties) == 1 else self._rng.choice(ties), now_s)
+
+    def _assign(self, request: RouteRequest, option: Option, now_s: float) -> Assignment:
+        member = option.member
+        num_blocks = -(-request.num_prompt_tokens // member.block_size)
+        booking = self.book(member).book(option.own_s, num_blocks, now_s)
+        speculation = None
+        if self.settings.speculate and request.hashes:
+            speculation = self.overlay.add(member.worker_id, member.epoch, request.hashes, now_s)
+        self._policy.placed(request, option)
+        return Assignment(self, request, option, booking, speculation)
+
+    def _option(self, request: RouteRequest, candidate: Candidate, rate: float, now_s: float) -> tuple[Option, int]:
+        member, load = candidate.member, candidate.load
+        book = self.book(member)
+        book.observe(load, now_s - candidate.load_age_s, self._gateway_id)
+        block_size = member.block_size
+        most_tokens = max(0, request.num_prompt_tokens - 1)
+        overlay_blocks = self.overlay.matched(member.worker_id, member.epoch, request.hashes)
+        matched_tokens = min(max(candidate.matched_blocks, overlay_blocks) * block_size, most_tokens)
+        rate = load.prefill_tokens_per_s or rate
+        num_others = max(0, load.num_running + load.num_waiting - book.num_outstanding)
+        option = Option(
+            member=member,
+            matched_tokens=matched_tokens,
+            own_s=self.settings.cost.own_s(request.num_prompt_tokens - matched_tokens, rate),
+            wait_s=book.wait_s(now_s),
+            recent_s=book.recent_s(now_s),
+            num_outstanding=book.num_outstanding + num_others,
+            num_waiting=max(book.num_queued, load.num_waiting),
+            active_blocks=book.num_blocks,
+            kv_usage=1.0 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
+            queued_s=book.queued_s,
+            prefill_tokens_per_s=rate,
+        )
+        return option, min(overlay_blocks * block_size, most_tokens)
+
+    def _common_rate(self, candidates: Sequence[Candidate]) -> float:
+        """For workers that have measured nothing yet: their peers' mean, so that a new one is not preferred."""
+        rates = [c.load.prefill_tokens_per_s for c in candidates if c.load.prefill_tokens_per_s > 0.0]
+        return sum(rates) / len(rates) if rates else self.settings.default_prefill_tokens_per_s
+
+    def _full(self, option: Option) -> str | None:
+        return "queue full" if option.num_waiting >= self.settings.max_waiting else None
+
+    def _explain(
+        self,
+        trace: list[Choice],
+        candidates: Sequence[Candidate],
+        options: Sequence[Option],
+        overlay_tokens: Sequence[int],
+        guards: Sequence[str | None],
+        scores: Sequence[float],
+    ) -> None:
+        remaining = iter(scores)
+        for candidate, option, tokens, guard in zip(candidates, options, overlay_tokens, guards, strict=True):
+            score = None if guard is not None else next(remaining)
+            index_tokens = candidate.matched_blocks * candidate.member.block_size
+            trace.append(Choice(option, score, guard, index_tokens, tokens))

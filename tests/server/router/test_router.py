@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.memory_index import MemoryIndex
+from cache.types import BlockHash, Epoch, GatewayId, WorkerId
+from server.fleet import FetchError, Fleet, FleetSettings, RegistryIndex
+from server.router.placement import NoWorkerError, RouteRequest
+from server.router.router import HeadstartPlacement, HeadstartRouter, RouterSettings
+from worker.wire import PROTOCOL_VERSION, WorkerState
+
+BLOCK = 16
+RATE = 1000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Index:
+    """The in-memory index, which can go away."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.memory = MemoryIndex(clock, lease_s=5.0)
+        self.away = False
+        self.registered: dict[str, WorkerMember] = {}
+
+    def register(self, member: WorkerMember, held: Sequence[BlockHash] = (), load: WorkerLoad | None = None) -> None:
+        self.registered[member.worker_id] = member
+        self.memory.register(member, held, load or WorkerLoad(prefill_tokens_per_s=RATE))
+
+    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+        return None if self.away else self.memory.match(hashes, model)
+
+    def members(self) -> list[WorkerMember]:
+        return [] if self.away else list(self.registered.values())
+
+
+def member(name: str, epoch: str = "e", **changes: object) -> WorkerMember:
+    fields: dict[str, object] = {
+        "worker_id": WorkerId(name),
+        "epoch": Epoch(epoch),
+        "url": f"http://{name}:8000",
+        "model": "m",
+        "namespace": "n",
+        "numerics": "cpu",
+        "block_size": BLOCK,
+        "max_model_len": 100_000,
+        "protocol": PROTOCOL_VERSION,
+    }
+    return WorkerMember(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def ask(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
+    fields: dict[str, object] = {
+        "request_id": "r",
+        "model": "m",
+        "num_prompt_tokens": len(hashes) * BLOCK + 1,
+        "hashes": hashes,
+    }
+    return RouteRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Fleets:
+    """A router over a fleet whose workers answer from a dict."""
+
+    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = ()) -> None:
+        self.clock = Clock()
+        self.index = Index(self.clock)
+        self.states: dict[str, WorkerState] = {}
+        self.fleet = Fleet(
+            self.index, self.fetch, FleetSettings(workers=workers), clock=self.clock, namespaces=lambda: {"m": "n"}
+        )
+        self.router = HeadstartRouter(
+            self.index,
+            self.fleet,
+            RouterSettings(GatewayId("g"), policy=policy),
+            clock=self.clock,
+            rng=random.Random(1),
+        )
+
+    async def fetch(self, url: str) -> WorkerState:
+        if url not in self.states:
+            raise FetchError("refused")
+        return self.states[url]
+
+    async def place(self, hashes: Sequence[BlockHash], **changes: object) -> HeadstartPlacement:
+        return await self.router.place(ask(hashes, **changes))
+
+    async def worker(self, hashes: Sequence[BlockHash], **changes: object) -> str:
+        """Who gets it; nothing is left on the books."""
+        placement = await self.place(hashes, **changes)
+        placement.close(ok=False)
+        return placement.worker.worker_id
+
+
+@pytest.fixture
+def three() -> Fleets:
+    fleets = Fleets()
+    for name in "abc":
+        fleets.index.register(member(name))
+    return fleets
+
+
+async def test_the_longest_prefix_wins_when_nothing_waits(three: Fleets) -> None:
+    hashes = chain(40)
+    three.index.memory.publish(WorkerId("b"), hashes[:30])
+    three.index.memory.publish(WorkerId("c"), hashes[:10])
+    placement = await three.place(hashes)
+    assert placement.worker.worker_id == "b"
+    assert placement.promised_tokens == 30 * BLOCK
+
+
+async def test_a_match_never_covers_the_whole_prompt(three: Fleets) -> None:
+    hashes = chain(4)
+    three.index.memory.publish(WorkerId("b"), hashes)
+    placement = await three.place(hashes, num_prompt_tokens=4 * BLOCK)
+    assert placement.promised_tokens == 4 * BLOCK - 1
+
+
+async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None:
+    hashes = chain(40)
+    three.index.memory.publish(
+        WorkerId("b"), hashes[:30], load=WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
+    )
+    assert await three.worker(hashes) != "b"
+
+
+async def test_a_burst_sees_its_own_picks(three: Fleets) -> None:
+    chosen = [(await three.place(chain(20))).worker.worker_id for _ in range(30)]
+    assert {chosen.count(name) for name in "abc"} == {10}
+
+
+async def test_a_shared_system_prompt_does_not_herd(three: Fleets) -> None:
+    """All requests share 10 blocks that only one worker holds: the others get their part all the same."""
+    system = chain(10)
+    three.index.memory.publish(WorkerId("a"), system)
+    chosen = [(await three.place(system + chain(30))).worker.worker_id for _ in range(60)]
+    assert max(chosen.count(name) for name in "abc") <= 24
+
+
+async def test_requests_on_their_way_count_as_present(three: Fleets) -> None:
+    hashes = chain(40)
+    first = await three.place(hashes)
+    first.prefill_started(0)
+    first.first_token()
+    again = await three.place(hashes + chain(1))
+    assert again.worker.worker_id == first.worker.worker_id
+    assert again.promised_tokens == 40 * BLOCK
+
+
+async def test_what_failed_is_no_longer_believed(three: Fleets) -> None:
+    hashes = chain(40)
+    (await three.place(hashes)).close(ok=False)
+    assert (await three.place(hashes)).promised_tokens == 0
+
+
+async def test_equal_costs_are_drawn_at_random(three: Fleets) -> None:
+    assert {await three.worker([], num_prompt_tokens=0) for _ in range(50)} == set("abc")
+
+
+@pytest.mark.parametrize(
+    ("changes", "excluded"),
+    [
+        ({"load": WorkerLoad(draining=True)}, "draining"),
+        ({"load": WorkerLoad(num_waiting=5000)}, "queue full"),
+    ],
+)
+async def test_guards_are_per_candidate(three: Fleets, changes: dict[str, WorkerLoad], excluded: str) -> None:
+    hashes = chain(40)
+    three.index.memory.publish(WorkerId("b"), hashes, **changes)  # type: ignore[arg-type]
+    assert {await three.worker(hashes) for _ in range(20)} <= {"a", "c"}
+    explained = await three.router.explain(ask(hashes))
+    assert {w["worker"]: w["guard"] for w in explained["workers"]} == {"a": None, "b": excluded, "c": None}
+
+
+async def test_excluded_and_foreign_numerics_are_not_chosen(three: Fleets) -> None:
+    three.index.register(member("c", numerics="cuda"))
+    assert await three.worker(chain(3), numerics="cuda") == "c"
+    assert await three.worker(chain(3), excluded=frozenset({WorkerId("a"), WorkerId("c")})) == "b"
+    with pytest.raises(NoWorkerError) as error:
+        await three.place(chain(3), numerics="cuda", excluded=frozenset({WorkerId("c")}))
+    assert not error.value.contended
+
+
+async def test_no_worker_says_whether_it_is_the_load(three: Fleets) -> None:
+    with pytest.raises(NoWorkerError, match="no worker of model 'x' is known"):
+        await three.place(chain(1), model="x")
+    for name in "abc":
+        three.index.memory.publish(WorkerId(name), load=WorkerLoad(num_waiting=5000))
+    with pytest.raises(NoWorkerError, match="queue full") as error:
+        await three.place(chain(1))
+    assert error.value.contended
+
+
+async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fleets) -> None:
+    hashes = chain(40)
+    three.index.memory.publish(WorkerId("b"), hashes)
+    three.router.report_failure(WorkerId("b"))  # unknown as yet: no effect
+    await three.fleet.poll()
+    three.router.report_failure(WorkerId("b"))
+    assert await three.worker(hashes) != "b"
+    assert await three.worker(hashes, excluded=frozenset({WorkerId("a"), WorkerId("c")})) == "b"
+    three.clock.now_s += 1.1
+    assert await three.worker(hashes) == "b"
+
+
+async def test_explain_changes_nothing(three: Fleets) -> None:
+    hashes = chain(40)
+    three.index.memory.publish(WorkerId("b"), hashes[:30])
+    first = await three.router.explain(ask(hashes))
+    assert first == await three.router.explain(ask(hashes))
+    assert first["choice"] == ["b"]
+    costs = {w["worker"]: w["cost"] for w in first["workers"]}
+    assert costs["b"] < costs["a"] == costs["c"]
+    assert (await three.place(hashes)).worker.worker_id == "b"
+
+
+async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets) -> None:
+    conversations = [chain(30) for _ in range(9)]
+    homes = []
+    for hashes in conversations:
+        placement = await three.place(hashes)
+        homes.append(placement.worker.worker_id)
+        placement.prefill_started(0)
+        placement.first_token()
+        placement.close(ok=True)
+        three.clock.now_s += 1.0
+        for name in "abc":
+            three.index.memory.publish(WorkerId(name))
+    three.index.away = True
+    three.clock.now_s += 1.0
+    for hashes, home in zip(conversations, homes, strict=True):
+        placement = await three.place(hashes + chain(2))
+        assert placement.worker.worker_id == home
+        assert placement.promised_tokens == 30 * BLOCK
+        placement.close(ok=True)
+    assert three.router.index_state().blind
+    three.index.away = False
+    await three.place(chain(1))
+    assert not three.router.index_state().blind
+
+
+async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
+    for name in "ab":
+        three.states[f"http://{name}:8000"] = WorkerState(member(name), WorkerLoad(prefill_tokens_per_s=RATE))
+    await three.fleet.poll()
+    three.index.memory.clear()
+    three.index.registered.clear()
+    three.clock.now_s += 60.0
+    await three.fleet.poll()
+    assert {await three.worker(chain(2)) for _ in range(30)} == {"a", "b"}, "c has no lease and does not answer"
+    assert {m.worker_id for m in three.router.workers("m")} == set("abc")
+    assert [m.worker_id for m in three.router.workers("m")][2] == "c"
+
+
+async def test_workers_from_the_command_line_need_no_registry() -> None:
+    fleets = Fleets(workers=("http://z:8000/",))
+    fleets.index.away = True
+    with pytest.raises(NoWorkerError):
+        await fleets.place(chain(1))
+    fleets.states["http://z:8000"] = WorkerState(member("z"), WorkerLoad())
+    await fleets.fleet.poll()
+    assert await fleets.worker(chain(1)) == "z"
+    del fleets.states["http://z:8000"]
+    fleets.clock.now_s += 1.0
+    await fleets.fleet.poll()
+    with pytest.raises(NoWorkerError):
+        await fleets.place(chain(1))
+
+
+@pytest.mark.parametrize("changes", [{"namespace": "other"}, {"protocol": 999}, {"secret_check": "x"}])
+async def test_a_worker_of_another_kind_is_refused_loudly_once(
+    three: Fleets, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    three.index.register(member("d", **changes))
+    for _ in range(3):
+        assert {await three.worker(chain(2)) for _ in range(10)} <= set("abc")
+        await three.fleet.poll()
+    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == 1
+
+
+async def test_a_restarted_worker_is_another_one(three: Fleets) -> None:
+    """The overlay and the recent placements of the old epoch are not credited to the new one."""
+    hashes = chain(40)
+    home = (await three.place(hashes)).worker.worker_id
+    for name in "abc":
+        three.index.register(member(name, epoch="e2"))
+    again = await three.place(hashes)
+    assert again.promised_tokens == 0
+    again.close(ok=False)
+    three.index.away = True
+    assert (await three.place(hashes, excluded=frozenset({WorkerId(home)}))).promised_tokens == 0
+
+
+@pytest.mark.parametrize("target", ["foo", "ftp://x", "dns:name", "dns::80", "http://"])
+def test_an_unusable_workers_argument_is_refused(target: str) -> None:
+    index: RegistryIndex = Index(Clock())
+
+    async def fetch(url: str) -> WorkerState:
+        raise FetchError
+
+    with pytest.raises(ValueError, match="--workers"):
+        Fleet(index, fetch, FleetSettings(workers=(target,)), clock=Clock())
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown routing policy 'best'"):
+        Fleets(policy="best")
