@@ -34,8 +34,8 @@ class CacheStats:
     hit_tokens: int
     evictions: int
     lru_tail_age: int
-    """Times that blocks were taken since the one taken next was released: how long the pool remembers. 0 while blocks
-    that were never used remain."""
+    """How long the pool remembers, by its own clock, which counts accesses (allocations, and for `radix` commits):
+    accesses since the block that is evicted next was used. 0 while nothing needs to be evicted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from typing import Final, Literal, get_args
 
 from cache.allocator import Allocator
 from cache.hash_allocator import HashAllocator
+from cache.radix_allocator import RadixAllocator
+from cache.simple_allocator import SimpleAllocator
 
 PrefixCache = Literal["hash", "radix", "off"]
 PREFIX_CACHES: Final[tuple[PrefixCache, ...]] = get_args(PrefixCache)
@@ -20,4 +22,10 @@ def make_allocator(kind: PrefixCache, num_blocks: int, block_size: int, window_s
         raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}, got {kind!r}")
     if window_size is not None and kind != "off":
         raise ValueError(f"window_size needs prefix_cache off: a sliding window drops the heads that {kind} would find")
-    return HashAllocator(num_blocks, block_size)
+    match kind:
+        case "hash":
+            return HashAllocator(num_blocks, block_size)
+        case "radix":
+            return RadixAllocator(num_blocks, block_size)
+        case "off":
+            return SimpleAllocator(num_blocks, block_size, window_size)

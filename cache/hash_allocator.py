@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cache.allocator import BlockCopy, CacheStats
+from cache.allocator_base import AllocatorBase
 from cache.block_pool import BlockPool
 from cache.block_table import BlockTable, num_blocks_for
 from cache.events import BlockEvent
@@ -18,25 +18,15 @@ from cache.hashing import hash_chain
 from cache.types import BlockHash, BlockId
 
 
-class HashAllocator:
+class HashAllocator(AllocatorBase["HashAllocation"]):
     """`cache.allocator.Allocator` over a `BlockPool`. Every operation is O(1) for each block it concerns."""
 
-    __slots__ = ("_block_size", "_copies", "_hit_tokens", "_live", "_pool", "_query_tokens")
+    __slots__ = ("_pool",)
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        super().__init__(block_size)
         self._pool = BlockPool(num_blocks)
-        self._block_size = block_size
-        self._copies: list[BlockCopy] = []
-        self._live: set[HashAllocation] = set()
-        self._query_tokens = 0
-        self._hit_tokens = 0
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
 
     @property
     def num_blocks(self) -> int:
@@ -63,8 +53,7 @@ class HashAllocator:
             return None
         num_cached_tokens = len(found) * self._block_size
         if reuse:
-            self._query_tokens += len(token_ids)
-            self._hit_tokens += num_cached_tokens
+            self._count_query(len(token_ids), num_cached_tokens)
         return HashAllocation(self, root, list(hashes), [*found, *taken], num_cached_tokens)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
@@ -75,31 +64,8 @@ class HashAllocator:
     def take_events(self) -> list[BlockEvent]:
         return self._pool.events.take()
 
-    def take_copies(self) -> list[BlockCopy]:
-        copies = self._copies.copy()
-        self._copies.clear()  # the allocations share this list
-        return copies
-
     def held(self) -> Iterator[BlockHash]:
         return self._pool.held()
-
-    def reset(self) -> bool:
-        if self._live:
-            return False
-        self._pool.clear()
-        return True
-
-    def stats(self) -> CacheStats:
-        pool = self._pool
-        return CacheStats(
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
-            query_tokens=self._query_tokens,
-            hit_tokens=self._hit_tokens,
-            evictions=pool.evictions,
-            lru_tail_age=pool.age_of_next,
-        )
 
     def check_integrity(self) -> None:
         self._pool.check_integrity([allocation.block_table for allocation in self._live])
@@ -108,6 +74,18 @@ class HashAllocator:
         assert len(hashes) == len(token_ids) // self._block_size, f"{len(hashes)} hashes of {len(token_ids)} tokens"
         leaves_none = len(hashes) * self._block_size == len(token_ids)
         return self._pool.find(hashes[:-1] if leaves_none else hashes)
+
+    def _clear(self) -> None:
+        self._pool.clear()
+
+    def _num_cached_blocks(self) -> int:
+        return self._pool.num_cached_blocks
+
+    def _evictions(self) -> int:
+        return self._pool.evictions
+
+    def _lru_tail_age(self) -> int:
+        return self._pool.age_of_next
 
 
 class HashAllocation(BlockTable):

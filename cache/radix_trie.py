@@ -1,0 +1,313 @@
+"""A radix trie from token prefixes to the blocks that hold their KV. Every key has one block.
+
+    root --[ a b c ]--+--[ d e ]          find(a b c d x) -> the blocks of a b c d
+                      +--[ f ]            evict(1)        -> the tail of the leaf that was used longest ago
+
+A key is a token, or the tuple of the tokens of a block. Inserting a b c also makes a and a b findable. A node that
+somebody holds, and with it every node above, is not evicted; `num_holders` counts them along the whole path, so that
+the number of blocks that could be evicted is known at any time. Evicting goes by leaves, least recently used first,
+and cuts a leaf that has more blocks than needed, from its tail. Every namespace (tenant, model) has a root of its own.
+Source: TGI v3, RadixTrie; the holders along the path are SGLang's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from cache.types import BlockHash, BlockId
+
+Key = Hashable
+
+
+@dataclass(slots=True, eq=False)
+class RadixNode:
+    """A run of keys without a branch, below those of its parents."""
+
+    id: int
+    parent: RadixNode | None
+    keys: list[Key] = field(default_factory=list)
+    block_ids: list[BlockId] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    children: dict[Key, RadixNode] = field(default_factory=dict)
+    num_holders: int = 0
+    """Holds on this node and on everything below."""
+    last_accessed: int = 0
+    is_queued: bool = False
+    """Has an entry in the heap of leaves, perhaps an outdated one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a prefix search found: nodes from the top down, of which the last may match in its first part only."""
+
+    start: RadixNode
+    """Where the search began."""
+    nodes: tuple[RadixNode, ...] = ()
+    num_in_last: int = 0
+    """Matching keys of the last node."""
+
+    @property
+    def last(self) -> RadixNode:
+        return self.nodes[-1] if self.nodes else self.start
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(node.keys) for node in self.nodes[:-1]) + self.num_in_last
+
+    @property
+    def num_unheld(self) -> int:
+        """Blocks that could be evicted now but not once this match is held."""
+        lengths = [*(len(node.keys) for node in self.nodes[:-1]), self.num_in_last]
+        return sum(length for node, length in zip(self.nodes, lengths, strict=False) if not node.num_holders)
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        found = [block_id for node in self.nodes[:-1] for block_id in node.block_ids]
+        return found + self.nodes[-1].block_ids[: self.num_in_last] if self.nodes else found
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Blocks in the order they were found, and their hashes, every child before its parent."""
+
+    block_ids: list[BlockId]
+    hashes: list[BlockHash]
+
+
+class RadixTrie:
+    __slots__ = ("_ids", "_leaves", "_roots", "num_blocks", "num_evictable", "time")
+
+    def __init__(self) -> None:
+        self._ids = count()
+        self._roots: dict[Hashable, RadixNode] = {}
+        self._leaves: list[tuple[int, int, RadixNode]] = []
+        self.num_blocks = 0
+        self.num_evictable = 0
+        self.time = 0
+        """Logical clock: counts finds and inserts."""
+
+    def root(self, namespace: Hashable = None) -> RadixNode:
+        """The root of a namespace; the trie remembers it only while somebody holds it or it has children."""
+        root = self._roots.get(namespace)
+        return RadixNode(next(self._ids), None, keys=[namespace]) if root is None else root
+
+    def match(self, node: RadixNode, keys: Sequence[Key]) -> Match:
+        """The longest prefix of `keys` below `node`. Changes nothing."""
+        start, nodes, position, shared = node, [], 0, 0
+        while position < len(keys) and (child := node.children.get(keys[position])) is not None:
+            shared = _shared_length(child.keys, keys, position)
+            nodes.append(child)
+            position += shared
+            if shared < len(child.keys):
+                break
+            node = child
+        return Match(start, tuple(nodes), shared)
+
+    def find(self, node: RadixNode, keys: Sequence[Key]) -> list[BlockId]:
+        """The blocks of the longest prefix below `node`, which count as used now."""
+        match = self.match(node, keys)
+        self._tick(match.last)
+        return match.block_ids
+
+    def hold(self, match: Match) -> RadixNode:
+        """Keep exactly what was matched from eviction; it counts as used now. `release` the node that is returned."""
+        node = self._cut(match)
+        self._tick(node)
+        self.hold_below(node, None)
+        return node
+
+    def hold_below(self, node: RadixNode | None, above: RadixNode | None) -> None:
+        """Hold `node` and what is above it, up to and without `above`, which the caller holds already."""
+        while node is not above:
+            assert node is not None, "not a node below the one held"
+            if not node.num_holders:
+                self.num_evictable -= len(node.block_ids)
+            node.num_holders += 1
+            self._remember_root(node)
+            node = node.parent
+
+    def release(self, node: RadixNode) -> None:
+        """Give up a hold."""
+        above: RadixNode | None = node
+        last_accessed = 0
+        while above is not None:
+            assert above.num_holders > 0, f"node {above.id} is released but nobody holds it"
+            above.num_holders -= 1
+            above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)  # `grow` ticks one node alone
+            if not above.num_holders:
+                self.num_evictable += len(above.block_ids)
+                self._queue_if_leaf(above)
+            above = above.parent
+
+    def insert(
+        self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
+    ) -> tuple[int, RadixNode]:
+        """Add blocks below `node`; returns how many keys were there before, whose blocks stay, and the last node.
+
+        Raises ValueError when keys and blocks are not of the same number.
+        """
+        if len(keys) != len(block_ids):
+            raise ValueError(f"{len(keys)} keys for {len(block_ids)} blocks")
+        match = self.match(node, keys)
+        num_known = match.num_blocks
+        node = self._cut(match)
+        self._tick(node)
+        if num_known < len(keys):
+            node = self._add(node, list(keys[num_known:]), list(block_ids[num_known:]), list(hashes[num_known:]))
+        return num_known, node
+
+    def grow(
+        self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]
+    ) -> bool:
+        """Append to a leaf that its caller alone holds, as `insert` would but without a new node. False: it is none."""
+        if node.parent is None or node.children or node.num_holders != 1:
+            return False
+        self.time += 1
+        node.last_accessed = self.time
+        node.keys += keys
+        node.block_ids += block_ids
+        node.hashes += hashes
+        self.num_blocks += len(keys)
+        return True
+
+    def evict(self, num_blocks: int) -> Evicted:
+        """Drop up to `num_blocks` blocks, fewer only if no more can be dropped."""
+        evicted = Evicted([], [])
+        while len(evicted.block_ids) < num_blocks and (leaf := self._pop_oldest_leaf()) is not None:
+            first = max(0, len(leaf.keys) - (num_blocks - len(evicted.block_ids)))
+            evicted.block_ids.extend(leaf.block_ids[first:])
+            evicted.hashes.extend(reversed(leaf.hashes[first:]))
+            self.num_blocks -= len(leaf.keys) - first
+            self.num_evictable -= len(leaf.keys) - first
+            if first:
+                del leaf.keys[first:], leaf.block_ids[first:], leaf.hashes[first:]
+                self._queue_if_leaf(leaf)
+            else:
+                self._remove(leaf)
+        return evicted
+
+    def oldest_access(self) -> int | None:
+        """When what is evicted next was used last; None if nothing can be evicted."""
+        leaf = self._pop_oldest_leaf()
+        if leaf is None:
+            return None
+        self._queue_if_leaf(leaf)
+        return leaf.last_accessed
+
+    def nodes(self) -> Iterator[RadixNode]:
+        """Every node, roots included, parents before children."""
+        pending = list(self._roots.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+
+    def check_integrity(self, held: Sequence[RadixNode]) -> None:
+        """Assert the invariants; `held` has the node of every hold. Linear."""
+        holders: dict[RadixNode, int] = {}
+        for node in held:
+            above: RadixNode | None = node
+            while above is not None:
+                holders[above] = holders.get(above, 0) + 1
+                above = above.parent
+        queued = {id(node) for _, _, node in self._leaves}
+        num_blocks = num_evictable = 0
+        for node in self.nodes():
+            num_blocks += len(node.block_ids)
+            num_evictable += 0 if node.num_holders else len(node.block_ids)
+            assert node.num_holders == holders.pop(node, 0), f"node {node.id} counts {node.num_holders} holders"
+            assert node.is_queued == (id(node) in queued), f"node {node.id} queued: {node.is_queued}"
+            assert node.is_queued or not _is_evictable_leaf(node), f"node {node.id} would never be evicted"
+            for key, child in node.children.items():
+                assert child.keys[0] == key, f"node {child.id} is found under {key}"
+                assert child.parent is node, f"node {child.id} has another parent"
+            if node.parent is not None:
+                assert node.keys, f"node {node.id} is empty"
+                assert len(node.keys) == len(node.block_ids) == len(node.hashes), f"node {node.id} is ragged"
+                assert node.num_holders or node.parent.last_accessed >= node.last_accessed, (
+                    "a parent older than its child"
+                )
+            else:
+                assert node.num_holders or node.children, f"root {node.id} is of no use"
+        assert not holders, "somebody holds a node that is not in the trie"
+        assert (self.num_blocks, self.num_evictable) == (num_blocks, num_evictable), "counts of blocks are wrong"
+        assert len(queued) == len(self._leaves), "a leaf is queued twice"
+
+    def _tick(self, node: RadixNode) -> None:
+        """A node and all above it are used now."""
+        self.time += 1
+        above: RadixNode | None = node
+        while above is not None:
+            above.last_accessed = self.time
+            above = above.parent
+
+    def _cut(self, match: Match) -> RadixNode:
+        """The node that ends where the match ends."""
+        node = match.last
+        return self._split(node, match.num_in_last) if match.nodes and match.num_in_last < len(node.keys) else node
+
+    def _split(self, node: RadixNode, length: int) -> RadixNode:
+        """Cut a node in two and return the upper part, a new node: who holds `node` goes on to hold all of it."""
+        parent = node.parent
+        assert parent is not None, "a root cannot be split"
+        upper = RadixNode(next(self._ids), parent, node.keys[:length], node.block_ids[:length], node.hashes[:length])
+        upper.num_holders = node.num_holders
+        upper.last_accessed = node.last_accessed
+        del node.keys[:length], node.block_ids[:length], node.hashes[:length]
+        parent.children[upper.keys[0]] = upper
+        upper.children[node.keys[0]] = node
+        node.parent = upper
+        return upper
+
+    def _add(self, parent: RadixNode, keys: list[Key], block_ids: list[BlockId], hashes: list[BlockHash]) -> RadixNode:
+        node = RadixNode(next(self._ids), parent, keys, block_ids, hashes, last_accessed=self.time)
+        parent.children[keys[0]] = node
+        self._remember_root(parent)
+        self.num_blocks += len(block_ids)
+        self.num_evictable += len(block_ids)
+        self._queue_if_leaf(node)
+        return node
+
+    def _remove(self, node: RadixNode) -> None:
+        assert node.parent is not None, "a root cannot be evicted"
+        del node.parent.children[node.keys[0]]
+        self._queue_if_leaf(node.parent)
+
+    def _remember_root(self, node: RadixNode) -> None:
+        if node.parent is None:
+            assert self._roots.setdefault(node.keys[0], node) is node, f"two roots of {node.keys[0]!r}"
+
+    def _queue_if_leaf(self, node: RadixNode) -> None:
+        if not _is_evictable_leaf(node):
+            return
+        if node.parent is None:
+            self._roots.pop(node.keys[0], None)
+        elif not node.is_queued:
+            node.is_queued = True
+            heapq.heappush(self._leaves, (node.last_accessed, node.id, node))
+
+    def _pop_oldest_leaf(self) -> RadixNode | None:
+        """Entries of nodes that were used since, are held or have children are corrected when they come up."""
+        while self._leaves:
+            queued_at, _, node = heapq.heappop(self._leaves)
+            node.is_queued = False
+            if queued_at != node.last_accessed:
+                self._queue_if_leaf(node)
+            elif _is_evictable_leaf(node):
+                return node
+        return None
+
+
+def _is_evictable_leaf(node: RadixNode) -> bool:
+    return not node.children and not node.num_holders
+
+
+def _shared_length(node_keys: Sequence[Key], keys: Sequence[Key], start: int) -> int:
+    length = min(len(node_keys), len(keys) - start)
+    for index in range(length):
+        if node_keys[index] != keys[start + index]:
+            return index
+    return length
