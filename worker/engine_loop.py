@@ -54,7 +54,8 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of. `deliver` takes frames, and `on_death` the reason; both return at once."""
+    """What an engine is made of. `deliver` takes frames; `on_death` the reason, after which no frame comes for any open
+    request. Both return at once."""
 
     scheduler: Scheduler
     runner: Runner
@@ -161,6 +162,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._report()
             while not self._stopping:
                 self._take_commands(wait=not self._scheduler.has_work)
                 if self._scheduler.has_work:
@@ -168,7 +170,6 @@ class Engine:
         except BaseException as error:
             logger.critical("the engine died", exc_info=error)
             self._dead = error
-            self._bury()
             self._parts.on_death(error)
 
     def _take_commands(self, *, wait: bool) -> None:
@@ -271,11 +272,6 @@ class Engine:
         for request in list(self._scheduler.requests.values()):
             self._deliver(self._scheduler.fail(request, failed))
         self._report()
-
-    def _bury(self) -> None:
-        """Tell every client that another worker has to go on."""
-        failed = Failed("worker_lost", "the engine died", retryable=True)
-        self._parts.deliver([Emission(key, failed) for key in self._scheduler.requests])
 
     def _become_idle(self) -> None:
         self._report()

@@ -193,6 +193,7 @@ class Worker:
 
     def _die(self) -> None:
         """The engine is dead: exit, so that whoever supervises starts a new worker."""
+        self._service.bury()
         self._exit_code = 1
         self._stop.set()
 

@@ -117,6 +117,11 @@ class WorkerService:
             parts.engine.abort(stream.key, choice)
         return len(streams)
 
+    def bury(self) -> None:
+        """The engine is dead: tell every client that another worker has to go on."""
+        self.draining = True
+        self.parts.streams.fail_all(Failed("worker_lost", "the engine died", retryable=True))
+
     def drain(self) -> None:
         """Refuse new requests and say so in the registry. Open ones go on."""
         if self.draining:

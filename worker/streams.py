@@ -85,6 +85,12 @@ class Streams:
         """Called by the engine's thread."""
         self._loop.call_soon_threadsafe(self._dispatch, emissions)
 
+    def fail_all(self, failed: Failed) -> None:
+        """The engine is dead: no open stream gets another frame."""
+        for stream in list(self._open.values()):
+            stream.put(failed)
+            self._end(stream)
+
     async def wait_empty(self) -> None:
         """Return once no stream is open."""
         while self._open:

@@ -1,0 +1,264 @@
+"""The engine's thread: nothing lost, nothing waited for, the poisoned alone fail, a dead device is told."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from cache.events import BlockEvent, replay
+from cache.factory import make_allocator
+from cache.index import WorkerLoad, WorkerMember
+from cache.types import Epoch, WorkerId
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
+from tests.worker.scheduler.engine import Answer, generate
+from worker.engine_loop import Engine, EngineParts
+from worker.load_report import LoadReport, PrefillRate
+from worker.metrics import WorkerMetrics
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.plan import Emission
+from worker.scheduler.request import RequestKey
+from worker.scheduler.scheduler import Scheduler
+from worker.step import SequenceResult, Step
+from worker.wire import End, Failed, Started
+
+NUM_BLOCKS = 129
+BLOCK_SIZE = 4
+TIMEOUT_S = 20.0
+
+
+class GatedRunner(ArithmeticRunner):
+    """Waits before each step while `gate` is closed."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+
+    def run(self, step: Step) -> list[SequenceResult]:
+        self.entered.release()
+        assert self.gate.wait(TIMEOUT_S)
+        return super().run(step)
+
+
+class RecordingListener:
+    def __init__(self) -> None:
+        self.events: list[BlockEvent] = []
+        self.loads: list[WorkerLoad] = []
+        self.members: list[WorkerMember] = []
+
+    def offer(self, events, load) -> None:
+        self.events += events
+        self.loads.append(load)
+
+    def begin_epoch(self, member) -> None:
+        self.members.append(member)
+        self.events.clear()
+
+
+class ThreadedEngine:
+    """A started engine over the arithmetic runner, and the answers that came out of it."""
+
+    def __init__(self, **limits) -> None:
+        self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE)
+        self.allocator = make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE)
+        self.listener = RecordingListener()
+        self.metrics = WorkerMetrics()
+        self.deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.frames: queue.SimpleQueue[Emission] = queue.SimpleQueue()
+        self.answers: dict[RequestKey, Answer] = defaultdict(Answer)
+        self.scheduler = Scheduler(self.allocator, BatchLimits(**limits), ())
+        member = WorkerMember(WorkerId("w"), Epoch("first"), "http://w", "m", "ns", "cpu", BLOCK_SIZE, 512, 1)
+        self.engine = Engine(
+            EngineParts(
+                scheduler=self.scheduler,
+                runner=self.runner,
+                load_report=LoadReport(PrefillRate(1000, 1.0)),
+                metrics=self.metrics,
+                member=member,
+                deliver=lambda emissions: [self.frames.put(emission) for emission in emissions] and None,
+                on_death=self.deaths.put,
+                listener=self.listener,
+            )
+        )
+        self.engine.start()
+
+    def submit(self, key: int, wire) -> RequestKey:
+        self.engine.submit(RequestKey(key), wire, {})
+        return RequestKey(key)
+
+    def next(self) -> Emission:
+        emission = self.frames.get(timeout=TIMEOUT_S)
+        self.answers[emission.key].add(emission.frame)
+        return emission
+
+    def wait(self, key: RequestKey) -> Answer:
+        while self.answers[key].last is None:
+            self.next()
+        return self.answers[key]
+
+    def settle(self) -> None:
+        """Everything put into the inbox so far has been done."""
+        self.engine.call(lambda: None).result(TIMEOUT_S)
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"headstart_worker_{name}", labels) or 0.0
+
+
+@pytest.fixture
+def threaded() -> Iterator[ThreadedEngine]:
+    engine = ThreadedEngine(max_num_batched_tokens=64, max_num_seqs=16)
+    yield engine
+    engine.runner.gate.set()
+    engine.engine.stop()
+
+
+def test_many_requests_from_many_threads_all_end_right(threaded: ThreadedEngine) -> None:
+    def submit_some(first: int) -> None:
+        for i in range(first, first + 10):
+            threaded.submit(i, generate([i % 50, 1, 2, 3, 4], 8))
+
+    threads = [threading.Thread(target=submit_some, args=(10 * t,)) for t in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(60):
+        assert threaded.wait(RequestKey(i)).tokens[0] == answer([i % 50, 1, 2, 3, 4], 100, 8)
+    threaded.settle()
+    assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+    assert threaded.counted("requests_total") == 60
+    assert threaded.counted("output_tokens_total") == 480
+
+
+def test_what_is_offered_replays_to_what_the_pool_holds(threaded: ThreadedEngine) -> None:
+    for i in range(40):  # more than the pool holds, so blocks are evicted too
+        threaded.submit(i, generate([i, i + 1, *range(30)], 6))
+    for i in range(40):
+        threaded.wait(RequestKey(i))
+    threaded.settle()
+    assert threaded.allocator.stats().evictions > 0
+    assert replay(threaded.listener.events) == set(threaded.allocator.held())
+
+
+def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    key = threaded.submit(0, generate(range(10)))
+    emission = threaded.next()
+    assert emission == Emission(key, Started(0))
+    threaded.runner.gate.set()
+    threaded.wait(key)
+
+
+def test_abort_during_a_step_takes_effect_after_it(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    key = threaded.submit(0, generate(range(10), 200))
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    threaded.engine.abort(key)
+    threaded.engine.abort(key)
+    threaded.engine.abort(RequestKey(99))
+    threaded.runner.gate.set()
+    got = threaded.wait(key)
+    assert got.finished[0].reason == "abort"
+    assert len(got.tokens[0]) == 1
+    threaded.settle()
+    assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
+def test_the_poisoned_request_fails_and_its_neighbours_do_not(threaded: ThreadedEngine) -> None:
+    threaded.runner.fails = lambda step: any(49 in sequence.token_ids[:1] for sequence in step.sequences)
+    threaded.runner.gate.clear()
+    good = [threaded.submit(i, generate([i, 2, 3], 1)) for i in range(5)]
+    bad = threaded.submit(5, generate([49, 2, 3], 1))
+    threaded.runner.gate.set()
+    assert threaded.wait(bad).last == Failed("internal_error", "the request cannot be computed", retryable=False)
+    for i, key in enumerate(good):
+        assert threaded.wait(key).tokens[0] == answer([i, 2, 3], 100, 1)
+    assert threaded.counted("step_failures_total") >= 1
+    assert threaded.counted("request_failures_total", cause="internal_error") == 1
+    assert threaded.deaths.empty()
+
+
+def test_a_device_that_computes_nothing_ends_the_engine(threaded: ThreadedEngine) -> None:
+    threaded.runner.fails = lambda step: True
+    threaded.runner.gate.clear()
+    running = threaded.submit(0, generate([1, 2, 3]))
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    threaded.runner.gate.set()
+    assert isinstance(threaded.wait(running).last, Failed)
+    assert "does not compute" in str(threaded.deaths.get(timeout=TIMEOUT_S))
+    assert "died" in (threaded.engine.health(60.0) or "")
+
+
+def test_a_long_step_is_a_hang(threaded: ThreadedEngine) -> None:
+    assert threaded.engine.health(0.0) is None
+    threaded.runner.gate.clear()
+    key = threaded.submit(0, generate([1, 2, 3]))
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert "a step has been running" in (threaded.engine.health(0.0) or "")
+    assert threaded.engine.health(60.0) is None
+    threaded.runner.gate.set()
+    threaded.wait(key)
+
+
+def test_probe_computes_without_touching_a_block(threaded: ThreadedEngine) -> None:
+    class NullBlockRunner(ArithmeticRunner):
+        def run(self, step: Step) -> list[SequenceResult]:
+            assert [slot for sequence in step.sequences for slot in sequence.slots] == [0]
+            return []
+
+    threaded.engine._parts.runner.run = NullBlockRunner(NUM_BLOCKS, BLOCK_SIZE).run
+    threaded.engine.probe().result(TIMEOUT_S)
+    assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
+def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: ThreadedEngine) -> None:
+    keys = [threaded.submit(i, generate([i, 2, 3, 4, 5], 60)) for i in range(4)]
+    while len(threaded.answers[keys[0]].tokens.get(0, ())) < 5:
+        threaded.next()
+    threaded.engine.purge(Epoch("second")).result(TIMEOUT_S)
+    assert threaded.engine.member.epoch == "second"
+    assert [member.epoch for member in threaded.listener.members] == ["second"]
+    for i, key in enumerate(keys):
+        assert threaded.wait(key).tokens[0] == answer([i, 2, 3, 4, 5], 100, 60)
+    threaded.settle()
+    assert replay(threaded.listener.events) == set(threaded.allocator.held())
+
+
+def test_the_load_tells_whose_prefill_waits(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    threaded.submit(0, generate([1] * 100, 2, gateway_id="a"))
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    threaded.submit(1, generate([2] * 50, 2, gateway_id="b"))
+    threaded.runner.gate.set()
+    for key in (0, 1):
+        threaded.wait(RequestKey(key))
+    threaded.engine.drain()
+    threaded.settle()
+    loads = threaded.listener.loads
+    assert {gateway for load in loads for gateway in load.queued_prefill_s} == {"a", "b"}
+    assert loads[-1].queued_prefill_s == {}
+    assert loads[-1].draining
+    assert loads[-1].assigned_prefill_s > 0.0
+    assert loads[-1].num_free_blocks == loads[-1].num_blocks - 1
+
+
+def test_failing_all_ends_every_request(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    keys = [threaded.submit(i, generate([i, 2, 3], 50)) for i in range(20)]
+    done = threaded.engine.fail_all(Failed("draining", "stop", retryable=True))
+    threaded.runner.gate.set()
+    done.result(TIMEOUT_S)
+    assert all(threaded.wait(key).last == Failed("draining", "stop", retryable=True) for key in keys)
+    assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
+def test_a_request_that_cannot_be_taken_fails_alone(threaded: ThreadedEngine) -> None:
+    bad = threaded.submit(0, generate([1, 2], 2, priority=10**400))
+    good = threaded.submit(1, generate([1, 2], 2))
+    assert isinstance(threaded.wait(bad).last, Failed)
+    assert isinstance(threaded.wait(good).last, End)
