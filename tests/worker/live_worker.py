@@ -1,0 +1,111 @@
+"""A worker's HTTP side on a real uvicorn over loopback, around any runner, and a client that speaks the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+import uvicorn
+
+from cache.factory import make_allocator
+from cache.index import WorkerMember
+from cache.types import Epoch, WorkerId
+from tests.worker.scheduler.arithmetic_runner import VOCAB
+from tests.worker.scheduler.engine import Answer
+from worker.app import make_app
+from worker.engine_loop import Engine, EngineParts
+from worker.load_report import LoadReport, PrefillRate
+from worker.metrics import WorkerMetrics
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.scheduler import Scheduler
+from worker.service import ServingParts, WorkerService
+from worker.step import Runner
+from worker.streams import Streams
+from worker.wire import FrameReader, GenerateRequest, TokenizerBundle, pack_request
+
+BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)
+
+
+@dataclass
+class LiveWorker:
+    url: str
+    service: WorkerService
+    scheduler: Scheduler
+    http: aiohttp.ClientSession
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.parts.engine
+
+    async def settled(self) -> None:
+        """Everything that reached the engine so far has been done."""
+        await asyncio.wrap_future(self.engine.call(lambda: None))
+
+    async def generate(self, request: GenerateRequest) -> tuple[int, Answer]:
+        """The status and all frames."""
+        answer = Answer()
+        async with self.http.post(self.url + "/generate", data=pack_request(request)) as response:
+            reader = FrameReader()
+            async for data in response.content.iter_any():
+                for frame in reader.feed(data):
+                    answer.add(frame)
+            return response.status, answer
+
+    async def until(self, condition) -> None:
+        """Poll until the condition holds; the test's timeout bounds it."""
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - what is awaited has no event
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serve(service: WorkerService) -> AsyncIterator[str]:
+    """The service's application on a free port; its URL."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(1024)
+    config = uvicorn.Config(make_app(service), http="h11", lifespan="off", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def live_worker(
+    runner: Runner, num_blocks: int, block_size: int, *, bundle: TokenizerBundle = BUNDLE, **limits
+) -> AsyncIterator[LiveWorker]:
+    metrics = WorkerMetrics()
+    service = WorkerService(metrics)
+    streams = Streams(asyncio.get_running_loop())
+    allocator = make_allocator("hash", num_blocks, block_size)
+    batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
+    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
+    member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
+    loop = asyncio.get_running_loop()
+    engine = Engine(
+        EngineParts(
+            scheduler,
+            runner,
+            LoadReport(PrefillRate(1000, 1.0)),
+            metrics,
+            member,
+            streams.deliver,
+            lambda error: loop.call_soon_threadsafe(service.bury) and None,
+        )
+    )
+    engine.start()
+    service.serve(ServingParts(engine, streams, batch_limits, bundle, (num_blocks - 1) * block_size, 60.0))
+    try:
+        async with serve(service) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            yield LiveWorker(url, service, scheduler, http)
+    finally:
+        engine.stop()

@@ -1,0 +1,169 @@
+"""A real worker process on a tiny checkpoint: from its first line to its exit status."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from cache.index import WorkerState
+from tests.tiny_model import write_tiny_model
+from worker.wire import (
+    ChoiceState,
+    End,
+    FrameReader,
+    GenerateRequest,
+    SamplingParams,
+    TokenizerBundle,
+    Tokens,
+    pack_request,
+    unpack,
+)
+
+EXIT_TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Process:
+    """`python -m worker`, and the JSON lines of its stdout."""
+
+    def __init__(self, *args: str) -> None:
+        command = [sys.executable, "-m", "worker", "--port", "0", "--threads", "1", *args]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def line(self) -> dict[str, str]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        return json.loads(line)
+
+    def ready(self) -> dict[str, str]:
+        while (line := self.line())["event"] != "ready":
+            pass
+        return line
+
+    def end(self, *signals: signal.Signals) -> tuple[int, str]:
+        for number in signals:
+            self.process.send_signal(number)
+        _, stderr = self.process.communicate(timeout=EXIT_TIMEOUT_S)
+        return self.process.returncode, stderr
+
+
+@pytest.fixture
+def start() -> Iterator[type[Process]]:
+    started: list[Process] = []
+
+    class Started(Process):
+        def __init__(self, *args: str) -> None:
+            super().__init__(*args)
+            started.append(self)
+
+    yield Started
+    for process in started:
+        process.process.kill()
+        process.process.communicate()
+
+
+def request(prompt_ids: list[int], max_tokens: int, *, n: int = 1, temperature: float = 0.0) -> bytes:
+    return pack_request(
+        GenerateRequest(
+            "r",
+            "g",
+            "",
+            b"s" * 16,
+            prompt_ids,
+            tuple(ChoiceState(i, i) for i in range(n)),
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
+        )
+    )
+
+
+async def generate(http: aiohttp.ClientSession, url: str, body: bytes) -> tuple[dict[int, list[int]], list]:
+    async with http.post(url + "/generate", data=body) as response:
+        assert response.status == 200
+        frames = list(FrameReader().feed(await response.read()))
+    tokens: dict[int, list[int]] = {}
+    for frame in frames:
+        if isinstance(frame, Tokens):
+            tokens.setdefault(frame.choice, []).extend(frame.token_ids)
+    return tokens, frames
+
+
+async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) -> None:
+    process = start("--model", str(model), "--worker-id", "w1", "--num-blocks", "200", "--served-model-name", "tiny")
+    assert process.line()["event"] == "listening"
+    ready = process.ready()
+    assert (ready["worker_id"], ready["model"]) == ("w1", "tiny")
+    url = ready["url"]
+    prompt_ids = list(range(5, 105))
+    async with aiohttp.ClientSession() as http:
+        async with http.get(url + "/state") as response:
+            state = unpack(await response.read(), WorkerState)
+        assert (state.member.worker_id, state.member.epoch) == ("w1", ready["epoch"])
+        assert state.load.num_blocks == 200
+        assert state.load.prefill_tokens_per_s > 0
+        assert state.member.max_model_len == 199 * 16
+        async with http.get(url + "/bundle") as response:
+            assert unpack(await response.read(), TokenizerBundle).model == "tiny"
+        cold, frames = await generate(http, url, request(prompt_ids, 20))
+        assert frames[0].num_cached_tokens == 0
+        warm, frames = await generate(http, url, request(prompt_ids, 20))
+        assert frames[0].num_cached_tokens == 96
+        assert warm == cold
+        several, _ = await generate(http, url, request(prompt_ids, 20, n=3))
+        assert several == dict.fromkeys(range(3), cold[0])
+
+        async with http.post(url + "/generate", data=request(prompt_ids, 300)) as response:
+            reader = FrameReader()
+            frames = list(reader.feed(await response.content.readany()))
+            process.process.send_signal(signal.SIGTERM)
+            async for data in response.content.iter_any():
+                frames += reader.feed(data)
+        assert isinstance(frames[-1], End)
+        assert sum(isinstance(frame, Tokens) for frame in frames) == 300
+    code, stderr = process.end()
+    assert code == 0, stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("option", [["--model", "/nowhere/at/all"], ["--num-blocks", "8", "--kv-cache-memory", "1G"]])
+def test_what_cannot_be_served_ends_with_status_two(start, option: list[str]) -> None:
+    code, stderr = start(*option).end()
+    assert code == 2
+    assert "headstart worker:" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_sigterm_while_loading_ends_at_once(start, model: Path) -> None:
+    process = start("--model", str(model))
+    assert process.line()["event"] == "listening"
+    code, stderr = process.end(signal.SIGTERM)
+    assert code == 0, stderr
+    assert "Traceback" not in stderr
+
+
+async def test_sampling_is_a_function_of_seed_and_position_whatever_the_mix(start, model: Path) -> None:
+    import asyncio
+
+    process = start("--model", str(model), "--num-blocks", "40", "--max-num-batched-tokens", "64")
+    url = process.ready()["url"]
+    bodies = [request(list(range(3 + i, 40 + 4 * i)), 60, n=1 + i % 2, temperature=1.0) for i in range(12)]
+    async with aiohttp.ClientSession() as http:
+        alone = [(await generate(http, url, body))[0] for body in bodies]
+        mixed = await asyncio.gather(*(generate(http, url, body) for body in bodies))
+        async with http.get(url + "/metrics") as response:
+            text = await response.text()
+    assert [tokens for tokens, _ in mixed] == alone
+    preempted = next(line for line in text.splitlines() if line.startswith("headstart_worker_preemptions_total"))
+    assert float(preempted.split()[1]) > 0  # 39 blocks of 16 tokens cannot hold all twelve
+    assert process.end(signal.SIGTERM)[0] == 0
