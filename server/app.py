@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -11,12 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from cache.index import WorkerMember
 from server.chat import chat_job
 from server.completions import completion_job
 from server.endpoint import EndpointServices, GenerateEndpoint
 from server.errors import UnavailableError
 from server.identity import Identity
-from server.job import Job, encode_json
+from server.job import Job
+from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.models import Models, ServedModel
 from server.openai_types import ChatRequest, CompletionRequest, decode
@@ -37,7 +40,8 @@ class PublicServices:
     models: Models
     executor: ThreadPoolExecutor
     lifecycle: Lifecycle
-    max_body_bytes: int
+    live_workers: Callable[[], Sequence[WorkerMember]]
+    """Those that a request could be sent to now."""
 
 
 class PublicApi:
@@ -48,8 +52,8 @@ class PublicApi:
         self._models = services.models
 
     def routes(self) -> list[Route]:
-        chat = GenerateEndpoint("chat", self._chat, self._services.endpoint)
-        completions = GenerateEndpoint("completions", self._completion, self._services.endpoint)
+        chat = GenerateEndpoint("chat", self.prepare_chat, self._services.endpoint)
+        completions = GenerateEndpoint("completions", self.prepare_completion, self._services.endpoint)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -59,11 +63,13 @@ class PublicApi:
             Route("/health/ready", self.ready, methods=["GET"]),
         ]
 
-    async def _chat(self, body: bytes, identity: Identity) -> Job:
+    async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
+        """Raises ApiError."""
         request = decode(body, ChatRequest)
         return await chat_job(request, self._model(request.model), identity, self._services.executor)
 
-    async def _completion(self, body: bytes, identity: Identity) -> Job:
+    async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
+        """Raises ApiError."""
         request = decode(body, CompletionRequest)
         return await completion_job(request, self._model(request.model), identity)
 
@@ -76,25 +82,25 @@ class PublicApi:
     async def list_models(self, request: Request) -> Response:
         self._services.endpoint.identities.identify(request.scope)
         data = [_model_card(name, model) for name, model in self._models.names()]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     async def get_model(self, request: Request) -> Response:
         self._services.endpoint.identities.identify(request.scope)
         name = request.path_params["model"]
-        return _json(_model_card(name, self._models.get(name)))
+        return json_response(_model_card(name, self._models.get(name)))
 
     async def live(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """Ready is: a request sent now would find a worker."""
         if self._services.lifecycle.draining:
             raise UnavailableError("This gateway is draining.", retry_after_s=1.0)
-        workers = self._services.endpoint.backend.router.workers()
         known = {model.name for _, model in self._models.names()}
-        if not any(worker.model in known for worker in workers):
+        workers = [worker for worker in self._services.live_workers() if worker.model in known]
+        if not workers:
             raise UnavailableError("No worker is ready.", retry_after_s=1.0)
-        return _json({"status": "ok", "workers": len(workers)})
+        return json_response({"status": "ok", "workers": len(workers)})
 
 
 def _model_card(name: str, model: ServedModel) -> dict[str, object]:
@@ -109,14 +115,13 @@ def _model_card(name: str, model: ServedModel) -> dict[str, object]:
     }
 
 
-def _json(value: object) -> Response:
+def json_response(value: object) -> Response:
     return Response(encode_json(value), media_type="application/json")
 
 
-def public_app(services: PublicServices) -> ASGIApp:
+def public_app(api: PublicApi, metrics: GatewayMetrics, max_body_bytes: int) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
-    metrics = services.endpoint.backend.metrics
-    app: ASGIApp = Router(routes=PublicApi(services).routes(), redirect_slashes=False)
-    app = BodyLimitMiddleware(app, services.max_body_bytes)
+    app: ASGIApp = Router(routes=api.routes(), redirect_slashes=False)
+    app = BodyLimitMiddleware(app, max_body_bytes)
     app = ErrorMiddleware(app, metrics)
     return RequestContextMiddleware(app, metrics)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -70,6 +70,8 @@ class Backend:
     watch: StallWatch
     budget: RetryBudget
     metrics: GatewayMetrics
+    report_failure: Callable[[WorkerId], None]
+    """Tells the fleet that a worker could not be reached, or was lost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +122,7 @@ class Generation:
             Choice(index, seed, pieces, spec.rules, with_logprobs=with_logprobs)
             for index, seed in enumerate(spec.seeds)
         ]
-        self._hashes = hash_chain(spec.root, spec.prompt_ids, spec.model.bundle.block_size)
+        self._hashes = prompt_hashes(spec)
         self._numerics: str | None = None
         self._excluded: set[WorkerId] = set()
         self._num_losses = 0
@@ -171,7 +173,9 @@ class Generation:
         """A worker for this attempt. Raises ApiError."""
         resumed = any(choice.output_ids for choice in self.choices)
         try:
-            placement = await self._backend.router.place(self._route_request(self._numerics if resumed else None))
+            placement = await self._backend.router.place(
+                route_request(self.spec, self._hashes, self._numerics if resumed else None, frozenset(self._excluded))
+            )
         except NoWorkerError as error:
             if not resumed:
                 raise self._no_worker(error) from error
@@ -190,17 +194,6 @@ class Generation:
             self._backend.metrics.resumed.inc()
         self._numerics = placement.worker.numerics
         return placement
-
-    def _route_request(self, numerics: str | None) -> RouteRequest:
-        return RouteRequest(
-            request_id=self.spec.request_id,
-            model=self.spec.model.name,
-            num_prompt_tokens=len(self.spec.prompt_ids),
-            hashes=self._hashes,
-            numerics=numerics,
-            excluded=frozenset(self._excluded),
-            affinity_key=self.spec.affinity_key,
-        )
 
     def _no_worker(self, error: NoWorkerError) -> ApiError:
         """Workers that refused or died say more than the router, which was told to leave them out."""
@@ -313,10 +306,33 @@ class Generation:
         if isinstance(error, StaleConnection) and self._num_refusals == 0:
             self._num_refusals += 1
             return
+        if isinstance(error, WorkerLost):
+            self._backend.report_failure(worker.worker_id)
         self._num_losses += 1
         self._excluded.add(worker.worker_id)
         if self._num_losses >= MAX_LOSSES:
             raise InternalError("The request failed on several workers and is not tried again.") from error
+
+
+def route_request(
+    spec: GenerationSpec,
+    hashes: Sequence[BlockHash],
+    numerics: str | None = None,
+    excluded: frozenset[WorkerId] = frozenset(),
+) -> RouteRequest:
+    return RouteRequest(
+        request_id=spec.request_id,
+        model=spec.model.name,
+        num_prompt_tokens=len(spec.prompt_ids),
+        hashes=hashes,
+        numerics=numerics,
+        excluded=excluded,
+        affinity_key=spec.affinity_key,
+    )
+
+
+def prompt_hashes(spec: GenerationSpec) -> list[BlockHash]:
+    return hash_chain(spec.root, spec.prompt_ids, spec.model.bundle.block_size)
 
 
 def error_of(failed: Failed, status: int | None = None) -> ApiError:

@@ -43,7 +43,7 @@ class SingleTenant:
     """Without API keys everybody is the same trusted tenant."""
 
     def __init__(self, cluster_secret: bytes) -> None:
-        self._identity = Identity(DEFAULT_TENANT, tenant_salt(cluster_secret, DEFAULT_TENANT), may_prioritise=True)
+        self.identity = Identity(DEFAULT_TENANT, tenant_salt(cluster_secret, DEFAULT_TENANT), may_prioritise=True)
 
     def identify(self, scope: Scope) -> Identity:
-        return self._identity
+        return self.identity

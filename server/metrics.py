@@ -50,6 +50,12 @@ class GatewayMetrics:
         self.resumed = Counter("headstart_resumed", "Answers continued on another worker.", registry=self.registry)
         self.restarted = Counter("headstart_restarted", "Answers begun again elsewhere.", registry=self.registry)
         self.disconnects = Counter("headstart_client_disconnects", "Clients gone early.", registry=self.registry)
+        self.index_events = Counter(
+            "headstart_index_events",
+            "Lookups that got no answer in time, and records in Redis that made no sense.",
+            ("event",),
+            registry=self.registry,
+        )
         self._answers: dict[tuple[str, int], Counter] = {}
         self._timers: dict[str, Histogram] = {}
         self._too_much = self.broken_promises.labels("too_much")
@@ -66,6 +72,9 @@ class GatewayMetrics:
         if timer is None:
             timer = self._timers[route] = self.request_s.labels(route)
         timer.observe(elapsed_s)
+
+    def index_event(self, event: str) -> None:
+        self.index_events.labels(event).inc()
 
     def count_prompt(self, promised: int, cached: int) -> None:
         """The index's promise against what the worker found."""

@@ -1,7 +1,8 @@
 """The models this gateway can serve: what it learnt from their workers, kept under the namespace's fingerprint.
 
 A worker is the only source of a model's tokenizer, template and limits. The first worker of a model that answers
-defines it; a later one with another namespace is refused by the fleet, loudly, and its bundle is never used.
+defines it; as long as one of these lives, workers with another namespace are refused by the fleet, loudly. When none
+has been seen for a while (the model was replaced), the next worker defines it anew.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 from cache.hashing import Namespace
 from cache.index import WorkerMember
@@ -23,6 +25,8 @@ from server.worker_client import WorkerClient, WorkerError
 from worker.wire import TokenizerBundle
 
 log = logging.getLogger(__name__)
+
+UNPIN_AFTER_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +77,7 @@ class Models:
         self._executor = executor
         self._aliases = dict(aliases)
         self._by_name: dict[str, ServedModel] = {}
+        self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
     def get(self, name: str) -> ServedModel:
@@ -90,15 +95,21 @@ class Models:
 
     def namespaces(self) -> dict[str, str]:
         """Model name to the fingerprint that its workers must announce."""
-        return {name: model.namespace.fingerprint for name, model in self._by_name.items()}
+        after_s = time.monotonic() - UNPIN_AFTER_S
+        return {
+            name: model.namespace.fingerprint for name, model in self._by_name.items() if self._seen_s[name] >= after_s
+        }
 
     async def admit(self, member: WorkerMember) -> ServedModel | None:
         """Learn a worker's model unless it is known; None when the worker's bundle cannot be used."""
         known = self._by_name.get(member.model)
-        if known is not None:
-            return known if known.namespace.fingerprint == member.namespace else None
-        key = (member.url, member.epoch)
         now_s = time.monotonic()
+        if known is not None and known.namespace.fingerprint == member.namespace:
+            self._seen_s[member.model] = now_s
+            return known
+        if known is not None and member.model in self.namespaces():
+            return None
+        key = (member.url, member.epoch)
         if self._failed_until_s.get(key, 0.0) > now_s:
             return None
         try:
@@ -115,6 +126,7 @@ class Models:
             )
             return None
         self._by_name[member.model] = model
+        self._seen_s[member.model] = now_s
         log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
         return model
 

@@ -131,7 +131,7 @@ class WorkerClient:
     """Keep-alive connections to every worker. Owned by the gateway; `close` ends them."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+        self.session = session
 
     @classmethod
     def open(cls) -> Self:
@@ -147,10 +147,10 @@ class WorkerClient:
         )
 
     async def close(self) -> None:
-        await self._session.close()
+        await self.session.close()
 
     def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
-        return GenerateStream(self._session, url, request)
+        return GenerateStream(self.session, url, request)
 
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
@@ -172,7 +172,7 @@ class WorkerClient:
     async def _exchange(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self._session.request(method, url, data=body, headers=_HEADERS, timeout=timeout) as response:
+            async with self.session.request(method, url, data=body, headers=_HEADERS, timeout=timeout) as response:
                 data = await response.read()
                 if response.status >= 400:
                     raise WorkerLost(f"{url}: status {response.status}")

@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from cache.index import WorkerMember
-from cache.types import GatewayId
-from server.app import Lifecycle, PublicServices, public_app
+from cache.types import GatewayId, WorkerId
+from server.app import Lifecycle, PublicApi, PublicServices, public_app
 from server.endpoint import EndpointServices
 from server.generation import Backend
+from server.http_protocol import GatewayProtocol
 from server.identity import SingleTenant
 from server.metrics import GatewayMetrics
 from server.models import Models
@@ -48,6 +49,7 @@ class PlainRouter:
     members: list[WorkerMember] = field(default_factory=list)
     placements: list[RecordedPlacement] = field(default_factory=list)
     promised_tokens: int = 0
+    failed: list[WorkerId] = field(default_factory=list)
 
     async def place(self, request: RouteRequest) -> RecordedPlacement:
         for member in self.members:
@@ -93,11 +95,12 @@ async def gateway(
             await models.admit(member)
         watch = StallWatch(client, silent_s=silent_s, interval_s=silent_s / 5)
         heart = Heart(keepalive_s)
-        backend = Backend(GatewayId("g0"), router, client, watch, RetryBudget(), metrics)
+        backend = Backend(GatewayId("g0"), router, client, watch, RetryBudget(), metrics, router.failed.append)
         endpoint = EndpointServices(backend, SingleTenant(b"secret"), heart, request_timeout_s)
-        app = public_app(PublicServices(endpoint, models, executor, Lifecycle(), max_body_bytes))
+        api = PublicApi(PublicServices(endpoint, models, executor, Lifecycle(), router.workers))
+        app = public_app(api, metrics, max_body_bytes)
         background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
-        url = await stack.enter_async_context(listening(app, http="h11"))
+        url = await stack.enter_async_context(listening(app, http=GatewayProtocol))
         try:
             yield Gateway(url, router, list(workers), metrics, models)
         finally:

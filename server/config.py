@@ -1,0 +1,136 @@
+"""The options of a gateway, from the command line into one frozen dataclass."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from server.router.policies import POLICIES
+
+_SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Raises ValueError that names the option."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ops_host: str = "127.0.0.1"
+    ops_port: int = 8001
+    redis: str | None = None
+    redis_prefix: str = "headstart"
+    redis_shards: int = 1
+    lookup_deadline_s: float = 0.025
+    workers: tuple[str, ...] = ()
+    policy: str = "headstart"
+    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    cluster_secret_file: str | None = None
+    max_body_bytes: int = 32 << 20
+    max_header_bytes: int = 64 << 10
+    request_timeout_s: float = 3600.0
+    keepalive_s: float = 15.0
+    drain_grace_s: float = 30.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("port", "ops_port"):
+            if not 0 <= getattr(self, name) < 1 << 16:
+                raise ValueError(f"{_option(name)} must be 0 to 65535, got {getattr(self, name)}")
+        for name in ("max_body_bytes", "max_header_bytes", "request_timeout_s", "keepalive_s", "lookup_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}")
+        if self.drain_grace_s < 0:
+            raise ValueError(f"--drain-grace-s must not be negative, got {self.drain_grace_s}")
+        if self.redis_shards < 1:
+            raise ValueError(f"--redis-shards must be at least 1, got {self.redis_shards}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if self.redis is None and not self.workers:
+            raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
+
+    def cluster_secret(self) -> bytes:
+        """From --cluster-secret-file or the environment; empty: none. Raises OSError."""
+        if self.cluster_secret_file is not None:
+            return Path(self.cluster_secret_file).read_bytes().strip()
+        return os.environ.get(_SECRET_VARIABLE, "").encode()
+
+
+def _option(name: str) -> str:
+    return {"max_body_bytes": "--max-body", "max_header_bytes": "--max-header"}.get(name, f"--{name.replace('_', '-')}")
+
+
+def num_bytes(text: str) -> int:
+    """`32M`, `1G` or a plain number."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"a size such as 32M is needed, got {text!r}")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def alias(text: str) -> tuple[str, str]:
+    """`NAME=MODEL`."""
+    name, equals, model = text.partition("=")
+    if not (name and equals and model):
+        raise argparse.ArgumentTypeError(f"NAME=MODEL is needed, got {text!r}")
+    return name, model
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="headstart gateway",
+        description="The OpenAI API in front of the workers. Holds no model files: workers serve their tokenizers.",
+        allow_abbrev=False,
+    )
+    defaults = GatewayConfig(workers=("http://unused",))
+    net = p.add_argument_group("network")
+    net.add_argument("--host", default=defaults.host, help="address of the public port (default 127.0.0.1)")
+    net.add_argument("--port", type=int, default=defaults.port, help="the OpenAI API and health (default 8000)")
+    net.add_argument("--ops-host", default=defaults.ops_host, help="address of the ops port (default 127.0.0.1)")
+    net.add_argument("--ops-port", type=int, default=defaults.ops_port, help="metrics, workers, explain (default 8001)")
+    net.add_argument("--max-body", type=num_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="default 32M")
+    net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")
+    net.add_argument("--request-timeout-s", type=float, default=defaults.request_timeout_s, help="default 3600")
+    net.add_argument("--keepalive-s", type=float, default=defaults.keepalive_s, help="of silent streams (default 15)")
+    net.add_argument("--drain-grace-s", type=float, default=defaults.drain_grace_s, help="time for open requests (30)")
+
+    fleet = p.add_argument_group("workers")
+    fleet.add_argument("--redis", metavar="URL", help="the registry and prefix index")
+    fleet.add_argument("--redis-prefix", default=defaults.redis_prefix, help="prefix of every key (default headstart)")
+    fleet.add_argument("--redis-shards", type=int, default=defaults.redis_shards, help="as the workers have it (1)")
+    fleet.add_argument(
+        "--lookup-deadline-s", type=float, default=defaults.lookup_deadline_s, help="then route without (0.025)"
+    )
+    fleet.add_argument(
+        "--workers", action="extend", nargs="+", default=[], metavar="URL", help="http://HOST:PORT or dns:NAME:PORT"
+    )
+    fleet.add_argument("--policy", default=defaults.policy, choices=tuple(POLICIES), help="default headstart")
+    fleet.add_argument(
+        "--cluster-secret-file", metavar="FILE", help=f"shared with the workers (default: ${_SECRET_VARIABLE})"
+    )
+
+    api = p.add_argument_group("API")
+    api.add_argument(
+        "--alias", action="append", type=alias, default=[], metavar="NAME=MODEL", help="a further name of a model"
+    )
+    p.add_argument("--log-level", default=defaults.log_level, choices=("debug", "info", "warning", "error"))
+    return p
+
+
+def parse(argv: Sequence[str]) -> GatewayConfig:
+    """Exits like argparse on an unknown option; raises ValueError on a bad value."""
+    args = vars(parser().parse_args(argv))
+    return GatewayConfig(
+        workers=tuple(args.pop("workers")),
+        aliases=MappingProxyType(dict(args.pop("alias"))),
+        max_body_bytes=args.pop("max_body"),
+        max_header_bytes=args.pop("max_header"),
+        **args,
+    )

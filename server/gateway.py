@@ -1,0 +1,225 @@
+"""`headstart gateway`: one process, two ports, no model files.
+
+index reader ---+
+fleet ----------+--> router --> generations --> workers
+models ---------+                   |
+public app (OpenAI, health) --------+        ops app (metrics, workers, explain, drain)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from cache.index import Candidate, secret_check
+from cache.redis_index import ReaderSettings, RedisIndex
+from cache.types import GatewayId
+from server.app import Lifecycle, PublicApi, PublicServices, public_app
+from server.config import GatewayConfig, parse
+from server.endpoint import EndpointServices
+from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
+from server.generation import Backend
+from server.http_protocol import GatewayProtocol
+from server.identity import SingleTenant
+from server.metrics import GatewayMetrics
+from server.models import Models
+from server.ops import OpsServices, ops_app
+from server.retry import RetryBudget
+from server.router.router import HeadstartRouter, RouterSettings
+from server.stream import Heart
+from server.watch import StallWatch
+from server.worker_client import WorkerClient
+
+log = logging.getLogger(__name__)
+
+FOLLOW_INTERVAL_S: Final = 0.1
+NUM_THREADS: Final = 2
+"""For long texts: tokenising releases the GIL."""
+REFUSED: Final = 2
+
+
+class _Server(uvicorn.Server):
+    """Signals are the gateway's, which has two servers."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+class Gateway:
+    """Everything of one gateway process. Build it inside the event loop, then `run` it to its end."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        secret = config.cluster_secret()
+        self.metrics = GatewayMetrics()
+        self.lifecycle = Lifecycle()
+        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+        self._client = WorkerClient.open()
+        self.models = Models(self._client, self._executor, config.aliases)
+        self._index = self._open_index()
+        settings = FleetSettings(workers=config.workers, secret_check=secret_check(secret))
+        fetch = http_fetch(self._client.session)
+        self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
+        gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+        self.router = HeadstartRouter(self._index, self.fleet, RouterSettings(gateway_id, policy=config.policy))
+        self._watch = StallWatch(self._client)
+        self._heart = Heart(config.keepalive_s)
+        identities = SingleTenant(secret)
+        backend = Backend(
+            gateway_id,
+            self.router,
+            self._client,
+            self._watch,
+            RetryBudget(),
+            self.metrics,
+            self.router.report_failure,
+        )
+        endpoint = EndpointServices(backend, identities, self._heart, config.request_timeout_s)
+        services = PublicServices(endpoint, self.models, self._executor, self.lifecycle, self.fleet.live_workers)
+        self._api = PublicApi(services)
+        self.public = public_app(self._api, self.metrics, config.max_body_bytes)
+        self.ops = ops_app(
+            OpsServices(
+                registry=self.metrics.registry,
+                metrics=GatewayMetrics(),
+                api=self._api,
+                identity=identities.identity,
+                explain=self.router.explain,
+                candidates=self._candidates,
+                index_state=self.router.index_state,
+                drain=self.drain,
+            )
+        )
+        self._servers: list[_Server] = []
+
+    async def run(self, public: socket.socket, ops: socket.socket) -> None:
+        """Serve until drained. A part that fails ends the whole, loudly."""
+        self._servers = [self._server(self.public), self._server(self.ops)]
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        parts: list[Coroutine[Any, Any, None]] = [
+            self.fleet.run(),
+            self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S),
+            self._watch.run(),
+            self._heart.run(),
+        ]
+        if isinstance(self._index, RedisIndex):
+            parts.append(self._index.run())
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(part) for part in parts]
+                log.info("gateway on http://%s, ops on http://%s", _address(public), _address(ops))
+                served, ops_served = (
+                    group.create_task(server.serve([sock]))
+                    for server, sock in zip(self._servers, (public, ops), strict=True)
+                )
+                await served
+                self._servers[1].should_exit = True
+                await ops_served
+                for task in tasks:
+                    task.cancel()
+        finally:
+            await self._client.close()
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def drain(self) -> None:
+        """Take no new connections, end open requests within the grace, then stop."""
+        if not self.lifecycle.draining:
+            log.info("draining: open requests have %.0f s", self._config.drain_grace_s)
+            self.lifecycle.draining = True
+        if self._servers:
+            self._servers[0].should_exit = True
+
+    def _signalled(self) -> None:
+        if self.lifecycle.draining:
+            for server in self._servers:
+                server.force_exit = True
+        self.drain()
+
+    def _candidates(self) -> list[Candidate]:
+        """The live workers of every model."""
+        models = {worker.model for worker in self.fleet.workers()}
+        return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
+
+    def _open_index(self) -> RedisIndex | NoIndex:
+        config = self._config
+        if config.redis is None:
+            return NoIndex()
+        settings = ReaderSettings(
+            prefix=config.redis_prefix, num_shards=config.redis_shards, deadline_s=config.lookup_deadline_s
+        )
+        return RedisIndex(config.redis, settings, count=self.metrics.index_event)
+
+    def _server(self, app: ASGIApp) -> _Server:
+        return _Server(
+            uvicorn.Config(
+                app,
+                http=GatewayProtocol,
+                ws="none",
+                loop="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=75,
+                h11_max_incomplete_event_size=self._config.max_header_bytes,
+                timeout_graceful_shutdown=max(1, round(self._config.drain_grace_s)),
+            )
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    listener = socket.create_server((host, port), family=family, backlog=2048)
+    listener.set_inheritable(True)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:
+    await Gateway(config).run(public, ops)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: drained and stopped. 2: cannot work as asked."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        )
+        with contextlib.ExitStack() as stack:
+            public = stack.enter_context(listen(config.host, config.port))
+            ops = stack.enter_context(listen(config.ops_host, config.ops_port))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(config, public, ops))
+    except (ValueError, OSError) as error:
+        print(f"headstart gateway: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The ops port: for operators, never for clients.
+
+GET /metrics /workers /health/live /health/ready      POST /route/explain /drain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from cache.index import Candidate
+from server.app import PublicApi, json_response
+from server.errors import InvalidRequestError
+from server.generation import prompt_hashes, route_request
+from server.identity import Identity
+from server.job import Job
+from server.metrics import GatewayMetrics
+from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
+from server.openai_types import decode_json
+from server.router.placement import RouteRequest
+
+MAX_BODY_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpsServices:
+    registry: CollectorRegistry
+    metrics: GatewayMetrics
+    """Of the ops port itself."""
+    api: PublicApi
+    identity: Identity
+    """Whose cache an explanation speaks of."""
+    explain: Callable[[RouteRequest], Awaitable[dict[str, Any]]]
+    candidates: Callable[[], Sequence[Candidate]]
+    index_state: Callable[[], Any]
+    drain: Callable[[], None]
+
+
+class OpsApi:
+    def __init__(self, services: OpsServices) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/workers", self.workers, methods=["GET"]),
+            Route("/route/explain", self.explain, methods=["POST"]),
+            Route("/drain", self.drain, methods=["POST"]),
+            Route("/health/live", self._services.api.live, methods=["GET"]),
+            Route("/health/ready", self._services.api.ready, methods=["GET"]),
+        ]
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._services.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def workers(self, request: Request) -> Response:
+        """Every live worker: what it says of itself, and its load as this gateway last heard it."""
+        workers = [
+            {**_fields(candidate.member), "load": _fields(candidate.load), "load_age_s": candidate.load_age_s}
+            for candidate in self._services.candidates()
+        ]
+        return json_response({"workers": workers, "index": _fields(self._services.index_state())})
+
+    async def explain(self, request: Request) -> Response:
+        """For a chat or completion body: where it would go now, and what every worker would cost. Nothing is sent."""
+        body = await request.body()
+        fields = decode_json(body, msgspec.json.decode)
+        if not isinstance(fields, dict):
+            raise InvalidRequestError("The body is that of a chat or a completion request.")
+        prepare = self._services.api.prepare_chat if "messages" in fields else self._services.api.prepare_completion
+        job: Job = await prepare(body, self._services.identity)
+        spec = job.specs[0]
+        return json_response(await self._services.explain(route_request(spec, prompt_hashes(spec))))
+
+    async def drain(self, request: Request) -> Response:
+        self._services.drain()
+        return json_response({"draining": True})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = asdict(value)
+    return fields
+
+
+def ops_app(services: OpsServices) -> ASGIApp:
+    app: ASGIApp = Router(routes=OpsApi(services).routes(), redirect_slashes=False)
+    app = BodyLimitMiddleware(app, MAX_BODY_BYTES)
+    app = ErrorMiddleware(app, services.metrics)
+    return RequestContextMiddleware(app, services.metrics)
