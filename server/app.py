@@ -18,7 +18,7 @@ from server.completions import completion_job
 from server.endpoint import EndpointServices, GenerateEndpoint
 from server.errors import UnavailableError
 from server.identity import Identity
-from server.job import Job
+from server.job import Job, encode_json
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.models import Models, ServedModel
