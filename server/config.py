@@ -28,6 +28,8 @@ class GatewayConfig:
     redis: str | None = None
     redis_prefix: str = "headstart"
     redis_shards: int = 1
+    redis_username: str | None = None
+    redis_password_file: str | None = None
     lookup_deadline_s: float = 0.025
     workers: tuple[str, ...] = ()
     policy: str = "headstart"
@@ -55,6 +57,10 @@ class GatewayConfig:
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if self.redis is None and not self.workers:
             raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
+
+    def redis_password(self) -> str | None:
+        """From --redis-password-file; None: the URL's own, if any. Raises OSError."""
+        return None if self.redis_password_file is None else Path(self.redis_password_file).read_text().strip()
 
     def cluster_secret(self) -> bytes:
         """From --cluster-secret-file or the environment; empty: none. Raises OSError."""
@@ -105,6 +111,8 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--redis", metavar="URL", help="the registry and prefix index")
     fleet.add_argument("--redis-prefix", default=defaults.redis_prefix, help="prefix of every key (default headstart)")
     fleet.add_argument("--redis-shards", type=int, default=defaults.redis_shards, help="as the workers have it (1)")
+    fleet.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
+    fleet.add_argument("--redis-password-file", metavar="FILE", help="its password (default: the URL's)")
     fleet.add_argument(
         "--lookup-deadline-s", type=float, default=defaults.lookup_deadline_s, help="then route without (0.025)"
     )

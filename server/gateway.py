@@ -162,7 +162,11 @@ class Gateway:
         if config.redis is None:
             return NoIndex()
         settings = ReaderSettings(
-            prefix=config.redis_prefix, num_shards=config.redis_shards, deadline_s=config.lookup_deadline_s
+            prefix=config.redis_prefix,
+            num_shards=config.redis_shards,
+            deadline_s=config.lookup_deadline_s,
+            username=config.redis_username,
+            password=config.redis_password(),
         )
         return RedisIndex(config.redis, settings, count=self.metrics.index_event)
 

@@ -30,6 +30,8 @@ class WorkerConfig:
     redis: str | None = None
     redis_prefix: str = "headstart"
     redis_shards: int = 1
+    redis_username: str | None = None
+    redis_password_file: str | None = None
     cluster_secret_file: str | None = None
     device: str = "auto"
     dtype: str | None = None
@@ -84,6 +86,10 @@ class WorkerConfig:
             max_waiting_tokens=self.max_waiting_tokens,
         )
 
+    def redis_password(self) -> str | None:
+        """From --redis-password-file; None: the URL's own, if any. Raises OSError."""
+        return None if self.redis_password_file is None else Path(self.redis_password_file).read_text().strip()
+
     def cluster_secret(self) -> bytes:
         """From --cluster-secret-file or the environment; empty: none."""
         if self.cluster_secret_file is not None:
@@ -121,6 +127,8 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--redis", metavar="URL", help="the shared index; without it gateways need --workers")
     net.add_argument("--redis-prefix", default=defaults.redis_prefix, help="prefix of every key (default headstart)")
     net.add_argument("--redis-shards", type=int, default=1, help="slots over which the index is spread (default 1)")
+    net.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
+    net.add_argument("--redis-password-file", metavar="FILE", help="its password (default: the URL's)")
     net.add_argument(
         "--cluster-secret-file", metavar="FILE", help=f"the secret of the gateways (default: ${_SECRET_VARIABLE})"
     )
