@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from cache.hashing import Namespace
-from cache.index import WorkerMember
+from cache.index import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from worker.wire import (
     PROTOCOL_VERSION,
@@ -33,6 +33,7 @@ from worker.wire import (
     TokenizerBundle,
     TokenLogprobs,
     Tokens,
+    WorkerState,
     pack,
     pack_frame,
     unpack_request,
@@ -120,6 +121,7 @@ class ScriptedWorker:
                 Route("/generate", self._generate, methods=["POST"]),
                 Route("/abort", self._abort, methods=["POST"]),
                 Route("/health/live", self._live),
+                Route("/state", self._state),
                 Route("/bundle", self._bundle),
             ]
         )
@@ -158,6 +160,9 @@ class ScriptedWorker:
         if self.hung:
             await asyncio.Event().wait()
         return Response(b"{}")
+
+    async def _state(self, http: Request) -> Response:
+        return Response(pack(WorkerState(self.member(), WorkerLoad())))
 
     async def _bundle(self, http: Request) -> Response:
         return Response(pack(self.bundle))

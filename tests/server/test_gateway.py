@@ -1,0 +1,174 @@
+"""The gateway as a process: its ports, its drain, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer
+
+from server.config import GatewayConfig, parse
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.sse_grammar import check_chat
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import TokenizerBundle
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def mapped_files(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, port: int, ops_port: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.ops = f"http://127.0.0.1:{ops_port}"
+
+    async def get(self, url: str) -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status, await response.text()
+
+    async def until_ready(self) -> None:
+        async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+            while True:
+                try:
+                    async with session.get(self.url + "/health/ready") as response:
+                        if response.status == 200:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                assert self.process.returncode is None, "the gateway has ended"
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def gateway_process(*arguments: str) -> AsyncIterator[Process]:
+    port, ops_port = free_port(), free_port()
+    ports = ("--port", str(port), "--ops-port", str(ops_port))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "server.gateway", *ports, *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    drained = asyncio.create_task(process.stderr.read())  # type: ignore[union-attr]
+    try:
+        yield Process(process, port, ops_port)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await drained
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+
+
+async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:
+    async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as gateway:
+        await gateway.until_ready()
+        _, _, raw = await post(gateway.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        status, metrics = await gateway.get(gateway.ops + "/metrics")
+        assert status == 200
+        assert 'headstart_requests_total{route="chat",status="200"} 1.0' in metrics
+        _, workers = await gateway.get(gateway.ops + "/workers")
+        assert [each["worker_id"] for each in json.loads(workers)["workers"]] == ["w0"]
+        _, _, explained = await post(gateway.ops, chat(), "/route/explain")
+        assert json.loads(explained)["choice"] == ["w0"]
+        assert len(worker.received) == 1, "an explanation sends nothing"
+        for path in ("/metrics", "/workers", "/route/explain", "/drain"):
+            assert (await gateway.get(gateway.url + path))[0] == 404, "operations are not on the public port"
+        maps = mapped_files(gateway.process.pid)
+        assert "tokenizers" in maps
+        assert "torch" not in maps
+
+
+async def test_sigterm_lets_open_streams_end(worker: ScriptedWorker) -> None:
+    worker.pace_s = 0.05
+    async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as gateway:
+        await gateway.until_ready()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(gateway.url + "/v1/chat/completions", json=chat(stream=True)) as response,
+        ):
+            first = await response.content.readany()
+            gateway.process.send_signal(signal.SIGTERM)
+            assert check_chat(first + await response.read()) == [ANSWER]
+        async with asyncio.timeout(10):
+            assert await gateway.process.wait() == 0
+
+
+async def test_a_taken_port_is_said_and_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "server.gateway", "--port", port, "--workers", "http://127.0.0.1:1"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"Address already in use" in errors
+
+
+async def test_headers_too_large_are_a_431(worker: ScriptedWorker) -> None:
+    async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as gateway:
+        await gateway.until_ready()
+        for head, status in ((b"GET / HTTP/1.1\r\nx: " + b"a" * 200_000, b"431"), (b"nonsense\r\n\r\n", b"400")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+            writer.write(head)
+            answer = await reader.read()
+            writer.close()
+            line, _, rest = answer.partition(b"\r\n")
+            assert line.split()[1] == status
+            assert set(json.loads(rest.rpartition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"port": 70_000}, "--port"),
+        ({"max_body_bytes": 0}, "--max-body"),
+        ({"keepalive_s": 0.0}, "--keepalive-s"),
+        ({"policy": "magic"}, "--policy"),
+        ({"workers": ()}, "--workers"),
+        ({"redis_shards": 0}, "--redis-shards"),
+    ],
+)
+def test_bad_options_are_named(fields: dict[str, Any], option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        GatewayConfig(**{"workers": ("http://w",), **fields})
+
+
+def test_the_command_line() -> None:
+    arguments = (
+        "--workers http://a http://b --workers dns:w:1 --max-body 1M --alias x=y --alias z=y --policy round_robin"
+    )
+    config = parse(arguments.split())
+    assert config.workers == ("http://a", "http://b", "dns:w:1")
+    assert config.max_body_bytes == 1 << 20
+    assert dict(config.aliases) == {"x": "y", "z": "y"}
+    assert config.policy == "round_robin"
+
+
+def test_the_cluster_secret_comes_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"s3cret\n")
+    assert GatewayConfig(workers=("http://w",), cluster_secret_file=str(file)).cluster_secret() == b"s3cret"
+    assert "HEADSTART_CLUSTER_SECRET" not in os.environ
