@@ -28,6 +28,7 @@ from worker.metrics import WorkerMetrics
 from worker.scheduler.plan import Emission, Plan
 from worker.scheduler.request import Constraint, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
+from worker.scheduler.update import failed_by
 from worker.step import Draw, Runner, SequenceStep, Step
 from worker.wire import Failed, GenerateRequest, SamplingParams, Started
 
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 0.05
 INTEGRITY_INTERVAL_S: Final = 10.0
-_FAILED: Final = Failed("internal_error", "the request cannot be computed", retryable=False)
-
 T = TypeVar("T")
 
 
@@ -189,9 +188,9 @@ class Engine:
         try:
             request = new_request(wire, key, arrival_s=arrival_s, aging_s=aging_s, constraints=constraints)
             emissions = self._scheduler.submit(request)
-        except Exception:  # whatever one request holds, the others go on
+        except Exception as error:  # whatever one request holds, the others go on
             logger.exception("request %s cannot be taken", wire.request_id)
-            emissions = [Emission(key, _FAILED)]
+            emissions = [Emission(key, failed_by(error))]
         else:
             self._parts.load_report.assign(request)
         self._deliver(emissions)
@@ -240,7 +239,7 @@ class Engine:
                 results = self._parts.runner.run(part.step())
             except Exception as error:
                 logger.error("request %s fails: its step raised twice", request.wire.request_id, exc_info=error)
-                self._deliver(self._scheduler.fail(request, _FAILED))
+                self._deliver(self._scheduler.fail(request, failed_by(error)))
             else:
                 any_returned = True
                 self._deliver(self._scheduler.update(part, results, time.monotonic()))

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvicorn
 
+from cache.redis_index import WriterSettings
 from worker.app import make_app
 from worker.config import WorkerConfig, parse
 from worker.engine_loop import Engine, EngineParts
+from worker.grammar import GrammarCompiler
 from worker.load_report import LoadReport
 from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher
@@ -143,6 +145,7 @@ class Worker:
             return assemble(self._config, url, worker_id, self._report)
 
         try:
+            settings = writer_settings(self._config)
             assembly = await in_daemon_thread(load)
         except (ValueError, OSError, RuntimeError) as error:
             logger.debug("loading failed", exc_info=error)
@@ -155,7 +158,7 @@ class Worker:
 
         member = assembly.member
         if self._config.redis is not None:
-            self._publisher = Publisher(self._config.redis, member)
+            self._publisher = Publisher(self._config.redis, member, writer_settings=settings)
         self._engine = engine = Engine(
             EngineParts(
                 scheduler=assembly.scheduler,
@@ -171,7 +174,15 @@ class Worker:
         engine.start()
         pool_tokens = (assembly.scheduler.allocator.num_blocks - 1) * member.block_size
         self._service.serve(
-            ServingParts(engine, streams, assembly.limits, assembly.bundle, pool_tokens, self._config.max_step_s)
+            ServingParts(
+                engine=engine,
+                streams=streams,
+                limits=assembly.limits,
+                bundle=assembly.bundle,
+                grammars=GrammarCompiler(assembly.bundle),
+                pool_tokens=pool_tokens,
+                max_step_s=self._config.max_step_s,
+            )
         )
         _say(f"ready: {member.model} on {url}, {member.numerics}")
         _announce(event="ready", url=url, worker_id=worker_id, epoch=member.epoch, model=member.model)
@@ -216,6 +227,16 @@ async def watch_for_hangs(engine: Engine, max_step_s: float, tick_s: float = 1.0
         if num_ticks * tick_s > max_step_s:
             logger.critical("a step has been running for %.0f s: the worker ends", num_ticks * tick_s)
             os._exit(1)
+
+
+def writer_settings(config: WorkerConfig) -> WriterSettings:
+    """How the worker writes to the shared index. Raises OSError for a password file that cannot be read."""
+    return WriterSettings(
+        prefix=config.redis_prefix,
+        num_shards=config.redis_shards,
+        username=config.redis_username,
+        password=config.redis_password(),
+    )
 
 
 class _StartError(Exception):

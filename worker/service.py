@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from cache.index import WorkerState
 from cache.types import Epoch
 from worker.engine_loop import Engine
+from worker.grammar import GrammarCompiler, GrammarError
 from worker.metrics import WorkerMetrics
 from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.request import Constraint
 from worker.streams import Stream, Streams
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, pack
 
@@ -50,6 +49,7 @@ class ServingParts:
     streams: Streams
     limits: BatchLimits
     bundle: TokenizerBundle
+    grammars: GrammarCompiler
     pool_tokens: int
     max_step_s: float
 
@@ -98,7 +98,10 @@ class WorkerService:
         """Queue the request. The caller reads the stream and gives it back to `release`. Raises Refusal."""
         parts = self.parts
         self._check(parts, request)
-        constraints: Mapping[int, Constraint] = {}
+        try:
+            constraints = await parts.grammars.constraints(request)
+        except GrammarError as error:
+            raise self._refusal(Failed("invalid_request", str(error), retryable=False)) from error
         stream = parts.streams.open(request)
         parts.engine.submit(stream.key, request, constraints)
         return stream

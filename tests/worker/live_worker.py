@@ -18,6 +18,7 @@ from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.app import make_app
 from worker.engine_loop import Engine, EngineParts
+from worker.grammar import GrammarCompiler
 from worker.load_report import LoadReport, PrefillRate
 from worker.metrics import WorkerMetrics
 from worker.scheduler.budget import BatchLimits
@@ -103,9 +104,12 @@ async def live_worker(
         )
     )
     engine.start()
-    service.serve(ServingParts(engine, streams, batch_limits, bundle, (num_blocks - 1) * block_size, 60.0))
+    grammars = GrammarCompiler(bundle)
+    pool_tokens = (num_blocks - 1) * block_size
+    service.serve(ServingParts(engine, streams, batch_limits, bundle, grammars, pool_tokens, 60.0))
     try:
         async with serve(service) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             yield LiveWorker(url, service, scheduler, http)
     finally:
         engine.stop()
+        grammars.close()

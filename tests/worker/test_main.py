@@ -13,12 +13,14 @@ import aiohttp
 import pytest
 
 from cache.index import WorkerState
+from tests import smollm2
 from tests.tiny_model import write_tiny_model
 from worker.wire import (
     ChoiceState,
     End,
     FrameReader,
     GenerateRequest,
+    Grammar,
     SamplingParams,
     TokenizerBundle,
     Tokens,
@@ -74,7 +76,9 @@ def start() -> Iterator[type[Process]]:
         process.process.communicate()
 
 
-def request(prompt_ids: list[int], max_tokens: int, *, n: int = 1, temperature: float = 0.0) -> bytes:
+def request(
+    prompt_ids: list[int], max_tokens: int, *, n: int = 1, temperature: float = 0.0, grammar: Grammar | None = None
+) -> bytes:
     return pack_request(
         GenerateRequest(
             "r",
@@ -83,7 +87,7 @@ def request(prompt_ids: list[int], max_tokens: int, *, n: int = 1, temperature: 
             b"s" * 16,
             prompt_ids,
             tuple(ChoiceState(i, i) for i in range(n)),
-            SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, grammar=grammar),
         )
     )
 
@@ -122,6 +126,18 @@ async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) ->
         assert warm == cold
         several, _ = await generate(http, url, request(prompt_ids, 20, n=3))
         assert several == dict.fromkeys(range(3), cold[0])
+
+        schema = Grammar("json_schema", '{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}')
+        body = request(prompt_ids, 60, n=3, temperature=1.0, grammar=schema)
+        constrained, _ = await generate(http, url, body)
+        for token_ids in constrained.values():
+            value = json.loads(smollm2.tokenizer().decode(token_ids))
+            assert all(isinstance(item, bool) for item in value)
+        bad = request(prompt_ids, 60, grammar=Grammar("regex", "(("))
+        async with http.post(url + "/generate", data=bad) as response:
+            assert response.status == 400
+            (failed,) = FrameReader().feed(await response.read())
+            assert failed.code == "invalid_request"
 
         async with http.post(url + "/generate", data=request(prompt_ids, 300)) as response:
             reader = FrameReader()

@@ -21,8 +21,12 @@ RequestKey = NewType("RequestKey", int)
 """Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
 
 
+class ConstraintError(ValueError):
+    """A grammar cannot go on. The text is for the client, whose request fails."""
+
+
 class Constraint(Protocol):
-    """What a choice's grammar allows next. Owned by one choice."""
+    """What a choice's grammar allows next. Owned by one choice. Its methods raise ConstraintError."""
 
     def allowed(self) -> object:
         """The bit mask for `Draw.allowed`, valid until the next `advance`."""

@@ -19,7 +19,7 @@ from worker.scheduler.plan import Emission, Plan, PlannedChunk
 from worker.scheduler.queue import OrderedSequences
 from worker.scheduler.request import Choice, Request, RequestKey, split_into_sequences
 from worker.scheduler.request import Sequence as TokenSequence
-from worker.scheduler.update import append, end_of, finish, take_prompt_logprobs
+from worker.scheduler.update import append, end_of, failed_by, finish, take_prompt_logprobs
 from worker.step import Drawn, SequenceResult
 from worker.wire import End, Failed, Finished, Started
 
@@ -251,9 +251,9 @@ class Scheduler:
             choice = branch.choices[0]
             try:
                 emissions.append(Emission(request.key, append(choice, token)))
-            except Exception:
-                logger.exception("request %s: the grammar of choice %d failed", request.wire.request_id, choice.index)
-                return emissions + self.fail(request, Failed("internal_error", "the grammar failed", retryable=False))
+            except Exception as error:
+                logger.warning("request %s: the grammar failed: %s", request.wire.request_id, error)
+                return emissions + self.fail(request, failed_by(error))
             branch.token_ids.append(token.token_id)
             if (end := end_of(choice, request, self._eos_token_ids)) is not None:
                 emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, *end))))

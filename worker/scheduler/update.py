@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
-from worker.scheduler.request import Choice, Request
+from worker.scheduler.request import Choice, ConstraintError, Request
 from worker.step import Drawn
-from worker.wire import Finished, FinishReason, PromptLogprobs, Tokens
+from worker.wire import Failed, Finished, FinishReason, PromptLogprobs, Tokens
 
-logger = logging.getLogger(__name__)
+
+def failed_by(error: Exception) -> Failed:
+    """What the client hears of an error that its own request has caused."""
+    if isinstance(error, ConstraintError):
+        return Failed("invalid_request", str(error), retryable=False)
+    return Failed("internal_error", "the request cannot be computed", retryable=False)
 
 
 def end_of(choice: Choice, request: Request, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:

@@ -1,0 +1,169 @@
+"""Structured output: whatever is drawn among the allowed tokens follows the grammar, and bad grammars are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests import smollm2
+from worker.grammar import GrammarCompiler, GrammarConstraint, GrammarError, GrammarLimits
+from worker.wire import ChoiceState, GenerateRequest, Grammar, SamplingParams, TokenizerBundle
+
+EOS = 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["cat", "dög"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["age", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def bundle() -> TokenizerBundle:
+    tokenizer = smollm2.tokenizer()
+    vocab_size = tokenizer.get_vocab_size() + 7  # models pad their vocabulary
+    text = tokenizer.to_str().encode()
+    return TokenizerBundle("f", "m", "r", text, None, None, None, (EOS,), False, vocab_size, 4096, 16)
+
+
+@pytest.fixture
+def compiler(bundle: TokenizerBundle) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(bundle)
+    yield compiler
+    compiler.close()
+
+
+def request(grammar: Grammar | None, *outputs: tuple[int, ...]) -> GenerateRequest:
+    choices = tuple(ChoiceState(i, i, output) for i, output in enumerate(outputs or ((),)))
+    return GenerateRequest("r", "g", "", b"s" * 16, [1], choices, SamplingParams(max_tokens=99, grammar=grammar))
+
+
+def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> list[int]:
+    words = np.asarray(constraint.allowed())
+    assert words.dtype == np.int32
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    assert len(bits) >= vocab_size
+    assert not bits[vocab_size:].any()
+    return np.flatnonzero(bits).tolist()
+
+
+def walk(constraint: GrammarConstraint, bundle: TokenizerBundle, seed: int) -> tuple[int, ...]:
+    """Tokens drawn at random among the allowed, ended as soon as the grammar lets it end."""
+    drawn: list[int] = []
+    chooser = random.Random(seed)
+    while not constraint.finished:
+        ids = allowed_ids(constraint, bundle.vocab_size)
+        token_id = EOS if EOS in ids else chooser.choice(ids)
+        constraint.advance(token_id)
+        drawn.append(token_id)
+        assert len(drawn) < 400
+    return tuple(token_id for token_id in drawn if token_id != EOS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_json_of_a_schema(compiler: GrammarCompiler, bundle: TokenizerBundle, seed: int) -> None:
+    (constraint,) = (await compiler.constraints(request(Grammar("json_schema", json.dumps(SCHEMA))))).values()
+    value = json.loads(smollm2.tokenizer().decode(walk(constraint, bundle, seed)))
+    assert set(value) == {"age", "kind", "tags"}
+    assert 0 <= value["age"] <= 99
+    assert value["kind"] in ("cat", "dög")
+    assert len(value["tags"]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (Grammar("regex", "[a-c]{3}-[0-9]{2}"), "[a-c]{3}-[0-9]{2}"),
+        (Grammar("choice", '["yes", "no \\"way\\"", "\\u00e9\\n"]'), 'yes|no "way"|é\n'),
+        (Grammar("grammar", 'start: "a" | "(" start ")"'), r"\(*a\)*"),
+        (Grammar("grammar", 'root ::= "x" [0-9]'), "x[0-9]"),
+    ],
+)
+async def test_other_kinds(compiler: GrammarCompiler, bundle: TokenizerBundle, grammar: Grammar, pattern: str) -> None:
+    for seed in range(3):
+        (constraint,) = (await compiler.constraints(request(grammar))).values()
+        assert re.fullmatch(pattern, smollm2.tokenizer().decode(walk(constraint, bundle, seed)))
+
+
+async def test_any_json_object(compiler: GrammarCompiler, bundle: TokenizerBundle) -> None:
+    (constraint,) = (await compiler.constraints(request(Grammar("json_object", "")))).values()
+    first = smollm2.tokenizer().decode([allowed_ids(constraint, bundle.vocab_size)[0]])
+    assert first.startswith("{")
+
+
+async def test_choices_have_states_of_their_own_and_resume(compiler: GrammarCompiler, bundle: TokenizerBundle) -> None:
+    grammar = Grammar("regex", "[a-z]{12}")
+    (whole,) = (await compiler.constraints(request(grammar))).values()
+    output = walk(whole, bundle, 1)
+    resumed = await compiler.constraints(request(grammar, (), output[:1], output))
+    assert [resumed[i].finished for i in range(3)] == [False, False, True]
+    for token_id in output[1:]:
+        assert token_id in allowed_ids(resumed[1], bundle.vocab_size)
+        resumed[1].advance(token_id)
+    assert resumed[1].finished
+    assert not resumed[0].finished
+
+
+async def test_a_resumed_output_that_breaks_the_grammar_is_refused(compiler: GrammarCompiler) -> None:
+    tokens = tuple(smollm2.tokenizer().encode("123", add_special_tokens=False).ids)
+    with pytest.raises(GrammarError, match="choice 0"):
+        await compiler.constraints(request(Grammar("regex", "[a-z]+"), tokens))
+
+
+async def test_a_token_outside_the_grammar_is_an_error(compiler: GrammarCompiler) -> None:
+    (constraint,) = (await compiler.constraints(request(Grammar("regex", "[a-z]+")))).values()
+    with pytest.raises(GrammarError):
+        constraint.advance(smollm2.tokenizer().encode("7", add_special_tokens=False).ids[0])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "(("),
+        Grammar("json_schema", "{]"),
+        Grammar("json_schema", "[]"),
+        Grammar("json_schema", "[" * 50_000),
+        Grammar("json_schema", '{"type": "bogus"}'),
+        Grammar("json_schema", '{"$ref": "#/nowhere"}'),
+        Grammar("choice", "[]"),
+        Grammar("choice", '["a", 1]'),
+        Grammar("grammar", "nonsense!!"),
+        Grammar("grammar", "start: nowhere"),
+        Grammar("regex", "a" * 300_000),
+    ],
+    ids=lambda grammar: grammar.text[:20],
+)
+async def test_bad_grammars_are_refused_by_their_kind(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    with pytest.raises(GrammarError, match=grammar.kind) as caught:
+        await compiler.constraints(request(grammar))
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+    await compiler.constraints(request(Grammar("regex", "fine")))  # the next one is served
+
+
+async def test_slow_compiling_is_cut_off(bundle: TokenizerBundle) -> None:
+    compiler = GrammarCompiler(bundle, GrammarLimits(compile_timeout_s=0.0))
+    with pytest.raises(GrammarError, match="not compiled within"):
+        await compiler.constraints(request(Grammar("regex", "a")))
+    compiler.close()
+
+
+async def test_only_so_many_are_kept(bundle: TokenizerBundle) -> None:
+    compiler = GrammarCompiler(bundle, GrammarLimits(max_kept=3))
+    for i in range(8):
+        await compiler.constraints(request(Grammar("regex", f"a{i}")))
+    assert [grammar.text for grammar in compiler._compiled] == ["a5", "a6", "a7"]
+    compiler.close()
+
+
+async def test_without_a_grammar_nothing_is_constrained(compiler: GrammarCompiler) -> None:
+    assert await compiler.constraints(request(None)) == {}

@@ -1,0 +1,204 @@
+"""Structured output: a choice's grammar says which tokens may come next.
+
+Grammars are compiled on threads of their own, never on the engine's, under limits of size, work and time; the compiled
+form is kept, and every choice gets a copy of its state. Whatever a grammar does, it can fail its own request only.
+Source: llguidance (Earley parser over derivative lexers), https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from worker.scheduler.request import ConstraintError
+from worker.wire import GenerateRequest, Grammar, TokenizerBundle
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_WHITESPACE: Final = r"[\x20\x0A]{1,40}"
+"""Between JSON tokens. Bounded: some models, once they may, write spaces until their length is used up."""
+
+
+class GrammarError(ConstraintError):
+    """The grammar cannot be used, or the output does not follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    max_text_bytes: int = 256 * 1024
+    max_kept: int = 64
+    """Compiled grammars that are kept for the next request."""
+    compile_timeout_s: float = 10.0
+    num_threads: int = 2
+    max_grammar_size: int = 500_000
+    initial_lexer_fuel: int = 1_000_000
+    step_lexer_fuel: int = 200_000
+    step_max_items: int = 50_000
+    max_lexer_states: int = 250_000
+
+
+class GrammarConstraint:
+    """`worker.scheduler.request.Constraint` over one matcher."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> object:
+        """int32 words, lowest bit first, over the vocabulary. Raises GrammarError."""
+        with _panics_are_errors():
+            mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        self._check()
+        return mask
+
+    def advance(self, token_id: int) -> None:
+        with _panics_are_errors():
+            self._matcher.consume_token(token_id)
+        self._check()
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
+
+
+class GrammarCompiler:
+    """Owner of the compiling threads and of what they have compiled. Used from one event loop."""
+
+    def __init__(self, bundle: TokenizerBundle, limits: GrammarLimits | None = None) -> None:
+        self._bundle = bundle
+        self._limits = limits or GrammarLimits()
+        self._threads = ThreadPoolExecutor(self._limits.num_threads, thread_name_prefix="grammar")
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    async def constraints(self, request: GenerateRequest) -> dict[int, GrammarConstraint]:
+        """One constraint a choice, advanced over the output that a resumed choice has. Raises GrammarError."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return {}
+        prototype = await self._prototype(grammar)
+        constraints = {}
+        for choice in request.choices:
+            matcher = prototype.deep_copy()
+            if choice.output_ids and not matcher.consume_tokens(list(choice.output_ids)):
+                raise GrammarError(f"output_ids: choice {choice.index} does not follow the grammar")
+            constraints[choice.index] = GrammarConstraint(matcher)
+        return constraints
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _prototype(self, grammar: Grammar) -> LLMatcher:
+        """The grammar at its beginning; never advanced, only copied."""
+        kept = self._compiled.get(grammar)
+        if kept is None:
+            timeout_s = self._limits.compile_timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    loop = asyncio.get_running_loop()
+                    kept = await loop.run_in_executor(self._threads, self._compile, grammar)
+            except TimeoutError:
+                raise GrammarError(f"{grammar.kind}: not compiled within {timeout_s:.0f} s; simplify it") from None
+            self._compiled[grammar] = kept
+            if len(self._compiled) > self._limits.max_kept:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return kept
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """On a thread of the pool."""
+        limits = self._limits
+        if len(grammar.text.encode()) > limits.max_text_bytes:
+            raise GrammarError(f"{grammar.kind}: longer than {limits.max_text_bytes} bytes")
+        try:
+            source = to_llguidance(grammar)
+        except Exception as error:  # the reader of GBNF raises plain Exception
+            raise GrammarError(f"{grammar.kind}: {_first_line(str(error))}") from error
+        parser_limits = LLParserLimits(
+            max_grammar_size=limits.max_grammar_size,
+            initial_lexer_fuel=limits.initial_lexer_fuel,
+            step_lexer_fuel=limits.step_lexer_fuel,
+            step_max_items=limits.step_max_items,
+            max_lexer_states=limits.max_lexer_states,
+        )
+        with _panics_are_errors():
+            matcher = LLMatcher(self._get_tokenizer(), source, log_level=0, limits=parser_limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
+        if matcher.is_error():
+            raise GrammarError(f"{grammar.kind}: {_first_line(matcher.get_error())}")
+        return matcher
+
+    def _get_tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                bundle = self._bundle
+                self._tokenizer = LLTokenizer(
+                    bundle.tokenizer_json.decode(), n_vocab=bundle.vocab_size, eos_token=list(bundle.eos_token_ids)
+                )
+            return self._tokenizer
+
+
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """A panic of the library comes as a BaseException, and would end the engine's thread."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise GrammarError(f"the grammar library failed: {_first_line(str(error))}") from error
+
+
+def to_llguidance(grammar: Grammar) -> str:
+    """The grammar in llguidance's own form. Raises ValueError for what is not even well-formed."""
+    match grammar.kind:
+        case "json_object":
+            return _from_schema({"type": "object"})
+        case "json_schema":
+            return _from_schema(json.loads(grammar.text))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(grammar.text))
+        case "choice":
+            return str(LLMatcher.grammar_from_lark(_choice_rule(json.loads(grammar.text))))
+        case "grammar":
+            return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
+
+
+def _from_schema(schema: object) -> str:
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"a JSON schema is an object, got {type(schema).__name__}")
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    overrides: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
+
+
+def _choice_rule(options: object) -> str:
+    if not isinstance(options, list) or not options or not all(isinstance(text, str) and text for text in options):
+        raise ValueError("a list of texts that are not empty is needed")
+    return "start: " + " | ".join(map(json.dumps, options))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:300]
