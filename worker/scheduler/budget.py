@@ -109,5 +109,6 @@ class AdmissionGate:
             return "chunking"
         return "backpressure" if self.min_newcomers(num_running) is not None else "wait_exceeded"
 
-    def end_step(self, *, admitted: bool) -> None:
-        self.num_steps_waited = 1 if admitted else self.num_steps_waited + 1
+    def end_step(self, *, admitted: bool, decoded: bool) -> None:
+        """TGI counts its decodes since the last prefill, from 1; a step of ours can be both."""
+        self.num_steps_waited = (1 if admitted else self.num_steps_waited) + decoded

@@ -164,7 +164,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: PrefillBudget, now_s: float) -> None:
         """Move from waiting to running what fits, in order, and plan its first chunk."""
-        num_running = len(self.running)
+        num_running, num_decodes = len(self.running), plan.num_decodes
         admitted = self._admission.admit(self.waiting, self.running, budget)
         for sequence, num_tokens in admitted:
             self.waiting.remove(sequence)
@@ -173,7 +173,7 @@ class Scheduler:
             self._start(plan, sequence, now_s)
         if admitted:
             plan.growth = self._admission.gate.reason(num_running)
-        self._admission.gate.end_step(admitted=bool(admitted))
+        self._admission.gate.end_step(admitted=bool(admitted), decoded=num_decodes > 0)
 
     def _start(self, plan: Plan, sequence: TokenSequence, now_s: float) -> None:
         request = sequence.request

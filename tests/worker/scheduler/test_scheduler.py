@@ -283,3 +283,13 @@ def test_preempting_all_allows_a_reset_and_changes_no_token() -> None:
     engine.finish()
     for i, request in enumerate(requests):
         assert engine.answer(request).tokens == {c: answer([i, 2, 3, 4, 5], 100 + c, 9) for c in range(2)}
+
+
+def test_a_pool_exhausted_by_sixteen_long_requests_serves_them_all() -> None:
+    engine = HandEngine(num_blocks=33, block_size=4, max_num_batched_tokens=32, max_num_seqs=16)
+    prompts = [[i, *range(40)] for i in range(16)]  # each needs 26 of 32 blocks in the end
+    requests = [engine.submit(generate(prompt, 60)) for prompt in prompts]
+    engine.finish()
+    assert engine.num_preempted > 0
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert engine.answer(request).tokens[0] == answer(prompt, 100, 60)
