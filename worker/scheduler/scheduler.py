@@ -89,12 +89,17 @@ class Scheduler:
     def schedule(self, now_s: float) -> Plan | None:
         """The next step; None when there is nothing to do."""
         plan = Plan()
-        decodes = [sequence for sequence in self.running if not sequence.is_prefilling]
-        for sequence in decodes:
-            if sequence.allocation is not None and self._make_room(sequence, sequence.num_computed + 1, plan):
+        prefills = []
+        for sequence in self.running:
+            if sequence.allocation is None:  # preempted by an earlier one
+                continue
+            if sequence.is_prefilling:
+                prefills.append(sequence)
+            elif self._make_room(sequence, sequence.num_computed + 1, plan):
                 self._grow(plan, sequence, 1)
-        budget = PrefillBudget.after_decodes(self.limits, plan.num_tokens)
-        self._schedule_prefills(plan, budget, now_s)
+        budget = PrefillBudget.after_decodes(self.limits, len(plan.chunks))
+        newcomers = self._schedule_prefills(plan, budget, prefills)
+        self._note_newcomers(plan, newcomers, now_s)
         self._owed_copies += self.allocator.take_copies()
         plan.copies = self._owed_copies.copy()
         return plan if plan.chunks else None
@@ -126,21 +131,21 @@ class Scheduler:
 
     # --- scheduling ---------------------------------------------------------------------------------------------
 
-    def _schedule_prefills(self, plan: Plan, budget: PrefillBudget, now_s: float) -> None:
+    def _schedule_prefills(
+        self, plan: Plan, budget: PrefillBudget, prefills: list[TokenSequence]
+    ) -> list[TokenSequence]:
         """Half to the oldest prefill, the rest to the others (shortest first) and to newcomers, leftovers in order."""
-        prefills = [sequence for sequence in self.running if sequence.is_prefilling]
-        head, others = prefills[:1], sorted(prefills[1:], key=lambda sequence: sequence.num_pending)
+        others = sorted(prefills[1:], key=lambda sequence: sequence.num_pending)
         rivals = len(others) > 0 or len(self.waiting) > 0
-        for sequence in head:
+        for sequence in prefills[:1]:
             self._prefill(plan, budget, sequence, budget.head_share if rivals else None)
         reserve = budget.newcomer_share if len(self.waiting) > 0 else 0
         for sequence in others:
             self._prefill(plan, budget, sequence, max(0, budget.left - reserve))
-        if plan.num_preempted == 0:
-            self._admit(plan, budget, now_s)
-        for sequence in self.running:
-            if sequence.is_prefilling:
-                self._prefill_more(plan, budget, sequence)
+        newcomers = self._admit(plan, budget) if len(self.waiting) > 0 and plan.num_preempted == 0 else []
+        for sequence in (*prefills, *newcomers):
+            self._prefill_more(plan, budget, sequence)
+        return newcomers
 
     def _prefill(self, plan: Plan, budget: PrefillBudget, sequence: TokenSequence, cap: int | None) -> None:
         if sequence.allocation is None:  # preempted by an earlier one in this step
@@ -153,34 +158,35 @@ class Scheduler:
 
     def _prefill_more(self, plan: Plan, budget: PrefillBudget, sequence: TokenSequence) -> None:
         """What the others left. Nobody is preempted for it."""
+        if budget.left == 0 or sequence.allocation is None:
+            return
         planned = plan.chunks.get(sequence)
         start = sequence.num_computed if planned is None else planned.stop
         granted = budget.take(len(sequence.token_ids) - start)
-        assert sequence.allocation is not None
         if granted and sequence.allocation.extend(start + granted):
             self._grow(plan, sequence, granted)
         else:
             budget.give_back(granted)
 
-    def _admit(self, plan: Plan, budget: PrefillBudget, now_s: float) -> None:
+    def _admit(self, plan: Plan, budget: PrefillBudget) -> list[TokenSequence]:
         """Move from waiting to running what fits, in order, and plan its first chunk."""
-        num_running, num_decodes = len(self.running), plan.num_decodes
         admitted = self._admission.admit(self.waiting, self.running, budget)
+        if admitted:
+            plan.growth = self._admission.gate.reason(len(self.running))
         for sequence, num_tokens in admitted:
             self.waiting.remove(sequence)
             self.running.add(sequence)
             self._grow(plan, sequence, num_tokens)
-            self._start(plan, sequence, now_s)
-        if admitted:
-            plan.growth = self._admission.gate.reason(num_running)
-        self._admission.gate.end_step(admitted=bool(admitted), decoded=num_decodes > 0)
+        return [sequence for sequence, _ in admitted]
 
-    def _start(self, plan: Plan, sequence: TokenSequence, now_s: float) -> None:
-        request = sequence.request
-        if request.started_s is None:
-            request.started_s = now_s
-            request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
-            plan.started.append(request)
+    def _note_newcomers(self, plan: Plan, newcomers: list[TokenSequence], now_s: float) -> None:
+        self._admission.gate.end_step(admitted=len(newcomers) > 0, decoded=plan.num_decodes > 0)
+        for sequence in newcomers:
+            request = sequence.request
+            if request.started_s is None:
+                request.started_s = now_s
+                request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
+                plan.started.append(request)
 
     @staticmethod
     def _grow(plan: Plan, sequence: TokenSequence, num_tokens: int) -> None:
