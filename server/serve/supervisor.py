@@ -130,7 +130,13 @@ class Supervisor:
     async def _announce(self) -> None:
         async with aiohttp.ClientSession() as session, session.get(f"{self._public_url}/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        body = json.dumps(
+            {
+                "model": model,
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "temperature": 0,
+            }
+        )
         _say(
             f"ready in {time.monotonic() - self._started_s:.1f} s, {self._config.num_workers} workers, "
             f"ops on port {self._config.ops_port}. Try: "

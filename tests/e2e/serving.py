@@ -102,11 +102,16 @@ class Serve:
             return []
 
     def child(self, word: str) -> psutil.Process:
-        """The one child whose command line contains `word` as an argument or at the end of its program's path."""
+        """The one child that is called `word`, or has it as an argument."""
         for process in self.family():
-            if any(part == word or part.endswith(f"/{word}") for part in process.cmdline()):
+            if process.name() == word or word in process.cmdline():
                 return process
         raise AssertionError(f"no child {word!r} among {[p.cmdline() for p in self.family()]}")
+
+    def epochs(self) -> dict[str, str]:
+        """Worker id to epoch, as the gateway knows them."""
+        workers = httpx.get(f"{self.ops_url}/workers", timeout=5).json()["workers"]
+        return {worker["worker_id"]: worker["epoch"] for worker in workers}
 
     def wait_for_line(self, pattern: re.Pattern[str], timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
         """The first match among the lines not yet waited over."""
