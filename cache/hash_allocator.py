@@ -114,8 +114,8 @@ class HashAllocation(BlockTable):
     def fork(self) -> HashAllocation:
         assert not self._is_free, "forked after it was freed"
         self._pool.share(self._block_ids)
-        fork = HashAllocation(self._allocator, self._root, self._hashes.copy(), self._block_ids.copy(), 0)
-        fork._num_cached_tokens = self._num_cached_tokens
+        hashes = self._hashes[: self._num_registered]  # what is not computed may become other tokens
+        fork = HashAllocation(self._allocator, self._root, hashes, self._block_ids.copy(), self._num_cached_tokens)
         fork._num_computed = self._num_computed
         fork._num_registered = self._num_registered
         return fork

@@ -169,8 +169,9 @@ class RadixAllocation(BlockTable):
         assert not self._is_free, "forked after it was freed"
         self._pool.share(self._block_ids)
         self._pool.trie.hold_below(self.node, None)
+        hashes = self._hashes[: self._num_filed]  # what is not computed may become other tokens
         fork = RadixAllocation(
-            self._allocator, self._root, self._hashes.copy(), self._block_ids.copy(), self._num_cached_tokens, self.node
+            self._allocator, self._root, hashes, self._block_ids.copy(), self._num_cached_tokens, self.node
         )
         fork._num_computed = self._num_computed
         fork._num_filed = self._num_filed
