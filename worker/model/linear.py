@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+_PACK_ROWS_HINT = 32
+"""Rows that oneDNN lays a packed weight out for; within noise the best or near it from 1 to 1024 rows."""
 
 
 class Linear(Protocol):
@@ -16,7 +20,7 @@ class Linear(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """What one product reads: the floor of a decode step is the sum of these over memory bandwidth."""
+        """What one product reads."""
 
 
 class DenseLinear:
@@ -29,12 +33,46 @@ class DenseLinear:
         self.bias = bias
 
     def __call__(self, states: Tensor) -> Tensor:
-        if states.shape[0] == 1 and states.device.type == "cpu":
-            # On CPU the matrix-vector product reads weights 1.5 times as fast as the general product of one row.
-            product = torch.mv(self.weight, states[0])
-            return (product if self.bias is None else product.add_(self.bias)).unsqueeze(0)
         return functional.linear(states, self.weight, self.bias)
 
     @property
     def weight_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()
+
+
+class OneDnnLinear:
+    """A dense weight in oneDNN's own blocked layout, for CPUs.
+
+    The plain product lays the weight out anew in every call. Measured on SmolLM2's shapes, one thread: about 2 times
+    the speed in bfloat16 at any number of rows, 1.3 to 2 times in float32 from 4 rows on.
+    """
+
+    __slots__ = ("bias", "packed", "weight_bytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
+        self.bias = bias
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, states: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
+        return product
+
+
+def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest form of a plain weight on its device. `weight` may be kept or copied."""
+    if weight.device.type == "cpu" and _onednn_runs(weight.dtype):
+        return OneDnnLinear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+@cache
+def _onednn_runs(dtype: torch.dtype) -> bool:
+    """Whether this build and this processor have the packed product: half precisions need AVX-512 or newer units."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    weight = torch.eye(8, dtype=dtype)
+    try:
+        return torch.equal(OneDnnLinear(weight)(weight), weight)
+    except (RuntimeError, AttributeError):
+        return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -91,4 +92,10 @@ class LlamaDecoder:
 
 
 def _rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(states, weight.shape, weight, eps)
+    if states.is_cuda:  # one fused kernel there; on CPU it is ten small operations
+        return functional.rms_norm(states, weight.shape, weight, eps)
+    norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norms.square_().div_(states.shape[-1]).add_(eps).rsqrt_()
+    if states.dtype == torch.float32:
+        return (states * scale).mul_(weight)
+    return torch.mul(states * scale, weight, out=torch.empty_like(states))

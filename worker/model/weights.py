@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import CheckpointError
-from worker.model.linear import DenseLinear, Linear
+from worker.model.linear import Linear, dense_linear
 from worker.model.llama import DecoderWeights, LayerWeights
 from worker.model.rope import rope_table
 
@@ -71,7 +71,7 @@ class WeightLoader:
 
     def _lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
-            return DenseLinear(embedding)
+            return dense_linear(embedding)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
 
     def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
@@ -80,7 +80,7 @@ class WeightLoader:
         bias = self._bias(names, rows)
         for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
             part.copy_(self._stored(f"{name}.weight", part.shape))
-        return DenseLinear(weight, bias)
+        return dense_linear(weight, bias)
 
     def _bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
         if not any(self._checkpoint.has(f"{name}.bias") for name in names):
