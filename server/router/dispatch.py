@@ -175,6 +175,7 @@ class Dispatcher:
             num_waiting=max(book.num_queued, load.num_waiting),
             active_blocks=book.num_blocks,
             kv_usage=1.0 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
+            num_blocks=load.num_blocks,
             queued_s=book.queued_s,
             prefill_tokens_per_s=rate,
         )

@@ -32,6 +32,8 @@ class Option:
     """Blocks of the outstanding requests."""
     kv_usage: float
     """Part of its pool that running requests hold, 0..1."""
+    num_blocks: int = 0
+    """Size of its pool, 0 where it is not known."""
     queued_s: float = 0.0
     """Prefill seconds queued there, with nothing taken off for the one in service."""
     prefill_tokens_per_s: float = 1.0

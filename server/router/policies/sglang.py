@@ -2,27 +2,30 @@
 
 If the fleet is out of balance the least loaded worker wins whatever it holds. Otherwise the worker whose approximate
 tree matches best, if the match is above the threshold, else the worker with the smallest tree. The trees record what
-was routed, not what is cached; their least recently used entries go above a size.
+was routed, not what is cached; above some multiple of the worker's pool their least recently used entries go.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
 from cache.types import BlockHash
 from server.router.placement import RouteRequest
 from server.router.policies.base import FleetView, Option
 
+_MAX_BLOCKS: Final = 1 << 20
+
 
 class Sglang:
     def __init__(
-        self, threshold: float = 0.5, absolute: int = 32, relative: float = 1.1, max_blocks: int = 1 << 20
+        self, threshold: float = 0.5, absolute: int = 32, relative: float = 1.1, tree_pools: float = 4.0
     ) -> None:
         self._threshold = threshold
         self._absolute = absolute
         self._relative = relative
-        self._max_blocks = max_blocks
+        self._tree_pools = tree_pools
         self._trees: dict[str, OrderedDict[BlockHash, None]] = {}
 
     def scores(self, request: RouteRequest, options: Sequence[Option], fleet: FleetView) -> Sequence[float]:
@@ -40,7 +43,8 @@ class Sglang:
         for block_hash in request.hashes:
             tree[block_hash] = None
             tree.move_to_end(block_hash)
-        while len(tree) > self._max_blocks:
+        max_blocks = self._tree_pools * option.num_blocks or _MAX_BLOCKS
+        while len(tree) > max_blocks:
             tree.popitem(last=False)
 
     def _matched(self, worker_id: str, hashes: Sequence[BlockHash]) -> int:

@@ -1,0 +1,204 @@
+"""Gateways in front of simulated workers, from the first arrival to the last answer.
+
+Every gateway has its own dispatcher (books, overlay, policy), as it has in production, and sees the index
+`index_delay_s` late and the workers' reports as old as their grid of `report_s` makes them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
+from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
+from cache.events import BlockEvent, Removed, Stored
+from cache.hash_allocator import HashAllocator
+from cache.index import Candidate, WorkerMember
+from cache.memory_index import MemoryIndex
+from cache.types import BlockHash, Epoch, GatewayId, WorkerId
+from server.router.dispatch import Dispatcher, DispatchSettings
+from server.router.placement import RouteRequest
+from server.router.policies import Policy
+
+MODEL = "simulated"
+POOLED = "pooled"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    num_workers: int
+    cache_share: float
+    """Blocks of the whole fleet over the distinct blocks of the workload."""
+    num_gateways: int = 1
+    index_delay_s: float = 0.1
+    report_s: float = 0.05
+    pooled: bool = False
+    """One pool of the same total size, seen by every worker: the bound."""
+    dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+    unscored_share: float = 0.1
+    """Of the requests, the first ones, which meet cold caches."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    hit: float
+    """Prompt tokens found cached over all prompt tokens."""
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    max_over_mean_busy: float
+
+
+class Replay:
+    """One run of one policy; `run` may be called once."""
+
+    def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
+        self._workload = workload
+        self._settings = settings
+        self._now_s = 0.0
+        self._order = itertools.count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._index = MemoryIndex(lambda: self._now_s, lease_s=float("inf"))
+        self._late: deque[tuple[float, WorkerId, list[BlockEvent]]] = deque()
+        rng = random.Random(settings.seed)
+        self._gateway_rng = random.Random(rng.getrandbits(64))
+        self._gateways = [
+            (gateway_id, Dispatcher(gateway_id, make_policy(), settings.dispatch, random.Random(rng.getrandbits(64))))
+            for gateway_id in (GatewayId(f"gateway-{i}") for i in range(settings.num_gateways))
+        ]
+        self._workers = self._make_workers()
+        self._guards: list[str | None] = [None] * settings.num_workers
+        self._ttft_s: dict[int, float] = {}
+        self._cached: dict[int, tuple[int, int]] = {}
+        self._arrivals: list[int] = []
+
+    def _make_workers(self) -> list[SimulatedWorker]:
+        settings, workload = self._settings, self._workload
+        model = EngineModel(workload.prefill_tokens_per_s, workload.block_size)
+        num_blocks = int(workload.num_distinct_blocks * settings.cache_share)
+        pool = HashAllocator(num_blocks + 1, 1)
+        workers = []
+        for number in range(settings.num_workers):
+            member = WorkerMember(
+                WorkerId(f"worker-{number:02}"),
+                Epoch("1"),
+                "http://simulated",
+                MODEL,
+                "",
+                "simulated",
+                workload.block_size,
+                1 << 30,
+                1,
+            )
+            cache = pool if settings.pooled else HashAllocator(num_blocks // settings.num_workers + 1, 1)
+            worker = SimulatedWorker(member, model, cache, settings.report_s)
+            self._index.register(member)
+            workers.append(worker)
+        return workers
+
+    def run(self) -> Outcome:
+        for session in self._workload.sessions:
+            self._at(session.start_s, partial(self._arrive, session, 0))
+        agenda = self._agenda
+        while agenda:
+            self._now_s, _, action = heapq.heappop(agenda)
+            action()
+        return self._outcome()
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time_s, next(self._order), action))
+
+    # --- the course of a request --------------------------------------------------------------------------------
+
+    def _arrive(self, session: Session, turn: int) -> None:
+        request = session.requests[turn]
+        self._arrivals.append(request.number)
+        gateway_id, dispatcher = self._gateway_rng.choice(self._gateways)
+        route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes)
+        assignment = dispatcher.dispatch(route, self._candidates(request), self._guards, self._now_s)
+        assert assignment is not None
+        number = int(assignment.option.member.worker_id[-2:])
+        worker = self._workers[number]
+        worker.submit(Job(request, gateway_id, self._now_s, assignment, session, turn), self._now_s)
+        self._begin(worker)
+
+    def _begin(self, worker: SimulatedWorker) -> None:
+        job = worker.begin(self._now_s)
+        if job is None:
+            return
+        self._publish(worker)
+        job.assignment.prefill_started(job.num_cached_tokens, self._now_s)
+        self._cached[job.request.number] = (job.num_cached_tokens, job.request.num_prompt_tokens)
+        self._at(self._now_s + job.prefill_s, lambda: self._prefilled(worker))
+
+    def _prefilled(self, worker: SimulatedWorker) -> None:
+        job = worker.finish_prefill(self._now_s)
+        self._publish(worker)
+        job.assignment.first_token(self._now_s)
+        self._ttft_s[job.request.number] = self._now_s - job.arrival_s
+        decode_s = worker.model.decode_s(job.request.num_output_tokens, worker.num_decoding)
+        self._at(self._now_s + decode_s, lambda: self._decoded(worker, job))
+        self._begin(worker)
+
+    def _decoded(self, worker: SimulatedWorker, job: Job) -> None:
+        worker.finish_decode(job, self._now_s)
+        job.assignment.close()
+        for stalled in self._workers if self._settings.pooled else (worker,):
+            self._begin(stalled)
+        if job.turn + 1 < len(job.session.requests):
+            self._at(self._now_s + job.session.think_s[job.turn], lambda: self._arrive(job.session, job.turn + 1))
+
+    # --- what gateways see --------------------------------------------------------------------------------------
+
+    def _publish(self, worker: SimulatedWorker) -> None:
+        if not self._settings.pooled and (events := worker.cache.take_events()):
+            self._late.append((self._now_s + self._settings.index_delay_s, worker.member.worker_id, events))
+
+    def _candidates(self, request: TraceRequest) -> list[Candidate]:
+        if self._settings.pooled:
+            matched = self._workers[0].cache.find(request.block_ids, ROOT, hashes=request.chain)
+            matches = [matched] * len(self._workers)
+        else:
+            while self._late and self._late[0][0] <= self._now_s:
+                _, worker_id, events = self._late.popleft()
+                self._index.publish(worker_id, *_changes(events))
+            matches = [candidate.matched_blocks for candidate in self._index.match(request.hashes)]
+        candidates = []
+        for worker, matched in zip(self._workers, matches, strict=True):
+            worker.report(self._now_s)
+            candidates.append(Candidate(worker.member, worker.load, matched, self._now_s - worker.load_s))
+        return candidates
+
+    def _outcome(self) -> Outcome:
+        assert len(self._ttft_s) == self._workload.num_requests, "a request was lost"
+        scored = self._arrivals[int(len(self._arrivals) * self._settings.unscored_share) :]
+        ttft_s = sorted(self._ttft_s[number] for number in scored)
+        busy_s = [worker.busy_s for worker in self._workers]
+        return Outcome(
+            hit=sum(self._cached[n][0] for n in scored) / sum(self._cached[n][1] for n in scored),
+            ttft_mean_s=sum(ttft_s) / len(ttft_s),
+            ttft_p50_s=_quantile(ttft_s, 0.5),
+            ttft_p90_s=_quantile(ttft_s, 0.9),
+            ttft_p99_s=_quantile(ttft_s, 0.99),
+            max_over_mean_busy=max(busy_s) / (sum(busy_s) / len(busy_s)),
+        )
+
+
+def _changes(events: Sequence[BlockEvent]) -> tuple[list[BlockHash], list[BlockHash]]:
+    """Stored and removed, netted: the last word on each block counts."""
+    last: dict[BlockHash, bool] = {}
+    for event in events:
+        assert isinstance(event, Stored | Removed), "nothing clears a simulated cache"
+        last[event.block_hash] = isinstance(event, Stored)
+    return [h for h, stored in last.items() if stored], [h for h, stored in last.items() if not stored]
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
