@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check bench test-deep format clean
+.PHONY: install serve test test-k8s check bench test-deep format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,7 +25,11 @@ serve: install ## one gateway, two workers and Redis on this machine: http://127
 	@$(BIN)/headstart serve $(ARGS)
 
 test: install ## the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not deep and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not deep and not gpu and not k8s" $(ARGS)
+
+test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
+	@$(BIN)/python tools/install_k8s_tools.py
+	@$(BIN)/python -m pytest -m k8s tests/k8s $(ARGS)
 
 test-deep: install ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)

@@ -1,0 +1,12 @@
+# Writes the ACL file of the built-in Redis: three users, none of whom can do what it does not need.
+set -eu
+digest() {
+  sha256sum "$1" | cut -d ' ' -f 1
+}
+umask 077
+cat > /run/redis/users.acl <<EOF
+user default off resetkeys resetchannels -@all
+user probe on nopass resetkeys resetchannels -@all +ping
+user $GATEWAY_USER on #$(digest /passwords/gateway) resetkeys resetchannels %R~{$PREFIX:*}:* -@all +ping +hello +auth +select +client|setinfo +client|setname +time +get +hgetall +hmget +sismember +smismember +scard +evalsha_ro +script|load
+user $WORKER_USER on #$(digest /passwords/worker) resetkeys resetchannels ~{$PREFIX:*}:* -@all +ping +hello +auth +select +client|setinfo +client|setname +time +multi +exec +discard +hget +hgetall +hexists +hset +hdel +sadd +srem +scard +set +pexpire +unlink
+EOF

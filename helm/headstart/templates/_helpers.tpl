@@ -1,0 +1,154 @@
+{{/* Names. The cap of 30 leaves room for "-<model>" of at most 20: a StatefulSet's name plus its hash is a label. */}}
+{{- define "headstart.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "headstart.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 30 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := include "headstart.name" . -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "headstart.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "headstart.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels. The release's own ones select everything of it; a component (and a worker's model) selects one workload. */}}
+{{- define "headstart.releaseLabels" -}}
+app.kubernetes.io/name: {{ include "headstart.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "gateway" "model" "") */}}
+{{- define "headstart.selectorLabels" -}}
+{{ include "headstart.releaseLabels" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .model }}
+headstart/model: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.labels" -}}
+{{ include "headstart.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: headstart
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* No version among a pod's labels: an upgrade of the chart alone must not throw the workers' caches away. */}}
+{{- define "headstart.podLabels" -}}
+{{ include "headstart.selectorLabels" . }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "image" .image "tag" "the tag when none is set") */}}
+{{- define "headstart.image" -}}
+{{- $reference := printf "%s:%s" .image.repository (default .tag .image.tag) -}}
+{{- if .image.digest -}}
+{{- $reference = printf "%s@%s" $reference .image.digest -}}
+{{- end -}}
+{{- $reference -}}
+{{- end -}}
+
+{{/* One model's options: its own entry over the defaults in `worker`. (dict "root" $ "model" $entry) -> YAML */}}
+{{- define "headstart.worker" -}}
+{{- toYaml (mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy .model)) -}}
+{{- end -}}
+
+{{- define "headstart.listenHost" -}}
+{{- ternary "::" "0.0.0.0" (eq .Values.ipFamily "IPv6") -}}
+{{- end -}}
+
+{{- define "headstart.podIP" -}}
+{{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") -}}
+{{- end -}}
+
+{{/* Pod Security "restricted". */}}
+{{- define "headstart.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: {{ .uid }}
+runAsGroup: {{ .uid }}
+fsGroup: {{ .uid }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "headstart.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* Soft spreading over nodes and zones unless the values say otherwise. (dict "constraints" ... "labels" ...) */}}
+{{- define "headstart.topologySpread" -}}
+{{- if .constraints -}}
+{{- range .constraints }}
+- {{ toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" (fromYaml $.labels)))) | nindent 2 | trim }}
+{{- end -}}
+{{- else -}}
+{{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- topologyKey: {{ . }}
+  maxSkew: 1
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- $.labels | nindent 6 }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Python is in every image of ours, a shell or the newer sleep action is not in every image or cluster. */}}
+{{- define "headstart.preStop" -}}
+preStop:
+  exec:
+    command: ["python3", "-I", "-S", "-c", "import time; time.sleep({{ int . }})"]
+{{- end -}}
+
+{{/* SIGTERM comes after preStop; 15 s stay for what a process does after its drain. */}}
+{{- define "headstart.gracePeriod" -}}
+{{- add (int .preStopSeconds) (int .timeoutSeconds) 15 -}}
+{{- end -}}
+
+{{- define "headstart.clusterSecretName" -}}
+{{- default (printf "%s-cluster" (include "headstart.fullname" .)) .Values.clusterSecret.existingSecret -}}
+{{- end -}}
+
+{{/* The value kept in a Secret of ours from an earlier install, else a new one. (dict "root" $ "secret" ... "key" ...) */}}
+{{- define "headstart.generated" -}}
+{{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret -}}
+{{- if and $old (hasKey (default dict $old.data) .key) -}}
+{{- index $old.data .key -}}
+{{- else -}}
+{{- randAlphaNum 48 | b64enc -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "headstart.dnsEgress" -}}
+- ports:
+    - protocol: UDP
+      port: 53
+    - protocol: TCP
+      port: 53
+{{- end -}}

@@ -1,0 +1,416 @@
+"""What every value of the chart means, in one place: writes helm/headstart/values.schema.json and the tables in
+docs/kubernetes.md between the marks. `python tools/values_schema.py [--check]`; --check writes nothing and exits 1
+when something would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+ROOT: Final = Path(__file__).parent.parent
+CHART: Final = ROOT / "helm" / "headstart"
+DOCS: Final = ROOT / "docs" / "kubernetes.md"
+Schema = dict[str, Any]
+
+QUANTITY: Final = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
+NAME: Final = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
+
+
+def text(meaning: str, **more: Any) -> Schema:
+    return {"type": "string", "description": meaning, **more}
+
+
+def name(meaning: str) -> Schema:
+    return text(meaning, pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", maxLength=253)
+
+
+def choice(meaning: str, *values: str) -> Schema:
+    return text(meaning, enum=list(values))
+
+
+def quantity(meaning: str, *, optional: bool = False) -> Schema:
+    pattern = QUANTITY if not optional else f"^$|{QUANTITY}"
+    return {"type": ["string", "integer"], "description": meaning, "pattern": pattern, "minimum": 1}
+
+
+def whole(meaning: str, minimum: int = 0, maximum: int | None = None) -> Schema:
+    bounds = {"minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
+    return {"type": "integer", "description": meaning, **bounds}
+
+
+def flag(meaning: str) -> Schema:
+    return {"type": "boolean", "description": meaning}
+
+
+def array(meaning: str, items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "description": meaning, "items": items, **more}
+
+
+def free(meaning: str) -> Schema:
+    """An object that Kubernetes defines."""
+    return {"type": "object", "description": meaning}
+
+
+def strings(meaning: str) -> Schema:
+    return {"type": "object", "description": meaning, "additionalProperties": {"type": "string"}}
+
+
+def group(meaning: str, required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
+    schema = {"type": "object", "description": meaning, "additionalProperties": False, "properties": properties}
+    return schema | ({"required": list(required)} if required else {})
+
+
+def image(whose: str, tag: str) -> Schema:
+    return group(
+        f"The image of {whose}.",
+        repository=text(f"Repository of {whose}'s image, with its registry.", minLength=1),
+        tag={"type": ["string"], "description": tag, "pattern": r"^[A-Za-z0-9_.-]*$"},
+        digest=text("Digest that pins the image; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
+        pullPolicy=choice("When the image is pulled.", "Always", "IfNotPresent", "Never"),
+    )
+
+
+def resources(whose: str) -> Schema:
+    amounts = {
+        "cpu": quantity(f"CPUs of {whose}."),
+        "memory": quantity(f"Memory of {whose}."),
+        "ephemeral-storage": quantity(f"Local storage of {whose}."),
+    }
+    return group(
+        f"Requests and limits of {whose}; GPUs stand in `gpu`.",
+        requests={"type": "object", "description": "What is reserved.", "additionalProperties": False, "properties": amounts},
+        limits={"type": "object", "description": "What is never exceeded.", "additionalProperties": False, "properties": amounts},
+    )
+
+
+def placement() -> dict[str, Schema]:
+    return {
+        "priorityClassName": name("Priority class of the pods."),
+        "nodeSelector": strings("Labels of the nodes that may run the pods."),
+        "tolerations": array("Tolerations of the pods.", free("A toleration.")),
+        "affinity": free("Affinity of the pods."),
+    }
+
+
+def pod() -> dict[str, Schema]:
+    return {
+        **placement(),
+        "topologySpreadConstraints": array(
+            "Spread of the pods; empty: softly over nodes and zones. The label selector is added where it is missing.",
+            group(
+                "A constraint.",
+                ("topologyKey", "maxSkew", "whenUnsatisfiable"),
+                topologyKey=text("Label of the nodes."),
+                maxSkew=whole("Largest difference.", 1),
+                whenUnsatisfiable=choice("What happens else.", "DoNotSchedule", "ScheduleAnyway"),
+                minDomains=whole("Least number of domains.", 1),
+                labelSelector=free("Which pods are counted."),
+                matchLabelKeys=array("Keys of pod labels.", {"type": "string"}),
+                nodeAffinityPolicy=choice("How affinity counts.", "Honor", "Ignore"),
+                nodeTaintsPolicy=choice("How taints count.", "Honor", "Ignore"),
+            ),
+        ),
+        "podLabels": strings("Further labels of the pods."),
+        "podAnnotations": strings("Annotations of the pods."),
+        "extraArgs": array("Further options of the command line.", {"type": "string", "minLength": 1}),
+        "extraEnv": array("Further environment variables.", {"type": "object", "required": ["name"]}),
+        "extraVolumes": array("Further volumes.", {"type": "object", "required": ["name"]}),
+        "extraVolumeMounts": array("Further mounts.", {"type": "object", "required": ["name", "mountPath"]}),
+        "podDisruptionBudget": group(
+            "How many pods a node drain may take at once.",
+            enabled=flag("Whether there is a PodDisruptionBudget."),
+            maxUnavailable={
+                "type": ["integer", "string"],
+                "description": "Pods, or a percentage of them.",
+                "minimum": 1,
+                "pattern": "^[1-9][0-9]?%$|^100%$",
+            },
+        ),
+    }
+
+
+def drain(whose: str, why: str) -> Schema:
+    return group(
+        f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + 15.",
+        preStopSeconds=whole(f"Sleep before SIGTERM. {why}", 0, 600),
+        timeoutSeconds=whole("What open requests get after SIGTERM; those left then end with an explicit error.", 1, 86400),
+    )
+
+
+def autoscaling(target: Schema, target_name: str, **more: Schema) -> Schema:
+    return group(
+        "Scaling by load. While it is on, `replicas` is not rendered.",
+        enabled=flag("Whether replicas follow the load."),
+        kind=choice("HorizontalPodAutoscaler, or a KEDA ScaledObject.", "hpa", "keda"),
+        minReplicas=whole("Never fewer. There is no scaling to zero: a fleet without a worker knows no model.", 1),
+        maxReplicas=whole("Never more.", 1),
+        **{target_name: target},
+        **more,
+        scaleDownStabilizationSeconds=whole("How long the load must be low before a pod, and its cache, is given up.", 0, 3600),
+        prometheusAddress=text("Address of a Prometheus, for kind keda.", pattern="^(https?://.+)?$"),
+    )
+
+
+WORKER: Final[dict[str, Schema]] = {
+    "image": image("the workers", "Tag of the image; empty: the chart's appVersion and -cpu or -cuda."),
+    "replicas": whole("Workers of a model.", 1),
+    "servedName": text("The model's name in the API; empty: the entry's name."),
+    "gpu": group(
+        "The device.",
+        count=whole("GPUs of a worker: 0 runs on the CPU, 1 on CUDA. A worker uses one GPU, whole or a MIG slice.", 0, 1),
+        resourceName=text("What the device plugin calls a GPU or a slice.", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$"),
+    ),
+    "dtype": choice("Number format; empty: float32 on a CPU, else bfloat16.", "", "float32", "bfloat16", "float16"),
+    "weights": choice("`packed` keeps 4 and 8 bit GGUF weights packed.", "dense", "packed"),
+    "maxModelLen": whole("Longest prompt and answer together, in tokens; 0: the model's.", 0),
+    "maxNumSeqs": whole("Sequences in a step.", 1),
+    "blockSize": whole("Tokens in a block of the KV cache; the same for all workers of a model.", 1),
+    "kvCacheMemory": text("Size of the KV cache; empty: by the free memory.", pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$"),
+    "threads": whole("CPU threads; 0: as many as the node has, which is wrong under a CPU limit.", 0),
+    "prefixCache": choice("How prefixes are reused.", "hash", "radix", "off"),
+    "download": flag("Whether a model that is not in the volume is fetched from the Hugging Face hub (egress to port 443)."),
+    "huggingFaceToken": group(
+        "Access to gated models.",
+        existingSecret=name("Secret with the token; empty: none."),
+        key=text("Its key in the Secret.", minLength=1),
+    ),
+    "volume": group(
+        "Where models lie: at /models in the pod.",
+        existingClaim=name("Claim with the models, shared by the workers: ReadWriteMany, or ReadOnlyMany with readOnly."),
+        readOnly=flag("Mount the existing claim read only."),
+        subPath=text("Folder of the volume."),
+        size=quantity("Size of a claim of its own for each worker; empty, without existingClaim: a volume that ends with the pod.", optional=True),
+        storageClassName=name("Storage class of these claims; empty: the cluster's default."),
+        whenDeleted=choice("What becomes of these claims when the release is deleted.", "Retain", "Delete"),
+    ),
+    "startupTimeoutSeconds": whole("How long a model may load before the pod is restarted.", 10, 86400),
+    "drain": drain("a worker", "Not needed: a draining worker refuses, and gateways go elsewhere."),
+    "resources": resources("a worker"),
+    "shmSize": quantity("Size of /dev/shm; empty: the runtime's.", optional=True),
+    "runtimeClassName": name("Runtime class of the pods."),
+    **pod(),
+    "autoscaling": autoscaling(
+        whole("Prompt tokens that may wait for a worker on average before there is another one.", 1), "queuedTokensPerReplica"
+    ),
+}
+
+VALUES: Final = group(
+    "Values of the chart headstart.",
+    nameOverride=text("Replaces the chart's name in labels and names.", pattern=NAME, maxLength=30),
+    fullnameOverride=text("Replaces the prefix of all names.", pattern=NAME, maxLength=30),
+    ipFamily=choice("Address family on which pods listen and workers announce themselves.", "IPv4", "IPv6"),
+    commonLabels=strings("Labels of every object."),
+    imagePullSecrets=array("Secrets for pulling images.", group("A secret.", ("name",), name=name("Its name."))),
+    clusterSecret=group(
+        "The secret that gateways and workers share. It keys the tenants' salts; a worker with another one is refused.",
+        existingSecret=name("Secret that holds it; empty: one is generated and kept over upgrades."),
+        key=text("Its key in the Secret.", minLength=1),
+    ),
+    apiKeys=group(
+        "Who may use the API.",
+        existingSecret=name("Secret with the file of API keys; empty: no authentication."),
+        key=text("Its key in the Secret.", minLength=1),
+    ),
+    models=array(
+        "The models; each gets a StatefulSet of workers.",
+        group(
+            "A model: its name and source, and any key of `worker`.",
+            ("name", "source"),
+            name=text(
+                "Name of the entry: part of the names of its objects.",
+                pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+                maxLength=20,
+            ),
+            source=text("A Hugging Face id, or a GGUF file or folder under /models.", minLength=1),
+            **{key: {"$ref": f"#/definitions/worker/properties/{key}"} for key in WORKER},
+        ),
+        minItems=1,
+    ),
+    worker={"$ref": "#/definitions/worker"},
+    gateway=group(
+        "The gateways.",
+        image=image("the gateways", "Tag of the image; empty: the chart's appVersion."),
+        replicas=whole("Gateways.", 1),
+        policy=choice("Routing policy.", "POLICIES"),
+        drain=drain("a gateway", "Load balancers notice meanwhile that it leaves, while it still serves."),
+        resources=resources("a gateway"),
+        **pod(),
+        autoscaling=autoscaling(
+            whole("Target for kind hpa, in percent of the CPU request.", 1, 100),
+            "targetCPUUtilization",
+            requestsInFlightPerReplica=whole("Target for kind keda.", 1),
+        ),
+        service=group(
+            "The Service of the OpenAI API. The ops port has a headless Service of its own.",
+            type=choice("Its type.", "ClusterIP", "NodePort", "LoadBalancer"),
+            port=whole("Its port.", 1, 65535),
+            annotations=strings("Its annotations."),
+        ),
+        ingress=group(
+            "An Ingress for /v1. Switch off response buffering and raise the read timeout in its annotations.",
+            enabled=flag("Whether there is one."),
+            className=name("Its class; empty: the cluster's default."),
+            annotations=strings("Its annotations."),
+            hosts=array("Its host names.", {"type": "string", "minLength": 1}),
+            tls=array("Its certificates.", free("hosts and secretName.")),
+        ),
+        httpRoute=group(
+            "A Gateway API route for /v1.",
+            enabled=flag("Whether there is one."),
+            annotations=strings("Its annotations."),
+            parentRefs=array("The Gateways it attaches to.", {"type": "object", "required": ["name"]}),
+            hostnames=array("Its host names.", {"type": "string", "minLength": 1}),
+            requestTimeout=text("Longest request; 0s: none.", pattern="^([0-9]{1,5}(h|m|s|ms)){1,4}$"),
+        ),
+    ),
+    redis=group(
+        "The shared prefix index and registry. It is a hint: without it requests are served, but routed blindly.",
+        mode=choice("One in the release, one elsewhere, or none at all.", "builtin", "external", "none"),
+        prefix=text("Prefix of every key: one for each fleet that shares a Redis.", pattern=r"^[A-Za-z0-9._-]{1,64}$"),
+        shards=whole("Slots over which the index is spread in a Redis Cluster.", 1, 1024),
+        existingSecret=name("Secret with the passwords; empty: generated for builtin, no authentication for external."),
+        gatewayUsername=text("ACL user of the gateways; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
+        gatewayPasswordKey=text("Key of its password in the Secret.", minLength=1),
+        workerUsername=text("ACL user of the workers; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
+        workerPasswordKey=text("Key of its password in the Secret.", minLength=1),
+        builtin=group(
+            "The Redis of the release: one pod, nothing on disk; workers write the index anew when it restarts.",
+            image=image("Redis", "Tag of the image. Redis 7.0 or newer."),
+            memoryMiB=whole("Its memory; three quarters are for data. 100 MiB of data hold about a million blocks.", 64),
+            cpuRequest=quantity("CPUs reserved."),
+            tlsSecret=name("Secret with tls.crt, tls.key and ca.crt; empty: no TLS."),
+            **placement(),
+        ),
+        external=group(
+            "A Redis elsewhere, 6.2 or newer.",
+            url=text(
+                "redis://HOST:PORT, rediss://HOST:PORT, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, "
+                "redis+cluster://HOST:PORT,HOST:PORT or rediss+cluster://...; without user and password.",
+                pattern=r"^$|^(redis|rediss|redis\+sentinel|redis\+cluster|rediss\+cluster)://[^\s]+$",
+            ),
+            ports=array("Ports that the NetworkPolicies open towards it.", whole("A port.", 1, 65535), minItems=1),
+            caSecret=name("Secret with the CA of its certificate; empty: the system's."),
+            caKey=text("Key of the CA in the Secret.", minLength=1),
+        ),
+    ),
+    serviceAccount=group(
+        "The account of all pods. Nothing here talks to the Kubernetes API; no token is mounted.",
+        create=flag("Whether one is created."),
+        name=name("Its name; empty: the release's, or `default` when none is created."),
+        annotations=strings("Its annotations."),
+    ),
+    networkPolicy=group(
+        "Default deny for every pod of the release, and what is needed.",
+        enabled=flag("Whether there are NetworkPolicies. Workers do not ask who calls: keep them."),
+        clients=array("Who may call the API (NetworkPolicy peers); empty: everybody.", free("A peer.")),
+        monitoring=array("Who may read metrics: the ops port of gateways, and the workers' port.", free("A peer.")),
+        extraGatewayEgress=array("Further egress rules of gateways.", free("A rule.")),
+        extraWorkerEgress=array("Further egress rules of workers.", free("A rule.")),
+    ),
+    metrics=group(
+        "For a Prometheus operator and a Grafana.",
+        serviceMonitor=group(
+            "Scraping of gateways and workers.",
+            enabled=flag("Whether there are ServiceMonitors."),
+            interval=text("How often.", pattern="^[0-9]+(ms|s|m)$"),
+            labels=strings("Labels by which your Prometheus selects them."),
+        ),
+        prometheusRule=group(
+            "The alerts.",
+            enabled=flag("Whether there is a PrometheusRule."),
+            labels=strings("Labels by which your Prometheus selects it."),
+        ),
+        dashboard=group(
+            "The Grafana dashboard.",
+            enabled=flag("Whether there is a ConfigMap with it."),
+            labels=strings("Labels by which Grafana's sidecar finds it."),
+            annotations=strings("Annotations, such as the folder."),
+        ),
+    ),
+    test=group(
+        "`helm test`.",
+        apiKeySecret=name("Secret with an API key for the test; needed when apiKeys is set."),
+        apiKeyKey=text("Its key in the Secret.", minLength=1),
+    ),
+    extraObjects=array("Further objects of the release; they may use template syntax.", {"type": ["object", "string"]}),
+)
+
+
+def schema() -> Schema:
+    values = json.loads(json.dumps(VALUES))
+    values["properties"]["gateway"]["properties"]["policy"]["enum"] = policies()
+    values["properties"]["global"] = free("For parent charts; not read.")
+    worker = {"type": "object", "description": "The workers.", "additionalProperties": False, "properties": WORKER}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"worker": worker}, **values}
+
+
+def policies() -> list[str]:
+    sys.path.insert(0, str(ROOT))
+    from server.router.policies import POLICIES
+
+    return list(POLICIES)
+
+
+def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Each value that can be set: its path, default and meaning."""
+    for key, child in node["properties"].items():
+        here, default = f"{path}{key}", defaults.get(key)
+        if "properties" in child and default != {}:
+            yield from leaves(child, default, f"{here}.")
+        elif "$ref" not in child:
+            yield here, default, child["description"]
+
+
+def table(rows: Iterator[tuple[str, Any, str]]) -> list[str]:
+    lines = ["| value | default | meaning |", "| --- | --- | --- |"]
+    for path, default, meaning in rows:
+        shown = "not set" if default is None else "SmolLM2-135M-Instruct" if path == "models" else f"`{json.dumps(default)}`"
+        lines.append(f"| `{path}` | {shown} | {meaning} |")
+    return lines
+
+
+def tables() -> str:
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    lines = ["### An entry of `models`", "", "| key | meaning |", "| --- | --- |"]
+    entry = VALUES["properties"]["models"]["items"]["properties"]
+    lines += [f"| `{key}` | {entry[key]['description']} |" for key in ("name", "source")]
+    lines += ["| any key of `worker` | As below, for this model alone; lists replace, objects are merged. |", ""]
+    worker = {"properties": WORKER}
+    lines += ["### `worker`: the defaults of every model", "", *table(leaves(worker, defaults["worker"], "worker.")), ""]
+    lines += ["### Everything else", "", *table(leaves(VALUES, defaults, ""))]
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    begin, end = "<!-- values: begin -->", "<!-- values: end -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{tables()}\n{end}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = False
+    for path, content in (
+        (CHART / "values.schema.json", json.dumps(schema(), indent=1) + "\n"),
+        (DOCS, with_tables(DOCS.read_text())),
+    ):
+        if not path.exists() or path.read_text() != content:
+            stale = True
+            print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
+            if not check:
+                path.write_text(content)
+    return int(check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
