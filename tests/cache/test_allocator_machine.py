@@ -33,6 +33,7 @@ from cache.types import BlockHash
 TENANTS = tuple(Namespace("model", "main", "tokenizer", 1).root(salt=salt) for salt in (b"a", b"b"))
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 PROBABLY = st.sampled_from((True, True, True, False))
+TENANT = st.sampled_from((TENANTS[0], TENANTS[0], TENANTS[0], TENANTS[1]))
 DEEP_STEPS = 200_000
 
 KV = tuple[BlockHash, tuple[int, ...]]
@@ -56,7 +57,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     allocator: Allocator
 
-    @initialize(num_blocks=st.integers(2, 14), block_size=st.integers(1, 4))
+    @initialize(num_blocks=st.sampled_from((10, 14, 20, 6, 2)), block_size=st.sampled_from((2, 3, 1, 4)))
     def begin(self, num_blocks: int, block_size: int) -> None:
         self.allocator = make_allocator(self.kind, num_blocks, block_size, self.window_size)
         self.prompts: list[list[int]] = []
@@ -66,13 +67,25 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.parents: dict[BlockHash, BlockHash] = {}
         self.written: set[BlockHash] = set()
 
-    @rule(
-        data=st.data(),
-        tenant=st.sampled_from((*TENANTS, TENANTS[0], TENANTS[0])),
-        reuse=st.sampled_from((True, True, True, False)),
-        hashed=st.booleans(),
-    )
+    @rule(data=st.data(), tenant=TENANT, reuse=PROBABLY, hashed=st.booleans())
     def start(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool) -> None:
+        """A request comes; with too many at once the first one is preempted."""
+        if len(self.running) >= 4:
+            self.finish(self.running[0])
+        self.admit(data, tenant, reuse, hashed)
+
+    @rule(data=st.data(), tenant=TENANT)
+    def serve(self, data: st.DataObject, tenant: BlockHash) -> None:
+        """A whole request, while the others wait."""
+        sequence = self.admit(data, tenant, True, False)
+        if sequence is None:
+            return
+        stop = min(len(sequence.tokens), sequence.allocation.capacity)
+        self.write(sequence, stop)
+        self.commit(sequence, stop)
+        self.finish(sequence)
+
+    def admit(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool) -> Sequence | None:
         allocator, size = self.allocator, self.allocator.block_size
         tokens = self.draw_prompt(data)
         num_tokens = data.draw(st.sampled_from((len(tokens), len(tokens) + 4, 1)))
@@ -86,12 +99,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         if allocation is None:
             assert num_needed > num_free, f"{num_needed} blocks fit into {num_free}"
             assert self.snapshot() == before, "a failed allocation changed something"
-            return
+            return None
         assert num_needed - found // size <= num_free
         assert allocation.num_cached_tokens == found < len(tokens)
         assert len(allocation.block_table) == num_needed
         assert allocation.capacity >= num_tokens
-        self.running.append(Sequence(tenant, tokens, allocation, found))
+        sequence = Sequence(tenant, tokens, allocation, found)
+        self.running.append(sequence)
+        return sequence
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -123,9 +138,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             if fails:
                 self.finish(sequence)
                 continue
-            sequence.allocation.commit(sequence.tokens, stop)
-            sequence.num_computed = stop
-            self.note_written(sequence)
+            self.commit(sequence, stop)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -225,8 +238,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pytest.raises(AssertionError):
             sequence.allocation.free()
 
-    def note_written(self, sequence: Sequence) -> None:
-        chain = hash_chain(sequence.tenant, sequence.tokens[: sequence.num_computed], self.allocator.block_size)
+    def commit(self, sequence: Sequence, stop: int) -> None:
+        sequence.allocation.commit(sequence.tokens, stop)
+        sequence.num_computed = stop
+        chain = hash_chain(sequence.tenant, sequence.tokens[:stop], self.allocator.block_size)
         self.parents.update(zip(chain, [sequence.tenant, *chain], strict=False))
         self.written.update(chain)
 
