@@ -80,6 +80,7 @@ class WorkerConfig:
             max_waiting_requests=self.max_waiting_requests,
             aging_s=self.aging_s,
             watermark=self.watermark,
+            await_prefixes=self.prefix_cache != "off",
             max_batch_prefill_tokens=self.max_batch_prefill_tokens,
             max_batch_total_tokens=self.max_batch_total_tokens,
             waiting_served_ratio=self.waiting_served_ratio,

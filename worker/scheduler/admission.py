@@ -27,30 +27,53 @@ class Admission:
     ) -> list[tuple[Sequence, int]]:
         """Allocate for the sequences that join, in order, and grant each the tokens of its first chunk.
 
-        The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence whose own
-        request is computing the prompt right now waits for it, and will find it cached.
+        The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence whose prefix
+        is being computed right now waits for that, and lets others pass: it will find the prefix cached.
         """
         min_newcomers = self.gate.min_newcomers(len(running))
         if min_newcomers is not None and len(waiting) < min_newcomers:
             return []
         admitted: list[tuple[Sequence, int]] = []
         load = _Load.of(running, self._allocator.block_size)
+        prefilling = [sequence for sequence in running if sequence.is_prefilling]
         for sequence in waiting:
-            if budget.left == 0:
+            if budget.left == 0 or not load.has_room(sequence, self._limits):
                 break
-            if any(sibling.allocation is not None and sibling.is_prefilling for sibling in sequence.request.sequences):
+            if self._has_to_wait(sequence, prefilling):
                 continue
-            if not load.has_room(sequence, self._limits):
-                break
             granted = self._allocate(sequence, budget, load)
             if granted == 0:
                 break
             load.add(sequence)
+            prefilling.append(sequence)
             admitted.append((sequence, granted))
         if min_newcomers is not None and len(admitted) < min_newcomers:
             self._undo(admitted, budget)
             return []
         return admitted
+
+    def _has_to_wait(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+        if not sequence.reuse:  # the logprobs of a prompt are collected by one sequence at a time
+            return any(other.request is sequence.request for other in prefilling)
+        return self._limits.await_prefixes and self._is_computed_now(sequence, prefilling)
+
+    def _is_computed_now(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+        """Whether one of `prefilling` computes more of its prefix than is cached, and got on since the last look."""
+        if not prefilling:
+            return False
+        size = self._allocator.block_size
+        chain = sequence.hashes(size)[: (len(sequence.token_ids) - 1) // size]
+        other, num_shared = max(
+            ((other, num_shared_blocks(chain, other.chain)) for other in prefilling), key=lambda pair: pair[1]
+        )
+        if num_shared * size <= other.num_computed:
+            return False
+        stalled = sequence.awaited == (other, other.num_computed)
+        sequence.awaited = (other, other.num_computed)
+        if stalled:
+            return False
+        root = BlockHash(sequence.request.wire.root)
+        return num_shared * size > self._allocator.find(sequence.token_ids, root, hashes=sequence.chain)
 
     def _allocate(self, sequence: Sequence, budget: PrefillBudget, load: _Load) -> int:
         """Room for the first chunk; the tokens granted, or 0: it does not fit now."""
@@ -67,7 +90,8 @@ class Admission:
         if load.num_sequences > 0 and free_blocks - wanted_blocks < watermark:
             sequence.blocked_at = self._allocator.num_free_blocks
             return 0
-        granted = budget.take(num_tokens - cached, budget.newcomer_share if load.num_sequences > 0 else None)
+        cap = budget.newcomer_share if load.num_sequences > 0 else budget.head_share
+        granted = budget.take(num_tokens - cached, cap)
         allocation = self._allocator.allocate(
             cached + granted, sequence.token_ids, root, reuse=sequence.reuse, hashes=hashes
         )
@@ -122,6 +146,18 @@ class _Load:
         limit = limits.max_batch_total_tokens
         total_tokens = self.total_tokens + len(sequence.choices) * sequence.request.total_tokens
         return limit is None or self.num_sequences == 0 or total_tokens <= limit
+
+
+def num_shared_blocks(one: list[BlockHash], other: list[BlockHash]) -> int:
+    """Length of the common prefix of two chains: equal hashes at a place mean that all before are equal too."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:

@@ -28,6 +28,8 @@ class BatchLimits:
     """Seconds of waiting that make up for one step of priority."""
     watermark: float = 0.01
     """Part of the pool that an admission must leave free, so that the running ones can grow."""
+    await_prefixes: bool = True
+    """Whether a sequence waits while a running one computes its prefix: of use when the pool can find it then."""
     max_batch_prefill_tokens: int | None = None
     """TGI: prefill tokens in one step."""
     max_batch_total_tokens: int | None = None

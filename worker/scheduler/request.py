@@ -91,6 +91,8 @@ class Sequence:
     num_computed: int = 0
     blocked_at: int | None = None
     """Free blocks when it last failed to be admitted: the lookup is not repeated before that number changes."""
+    awaited: tuple[Sequence, int] | None = None
+    """The sequence that computes a prefix of this one, and how far it was at the last look."""
     chain: list[BlockHash] = field(default_factory=list)
     order: tuple[float, int, int] = field(init=False)
     """Who comes first. Total and constant, so the first in order is never preempted by another."""

@@ -274,6 +274,7 @@ class Scheduler:
             branch = TokenSequence(sequence.request, [choice], sequence.token_ids.copy())
             branch.allocation = sequence.allocation.fork()
             branch.num_computed = sequence.num_computed
+            branch.chain = sequence.chain.copy()
             branches.append(branch)
             sequence.request.sequences.append(branch)
             self.running.add(branch)

@@ -84,7 +84,7 @@ class HandEngine:
         **limits,
     ) -> None:
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size)
-        self.scheduler = Scheduler(self.allocator, BatchLimits(**limits), eos)
+        self.scheduler = Scheduler(self.allocator, BatchLimits(await_prefixes=prefix_cache != "off", **limits), eos)
         self.runner = ArithmeticRunner(num_blocks, block_size, fails)
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0

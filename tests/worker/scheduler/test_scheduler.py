@@ -293,3 +293,41 @@ def test_a_pool_exhausted_by_sixteen_long_requests_serves_them_all() -> None:
     assert engine.num_preempted > 0
     for prompt, request in zip(prompts, requests, strict=True):
         assert engine.answer(request).tokens[0] == answer(prompt, 100, 60)
+
+
+def test_a_burst_with_one_prefix_computes_it_once() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    shared = [i % 50 for i in range(200)]
+    requests = [engine.submit(generate([*shared, i, i, i], 4)) for i in range(8)]
+    bystander = engine.submit(generate([49] * 12, 4))
+    engine.step()
+    assert bystander.started_s is not None  # those that wait for the prefix let it pass
+    engine.finish()
+    for i, request in enumerate(requests):
+        assert engine.answer(request).tokens[0] == answer([*shared, i, i, i], 100, 4)
+    prefilled = sum(step.num_tokens for step in engine.runner.steps) - 9 * 3
+    assert prefilled == 203 + 7 * 3 + 12
+
+
+def test_nobody_waits_for_a_prefix_that_gets_no_further() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    first = engine.submit(generate([1] * 200, 4))
+    engine.step()
+    engine.submit(generate([1] * 201, 4))
+    second = next(iter(engine.scheduler.waiting))
+    second.awaited = (next(iter(engine.scheduler.running)), first.sequences[0].num_computed)
+    engine.step()
+    assert second.allocation is not None
+    engine.finish()
+
+
+def test_an_aborted_prefix_is_computed_by_the_next() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    first, second = engine.submit(generate([1] * 200, 4)), engine.submit(generate([1] * 201, 4))
+    engine.step()
+    assert second.started_s is None
+    engine.abort(first)
+    engine.step()
+    assert second.num_cached_tokens == 64
+    engine.finish()
+    assert engine.answer(second).tokens[0] == answer([1] * 201, 100, 4)
