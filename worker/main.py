@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvicorn
 
+from cache.index import WorkerMember
 from cache.redis_index import WriterSettings
 from worker.app import make_app
 from worker.config import WorkerConfig, parse
@@ -211,6 +212,20 @@ class Worker:
     def _report(self, progress: str) -> None:
         self._service.progress = progress
         _say(progress)
+
+
+def _publisher(config: WorkerConfig, url: str, member: WorkerMember) -> Publisher:
+    """Raises _StartError for an URL or a prefix that is none."""
+    try:
+        settings = WriterSettings(
+            prefix=config.redis_prefix,
+            num_shards=config.redis_shards,
+            username=config.redis_username,
+            password=config.redis_password(),
+        )
+        return Publisher(url, member, writer_settings=settings)
+    except (ValueError, OSError) as error:
+        raise _StartError(f"--redis: {error}") from error
 
 
 async def watch_for_hangs(engine: Engine, max_step_s: float, tick_s: float = 1.0) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final
 
 from cache.allocator import Allocator, BlockCopy
 from cache.types import BlockHash
-from worker.scheduler.admission import Admission
+from worker.scheduler.admission import Admission, num_shared_blocks
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.plan import Emission, Plan, PlannedChunk
 from worker.scheduler.queue import OrderedSequences
@@ -24,6 +26,9 @@ from worker.step import Drawn, SequenceResult
 from worker.wire import End, Failed, Finished, Started
 
 logger = logging.getLogger(__name__)
+
+MAX_COMPARED: Final = 128
+"""Requests before a new one that are looked at for a common prefix, the latest first."""
 
 
 class Scheduler:
@@ -120,14 +125,20 @@ class Scheduler:
         return emissions
 
     def _count_uncached(self, request: Request) -> int:
-        """Tokens that its prefill would compute if it began now."""
+        """Tokens that its prefill will compute: neither cached now nor computed by those before it."""
         if not request.sequences:
             return 0
-        sequence = request.sequences[0]
+        sequence, size = request.sequences[0], self.allocator.block_size
         if not sequence.reuse:
             return len(sequence.token_ids)
-        root, hashes = BlockHash(request.wire.root), sequence.hashes(self.allocator.block_size)
-        return len(sequence.token_ids) - self.allocator.find(sequence.token_ids, root, hashes=hashes)
+        hashes = sequence.hashes(size)
+        cached = self.allocator.find(sequence.token_ids, BlockHash(request.wire.root), hashes=hashes)
+        if self.limits.await_prefixes:
+            latest = islice(reversed(self.requests.values()), MAX_COMPARED)
+            ahead = (other.sequences[0].chain for other in latest if other.first_token_s is None and other.sequences)
+            shared = max((num_shared_blocks(hashes, chain) for chain in ahead), default=0)
+            cached = max(cached, min(shared, (len(sequence.token_ids) - 1) // size) * size)
+        return len(sequence.token_ids) - cached
 
     # --- scheduling ---------------------------------------------------------------------------------------------
 

@@ -299,6 +299,7 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
     shared = [i % 50 for i in range(200)]
     requests = [engine.submit(generate([*shared, i, i, i], 4)) for i in range(8)]
+    assert [request.num_uncached_tokens for request in requests] == [203] + 7 * [3]
     bystander = engine.submit(generate([49] * 12, 4))
     engine.step()
     assert bystander.started_s is not None  # those that wait for the prefix let it pass
