@@ -19,6 +19,8 @@ from cache.types import Epoch, GatewayId
 
 _FOLD_S = 2.0
 """Own bookings that no report has confirmed for so long count as assigned without it."""
+_OTHERS_MEMORY_S = 60.0
+_MAX_UNSEEN_S = 1.0
 
 
 class DecayedSum:
@@ -87,6 +89,7 @@ class WorkerBook:
         "_counter_s",
         "_folded_s",
         "_others_s",
+        "_others_seen_s",
         "_queue",
         "_reported_s",
         "_unreported",
@@ -112,6 +115,7 @@ class WorkerBook:
         self._counter_s: float | None = None
         self._reported_s = -math.inf
         self._others_s = 0.0
+        self._others_seen_s = -math.inf
 
     @property
     def num_queued(self) -> int:
@@ -139,6 +143,8 @@ class WorkerBook:
             return
         self._reported_s = written_s
         self._others_s = sum(seconds for gateway, seconds in load.queued_prefill_s.items() if gateway != gateway_id)
+        if self._others_s > 0.0:
+            self._others_seen_s = written_s
         counter_s = load.assigned_prefill_s
         if self._counter_s is not None and counter_s > self._counter_s:
             self._assigned.add(max(0.0, counter_s - self._counter_s - self._folded_s), written_s)
@@ -158,6 +164,12 @@ class WorkerBook:
         if others_s > 0.0:
             others_s -= (now_s - self._reported_s) * others_s / (others_s + own_s)
         return max(0.0, own_s) + max(0.0, others_s)
+
+    def unseen_s(self, now_s: float) -> float:
+        """For how long others may have sent work here that no report has shown yet; 0 when there are no others."""
+        if now_s - self._others_seen_s > _OTHERS_MEMORY_S:
+            return 0.0
+        return min(_MAX_UNSEEN_S, max(0.0, now_s - self._reported_s))
 
     def recent_s(self, now_s: float) -> float:
         """Prefill seconds assigned to the worker by everybody, decayed over the window."""

@@ -134,7 +134,10 @@ class Dispatcher:
         open_options = [option for option, guard in zip(options, guards, strict=True) if guard is None]
         scores: Sequence[float] = ()
         if open_options:
-            fleet = FleetView(self.settings.cost, sum(option.recent_s for option in options), len(options), now_s)
+            recent_s = sum(option.recent_s for option in options)
+            fleet = FleetView(self.settings.cost, recent_s, len(options))
+            if trace is None:
+                fleet = FleetView(self.settings.cost, recent_s, len(options), self._rng.random)
             scores = self._policy.scores(request, open_options, fleet)
         if trace is not None:
             self._explain(trace, candidates, options, matches, guards, scores)
@@ -176,6 +179,7 @@ class Dispatcher:
             active_blocks=book.num_blocks,
             kv_usage=1.0 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
             num_blocks=load.num_blocks,
+            unseen_s=book.unseen_s(now_s),
             queued_s=book.queued_s,
             prefill_tokens_per_s=rate,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,8 @@ class Option:
     """Part of its pool that running requests hold, 0..1."""
     num_blocks: int = 0
     """Size of its pool, 0 where it is not known."""
+    unseen_s: float = 0.0
+    """Age of what is known of other gateways' requests there; 0 when there are none."""
     queued_s: float = 0.0
     """Prefill seconds queued there, with nothing taken off for the one in service."""
     prefill_tokens_per_s: float = 1.0
@@ -47,7 +49,8 @@ class FleetView:
     recent_s: float
     """Prefill seconds assigned to the fleet, decayed over a minute."""
     num_workers: int
-    now_s: float
+    draw: Callable[[], float] = lambda: 0.5
+    """A random number in 0..1."""
 
 
 class Policy(Protocol):

@@ -1,4 +1,10 @@
-"""The design's cost, in seconds: see `server.router.cost`."""
+"""The design's cost, in seconds: see `server.router.cost`.
+
+With several gateways one thing is added. What others sent since a worker's last report is unknown, and every gateway
+sees the same idle workers and breaks ties the same way, so they would all take the same one. Costs therefore get a
+random part as large as the report is old. Simulated with 4 gateways on the conversations, mean TTFT with reports
+50 / 250 / 1,000 ms old: 1.46 / 1.61 / 2.02 s without it, 1.44 / 1.53 / 1.74 s with it, one gateway 1.39 s.
+"""
 
 from __future__ import annotations
 
@@ -12,4 +18,8 @@ class Headstart(StatelessPolicy):
     def scores(self, request: RouteRequest, options: Sequence[Option], fleet: FleetView) -> Sequence[float]:
         beta = fleet.cost.beta(fleet.recent_s, fleet.num_workers)
         cost_s = fleet.cost.cost_s
-        return [cost_s(option.wait_s, option.own_s, option.recent_s, beta) for option in options]
+        return [
+            cost_s(option.wait_s, option.own_s, option.recent_s, beta)
+            + (option.unseen_s * fleet.draw() if option.unseen_s else 0.0)
+            for option in options
+        ]
