@@ -69,12 +69,13 @@ class Answer:
         prompt_tokens = sum(len(generation.spec.prompt_ids) for generation in self.generations)
         output_tokens = sum(generation.num_output_tokens for generation in self.generations)
         cached_tokens = sum(generation.num_cached_tokens or 0 for generation in self.generations)
+        reasoning_tokens = sum(generation.num_reasoning_tokens for generation in self.generations)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -16,7 +16,10 @@ from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_js
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.models import ServedModel
 from server.openai_types import ChatRequest
+from server.parsing.messages import ChoiceMessage
+from server.parsing.output import END_THINK, OutputRules
 from server.sampling import choice_seeds, sampling_params, text_rules, token_budget, truncated
+from server.tools import output_rules, tool_grammar
 
 INLINE_RENDER_CHARS: Final = 16_384
 
@@ -35,6 +38,7 @@ async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity,
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
     max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
     num_top = (request.top_logprobs or 0) if request.logprobs else None
+    rules = output_rules(request, model, text)
     id_ = answer_id("chatcmpl")
     spec = GenerationSpec(
         request_id=id_,
@@ -42,13 +46,16 @@ async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity,
         prompt_ids=prompt_ids,
         root=model.root(request_salt(identity, request.cache_salt)),
         seeds=choice_seeds(request.seed, request.num_choices),
-        sampling=sampling_params(request, model, max_tokens=max_tokens, logprobs=num_top),
-        rules=text_rules(request, model),
+        sampling=sampling_params(
+            request, model, max_tokens=max_tokens, logprobs=num_top, grammar=tool_grammar(request)
+        ),
+        rules=text_rules(request, model, rules.markers()),
         priority=request.priority or 0,
         affinity_key=request.prompt_cache_key,
+        end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
     )
     head = AnswerHead(id_, "chat.completion.chunk" if request.stream else "chat.completion", request.model)
-    return Job((spec,), ChatPresenter(head, request, model), bool(request.stream))
+    return Job((spec,), ChatPresenter(head, request, model, rules), bool(request.stream))
 
 
 def num_chars(request: ChatRequest) -> int:
@@ -69,16 +76,19 @@ def num_chars(request: ChatRequest) -> int:
 class ChatPresenter:
     """Chat shapes. Source: the OpenAI specification's CreateChatCompletionResponse and its stream twin."""
 
-    def __init__(self, head: AnswerHead, request: ChatRequest, model: ServedModel) -> None:
+    def __init__(self, head: AnswerHead, request: ChatRequest, model: ServedModel, rules: OutputRules) -> None:
         self._head = head
         self._pieces = model.tokenizer.pieces
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._num_prompt_logprobs = request.prompt_logprobs
         self._tier = "default" if request.service_tier is not None else None
         self._format: StreamFormat = stream_format(request, model)
+        self._rules = rules
+        self._messages: dict[int, ChoiceMessage] = {}
         self._begun: set[int] = set()
         self._prefix = b""
-        self._plain = self._num_top is None and not (self._format.continuous_usage or self._format.token_ids)
+        annotated = self._num_top is not None or self._format.continuous_usage or self._format.token_ids
+        self._plain = rules.plain and not annotated
         self._usage_tail = b',"usage":null}\n\n' if self._format.include_usage else b"}\n\n"
 
     def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> bytes:
@@ -117,22 +127,41 @@ class ChatPresenter:
             if self._format.token_ids and delta.choice == 0:
                 extra["prompt_token_ids"] = list(answer.first.spec.prompt_ids)
             events = self._chunk(answer, delta.choice, first, extra=extra)
-        if delta.text or delta.entries or (self._format.token_ids and delta.token_ids):
-            if self._plain:
-                content = encode_json(delta.text)
-                events += b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
-                    self._prefix,
+        if self._plain:
+            if delta.text:
+                events += self._prefix + b'%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
                     delta.choice,
-                    content,
+                    encode_json(delta.text),
                     self._usage_tail,
                 )
-            else:
-                events += self._chunk(
-                    answer, delta.choice, {"content": delta.text}, entries=delta.entries, token_ids=delta.token_ids
-                )
+        else:
+            events += self._parsed_events(answer, delta)
         if delta.finish_reason is not None:
-            events += self._chunk(answer, delta.choice, {}, finish_reason=delta.finish_reason)
+            events += self._chunk(answer, delta.choice, {}, finish_reason=self._finish_reason(delta))
         return events
+
+    def _parsed_events(self, answer: Answer, delta: ChoiceDelta) -> bytes:
+        """Log probabilities and token ids go with the first of the deltas that one text gives."""
+        message = self._message(delta.choice)
+        deltas = message.deltas(delta.text, last=delta.finish_reason is not None)
+        if not deltas and (delta.entries or (self._format.token_ids and delta.token_ids)):
+            deltas = [{"content": ""}]
+        events = b""
+        for number, fields in enumerate(deltas):
+            entries, token_ids = (delta.entries, delta.token_ids) if number == 0 else ((), None)
+            events += self._chunk(answer, delta.choice, fields, entries=entries, token_ids=token_ids)
+        return events
+
+    def _message(self, index: int) -> ChoiceMessage:
+        message = self._messages.get(index)
+        if message is None:
+            message = self._messages[index] = ChoiceMessage(self._rules)
+        return message
+
+    def _finish_reason(self, choice: ChoiceDelta | CollectedChoice) -> str | None:
+        index = choice.choice if isinstance(choice, ChoiceDelta) else choice.index
+        called = self._rules.forced is None and index in self._messages and self._messages[index].has_calls
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
 
     def _chunk(
         self,
@@ -170,9 +199,9 @@ class ChatPresenter:
     def _choice(self, choice: CollectedChoice) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": self._message(choice.index).whole(choice.text),
             "logprobs": self._logprobs(choice.entries) if self._num_top is not None else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
         }
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import InvalidRequestError
 from server.openai_types import ChatRequest, Message, TextPart
+from server.parsing.hermes_prompt import with_tools
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 ALLOWED_KWARGS: Final = frozenset(
@@ -79,10 +80,14 @@ class ChatTemplate:
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
+        self._takes_tools = "tools" in source
 
     def render(self, request: ChatRequest) -> str:
         """The prompt of a checked request. Raises InvalidRequestError when the template refuses the messages."""
         messages = [self._message(message) for message in request.messages]
+        tools = _tools(request)
+        if not self._takes_tools:
+            messages = with_tools(messages, tools or [])
         continued = bool(request.continue_final_message)
         if continued:
             messages[-1]["content"] += _CONTINUATION_MARK
@@ -90,7 +95,7 @@ class ChatTemplate:
             **self._tokens,
             **_template_kwargs(request),
             "messages": messages,
-            "tools": _tools(request),
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": not continued and request.add_generation_prompt is not False,
         }

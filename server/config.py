@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from server.parsing.formats import MARKERS, ToolFormat
 from server.router.policies import POLICIES
 
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
@@ -34,6 +35,8 @@ class GatewayConfig:
     workers: tuple[str, ...] = ()
     policy: str = "headstart"
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    tool_parser: ToolFormat | None = None
+    reasoning: bool | None = None
     cluster_secret_file: str | None = None
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
@@ -127,6 +130,12 @@ def parser() -> argparse.ArgumentParser:
     api = p.add_argument_group("API")
     api.add_argument(
         "--alias", action="append", type=alias, default=[], metavar="NAME=MODEL", help="a further name of a model"
+    )
+    api.add_argument("--tool-parser", choices=tuple(MARKERS), help="how models write tool calls (default: by template)")
+    api.add_argument(
+        "--reasoning",
+        action=argparse.BooleanOptionalAction,
+        help="split <think> ... </think> from the answer (default: by template)",
     )
     p.add_argument("--log-level", default=defaults.log_level, choices=("debug", "info", "warning", "error"))
     return p

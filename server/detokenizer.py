@@ -26,6 +26,8 @@ class TextRules:
     include_stop: bool = False
     skip_special: bool = True
     terminal_ids: frozenset[int] = frozenset()
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that show nevertheless: a parser reads them."""
 
 
 class Detokenizer:
@@ -36,7 +38,7 @@ class Detokenizer:
     def __init__(self, pieces: PieceTable, rules: TextRules) -> None:
         self._pieces = pieces
         self._rules = rules
-        hidden = pieces.special_ids if rules.skip_special else frozenset()
+        hidden = pieces.special_ids - rules.shown_ids if rules.skip_special else frozenset()
         self._hidden = hidden if rules.include_stop else hidden | rules.terminal_ids
         self._utf8 = _Utf8("replace")
         self._held = ""

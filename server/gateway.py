@@ -37,7 +37,7 @@ from server.generation import Backend
 from server.http_protocol import GatewayProtocol
 from server.identity import SingleTenant
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
 from server.retry import RetryBudget
 from server.router.router import HeadstartRouter, RouterSettings
@@ -70,7 +70,8 @@ class Gateway:
         self.lifecycle = Lifecycle()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._client = WorkerClient.open()
-        self.models = Models(self._client, self._executor, config.aliases)
+        options = ModelOptions(config.aliases, config.tool_parser, config.reasoning)
+        self.models = Models(self._client, self._executor, options)
         self._index = self._open_index()
         settings = FleetSettings(workers=config.workers, secret_check=secret_check(secret))
         fetch = http_fetch(self._client.session)

@@ -90,6 +90,8 @@ class GenerationSpec:
     """What the first choice is called in the answer; the deltas' `choice` counts from here."""
     priority: int = 0
     affinity_key: str | None = None
+    end_of_thought_id: int | None = None
+    """The token that ends the model's thoughts, when it has any and this is one token."""
 
 
 class WorkerFailed(Exception):
@@ -135,6 +137,14 @@ class Generation:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(choice.output_ids) for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Output tokens up to the one that ends the model's thoughts."""
+        end = self.spec.end_of_thought_id
+        if end is None:
+            return 0
+        return sum(c.output_ids.index(end) + 1 for c in self.choices if end in c.output_ids)
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What each choice gained, as it arrives. Raises ApiError."""

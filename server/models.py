@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cache.hashing import Namespace
@@ -20,6 +20,8 @@ from cache.index import WorkerMember
 from cache.types import BlockHash
 from server.chat_template import ChatTemplate, TemplateError
 from server.errors import NotFoundError
+from server.parsing.formats import ToolFormat, format_of
+from server.parsing.output import THINK
 from server.tokenizer import Tokenizer, TokenizerError
 from server.worker_client import WorkerClient, WorkerError
 from worker.wire import TokenizerBundle
@@ -38,6 +40,10 @@ class ServedModel:
     bundle: TokenizerBundle
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    tool_format: ToolFormat
+    """How it writes tool calls."""
+    thinks: bool
+    """It may think in tags before it answers."""
     created: int
 
     @property
@@ -54,7 +60,18 @@ def namespace_of(bundle: TokenizerBundle) -> Namespace:
     )
 
 
-def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> ServedModel:
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What cannot be told from a model's files, or is told wrongly by them."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    tool_format: ToolFormat | None = None
+    """None: by the template."""
+    thinks: bool | None = None
+    """None: by the template."""
+
+
+def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
     """Parses the bundle's files (tenths of a second: not on the event loop). Raises TokenizerError, TemplateError."""
     template = None
     if bundle.chat_template is not None:
@@ -65,6 +82,8 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> Served
         bundle=bundle,
         tokenizer=Tokenizer(bundle, executor),
         template=template,
+        tool_format=options.tool_format or format_of(bundle.chat_template or "") or "hermes",
+        thinks=THINK in (bundle.chat_template or "") if options.thinks is None else options.thinks,
         created=int(time.time()),
     )
 
@@ -72,10 +91,11 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> Served
 class Models:
     """Models by name and alias. One task calls `follow`; everybody reads."""
 
-    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, aliases: Mapping[str, str]) -> None:
+    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, options: ModelOptions) -> None:
         self._client = client
         self._executor = executor
-        self._aliases = dict(aliases)
+        self._options = options
+        self._aliases = dict(options.aliases)
         self._by_name: dict[str, ServedModel] = {}
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
@@ -117,7 +137,7 @@ class Models:
             if namespace_of(bundle).fingerprint != member.namespace:
                 raise TokenizerError("the bundle's namespace is not the one that the worker announces")
             model = await asyncio.get_running_loop().run_in_executor(
-                self._executor, build_model, bundle, self._executor
+                self._executor, build_model, bundle, self._executor, self._options
             )
         except (WorkerError, TokenizerError, TemplateError) as error:
             self._failed_until_s[key] = now_s + 5.0

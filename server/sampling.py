@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -81,13 +81,15 @@ def sampling_params(
     )
 
 
-def text_rules(request: SamplingFields, model: ServedModel) -> TextRules:
+def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
+    """`markers`: special tokens that a parser has to see."""
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(
         stops=request.stop_strings,
         include_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
         terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
+        shown_ids=frozenset(id_ for marker in markers if (id_ := model.tokenizer.token_id(marker)) is not None),
     )
 
 

@@ -103,6 +103,11 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: self.encode_text(text, add_bos=add_bos))
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token by its text, None when the vocabulary has no such token."""
+        id_: int | None = self._tokenizer.token_to_id(token)
+        return id_
+
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
 

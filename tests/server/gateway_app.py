@@ -16,7 +16,7 @@ from server.generation import Backend
 from server.http_protocol import GatewayProtocol
 from server.identity import SingleTenant
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models import ModelOptions, Models
 from server.retry import RetryBudget
 from server.router.placement import NoWorkerError, RouteRequest
 from server.stream import Heart
@@ -90,7 +90,7 @@ async def gateway(
             router.members.append(worker.member())
         client = WorkerClient.open()
         stack.push_async_callback(client.close)
-        models = Models(client, executor, aliases or {})
+        models = Models(client, executor, ModelOptions(aliases or {}))
         for member in router.members:
             await models.admit(member)
         watch = StallWatch(client, silent_s=silent_s, interval_s=silent_s / 5)
