@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final
 
 from starlette.requests import Request
@@ -23,6 +23,7 @@ from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.models import Models, ServedModel
 from server.openai_types import ChatRequest, CompletionRequest, decode
+from server.text_api import TextApi
 
 OWNED_BY: Final = "headstart"
 
@@ -38,7 +39,6 @@ class Lifecycle:
 class PublicServices:
     endpoint: EndpointServices
     models: Models
-    executor: ThreadPoolExecutor
     lifecycle: Lifecycle
     live_workers: Callable[[], Sequence[WorkerMember]]
     """Those that a request could be sent to now."""
@@ -50,6 +50,7 @@ class PublicApi:
     def __init__(self, services: PublicServices) -> None:
         self._services = services
         self._models = services.models
+        self._text = TextApi(services.models)
 
     def routes(self) -> list[Route]:
         chat = GenerateEndpoint("chat", self.prepare_chat, self._services.endpoint)
@@ -59,6 +60,9 @@ class PublicApi:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/health/live", self.live, methods=["GET"]),
             Route("/health/ready", self.ready, methods=["GET"]),
         ]
@@ -66,7 +70,7 @@ class PublicApi:
     async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         request = decode(body, ChatRequest)
-        return await chat_job(request, self._model(request.model), identity, self._services.executor)
+        return await chat_job(request, self._model(request.model), identity)
 
     async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
@@ -88,6 +92,17 @@ class PublicApi:
         self._services.endpoint.identities.identify(request.scope)
         name = request.path_params["model"]
         return json_response(_model_card(name, self._models.get(name)))
+
+    async def tokenize(self, request: Request) -> Response:
+        self._services.endpoint.identities.identify(request.scope)
+        return Response(await self._text.tokenize(await request.body()), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        self._services.endpoint.identities.identify(request.scope)
+        return Response(await self._text.detokenize(await request.body()), media_type="application/json")
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": version("headstart")})
 
     async def live(self, request: Request) -> Response:
         return json_response({"status": "ok"})

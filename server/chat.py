@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from server.answer import Answer, CollectedChoice
@@ -24,15 +23,9 @@ from server.tools import output_rules, tool_grammar
 INLINE_RENDER_CHARS: Final = 16_384
 
 
-async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity, executor: ThreadPoolExecutor) -> Job:
+async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity) -> Job:
     """Template, tokens and limits. Raises ApiError."""
-    if model.template is None:
-        message = "This model has no chat template: use /v1/completions."
-        raise InvalidRequestError(message, param="messages")
-    if num_chars(request) <= INLINE_RENDER_CHARS:
-        text = model.template.render(request)
-    else:
-        text = await asyncio.get_running_loop().run_in_executor(executor, model.template.render, request)
+    text = await render_chat(request, model)
     prompt_ids = truncated(await model.tokenizer.encode(text), request)
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
@@ -56,6 +49,16 @@ async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity,
     )
     head = AnswerHead(id_, "chat.completion.chunk" if request.stream else "chat.completion", request.model)
     return Job((spec,), ChatPresenter(head, request, model, rules), bool(request.stream))
+
+
+async def render_chat(request: ChatRequest, model: ServedModel) -> str:
+    """The prompt's text; long conversations are rendered in a thread. Raises InvalidRequestError."""
+    if model.template is None:
+        message = "This model has no chat template: use /v1/completions."
+        raise InvalidRequestError(message, param="messages")
+    if num_chars(request) <= INLINE_RENDER_CHARS:
+        return model.template.render(request)
+    return await asyncio.get_running_loop().run_in_executor(model.tokenizer.executor, model.template.render, request)
 
 
 def num_chars(request: ChatRequest) -> int:

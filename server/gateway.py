@@ -91,7 +91,7 @@ class Gateway:
             self.router.report_failure,
         )
         endpoint = EndpointServices(backend, identities, self._heart, config.request_timeout_s)
-        services = PublicServices(endpoint, self.models, self._executor, self.lifecycle, self.fleet.live_workers)
+        services = PublicServices(endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
         self.public = public_app(self._api, self.metrics, config.max_body_bytes)
         self.ops = ops_app(

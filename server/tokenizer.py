@@ -77,7 +77,7 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer_json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._executor = executor
+        self.executor = executor
         self.vocab_size = bundle.vocab_size
         self.eos_ids = frozenset(bundle.eos_token_ids)
         self.bos_id = self._tokenizer.token_to_id(bundle.bos_token) if bundle.add_bos and bundle.bos_token else None
@@ -101,7 +101,7 @@ class Tokenizer:
         if len(text) <= INLINE_CHARS or self._is_cached(text):
             return self.encode_text(text, add_bos=add_bos)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: self.encode_text(text, add_bos=add_bos))
+        return await loop.run_in_executor(self.executor, lambda: self.encode_text(text, add_bos=add_bos))
 
     def token_id(self, token: str) -> int | None:
         """The id of one token by its text, None when the vocabulary has no such token."""

@@ -97,7 +97,7 @@ async def gateway(
         heart = Heart(keepalive_s)
         backend = Backend(GatewayId("g0"), router, client, watch, RetryBudget(), metrics, router.failed.append)
         endpoint = EndpointServices(backend, SingleTenant(b"secret"), heart, request_timeout_s)
-        api = PublicApi(PublicServices(endpoint, models, executor, Lifecycle(), router.workers))
+        api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))
         app = public_app(api, metrics, max_body_bytes)
         background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol))

@@ -322,3 +322,27 @@ async def test_return_token_ids(worker: ScriptedWorker) -> None:
     assert answer["choices"][0]["token_ids"] == [*worker.reply, 2]
     chunks = [event for event in events(raw) if event != "[DONE]"]
     assert [id_ for chunk in chunks for id_ in chunk["choices"][0]["token_ids"] or []] == [*worker.reply, 2]
+
+
+async def test_tokenize_and_back(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, {"prompt": ANSWER, "return_token_strs": True}, "/tokenize")
+        answer = json.loads(raw)
+        assert answer["tokens"] == raw_tokenizer.encode(ANSWER).ids
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        _, _, raw = await post(target.url, {"tokens": answer["tokens"]}, "/detokenize")
+        assert json.loads(raw) == {"prompt": ANSWER}
+        _, _, raw = await post(target.url, {"messages": MESSAGES, "model": "tiny"}, "/tokenize")
+        await post(target.url, chat())
+        assert json.loads(raw)["tokens"] == list(worker.received[0].prompt_ids)
+        for path, body, param in (
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": "x", "model": "y"}, "model"),
+            ("/detokenize", {"tokens": [10**6]}, "tokens"),
+            ("/detokenize", {"tokens": "x"}, "tokens"),
+        ):
+            status, _, raw = await post(target.url, body, path)
+            assert status in (400, 404)
+            assert json.loads(raw)["error"]["param"] == param
+        async with aiohttp.ClientSession() as session, session.get(target.url + "/version") as response:
+            assert set(await response.json()) == {"version"}
