@@ -26,7 +26,7 @@ from cache.types import NULL_BLOCK, Epoch
 from worker.load_report import LoadReport
 from worker.metrics import WorkerMetrics
 from worker.scheduler.plan import Emission, Plan
-from worker.scheduler.request import Constraint, RequestKey, new_request
+from worker.scheduler.request import Constraint, Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.update import failed_by
 from worker.step import Draw, Runner, SequenceStep, Step
@@ -230,7 +230,8 @@ class Engine:
             self._become_idle()
 
     def _run_one_by_one(self, plan: Plan) -> None:
-        """Each request of a failed step alone; those that fail again are to blame, unless all do."""
+        """Each request of a failed step alone; those that fail again are to blame, unless the device is."""
+        failed: list[tuple[Request, Exception]] = []
         any_returned = False
         for part in self._scheduler.retries(plan):
             request = next(iter(part.chunks)).request
@@ -238,13 +239,15 @@ class Engine:
             try:
                 results = self._parts.runner.run(part.step())
             except Exception as error:
-                logger.error("request %s fails: its step raised twice", request.wire.request_id, exc_info=error)
-                self._deliver(self._scheduler.fail(request, failed_by(error)))
+                logger.error("request %s: its step raised twice", request.wire.request_id, exc_info=error)
+                failed.append((request, error))
             else:
                 any_returned = True
                 self._deliver(self._scheduler.update(part, results, time.monotonic()))
         if not any_returned:
             self._probe()
+        for request, cause in failed:
+            self._deliver(self._scheduler.fail(request, failed_by(cause)))
 
     def _probe(self) -> None:
         """One token in the null block, which is nobody's. Raises EngineDeadError."""

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -18,6 +18,7 @@ from tests.tiny_model import write_tiny_model
 from worker.wire import (
     ChoiceState,
     End,
+    Failed,
     FrameReader,
     GenerateRequest,
     Grammar,
@@ -29,6 +30,19 @@ from worker.wire import (
 )
 
 EXIT_TIMEOUT_S = 20.0
+LOSES_ITS_DEVICE = """
+import itertools, sys
+from worker.main import main
+from worker.runner.model_runner import ModelRunner
+run, count = ModelRunner.run, itertools.count()
+def lost(self, step):
+    if next(count) > 12:
+        raise RuntimeError("device lost")
+    return run(self, step)
+ModelRunner.run = lost
+sys.exit(main(sys.argv[1:]))
+"""
+HANGS = LOSES_ITS_DEVICE.replace('raise RuntimeError("device lost")', "__import__('time').sleep(600)")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Process:
     """`python -m worker`, and the JSON lines of its stdout."""
 
-    def __init__(self, *args: str) -> None:
-        command = [sys.executable, "-m", "worker", "--port", "0", "--threads", "1", *args]
+    def __init__(self, *args: str, entry: Sequence[str] = ("-m", "worker")) -> None:
+        command = [sys.executable, *entry, "--port", "0", "--threads", "1", *args]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def line(self) -> dict[str, str]:
@@ -66,8 +80,8 @@ def start() -> Iterator[type[Process]]:
     started: list[Process] = []
 
     class Started(Process):
-        def __init__(self, *args: str) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: str, **options: Sequence[str]) -> None:
+            super().__init__(*args, **options)
             started.append(self)
 
     yield Started
@@ -158,6 +172,28 @@ def test_what_cannot_be_served_ends_with_status_two(start, option: list[str]) ->
     assert code == 2
     assert "headstart worker:" in stderr
     assert "Traceback" not in stderr
+
+
+async def test_a_lost_device_ends_the_worker_loudly_and_every_stream(start, model: Path) -> None:
+    process = start("--model", str(model), entry=("-c", LOSES_ITS_DEVICE))
+    url = process.ready()["url"]
+    async with aiohttp.ClientSession() as http:
+        _, frames = await generate(http, url, request([5, 6, 7], 100))
+    assert frames[-1] == Failed("worker_lost", "the engine died", retryable=True)
+    code, stderr = process.end()
+    assert code == 1
+    assert "device lost" in stderr
+
+
+async def test_a_hung_step_ends_the_worker(start, model: Path) -> None:
+    process = start("--model", str(model), "--max-step-s", "2", entry=("-c", HANGS))
+    url = process.ready()["url"]
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await generate(http, url, request([5, 6, 7], 100))
+    code, stderr = process.end()
+    assert code == 1
+    assert "a step has been running for" in stderr
 
 
 def test_sigterm_while_loading_ends_at_once(start, model: Path) -> None:

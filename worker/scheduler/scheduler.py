@@ -110,8 +110,8 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def retries(self, plan: Plan) -> Iterable[Plan]:
-        """After the plan's step has raised: the same work, request by request. Each must be updated or failed before
-        the next is taken."""
+        """After the plan's step has raised: the same work, request by request. A part that returns is to be updated
+        before the next is taken; requests whose part raises are to be failed when all have been run."""
         for part in plan.by_request():
             part.copies = self._owed_copies.copy()
             yield part

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from worker.config import WorkerConfig, num_bytes, parse
+
+
+def test_every_option_reaches_the_config() -> None:
+    config = parse(
+        [
+            "--model",
+            "m",
+            "--port",
+            "0",
+            "--num-blocks",
+            "7",
+            "--prefix-cache",
+            "radix",
+            "--waiting-served-ratio",
+            "1.2",
+            "--max-waiting-tokens",
+            "9",
+            "--max-batch-prefill-tokens",
+            "11",
+            "--max-batch-total-tokens",
+            "12",
+            "--max-num-seqs",
+            "3",
+            "--drain-grace-s",
+            "1.5",
+        ]
+    )
+    assert (config.model, config.port, config.num_blocks, config.prefix_cache) == ("m", 0, 7, "radix")
+    limits = config.limits(max_model_len=99, default_batched_tokens=2)
+    assert (limits.waiting_served_ratio, limits.max_waiting_tokens) == (1.2, 9)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (11, 12)
+    assert limits.max_num_batched_tokens == 3  # a token for every running choice
+    assert limits.max_model_len == 99
+    assert config.drain_grace_s == 1.5
+
+
+def test_defaults_are_those_of_the_dataclass() -> None:
+    assert parse([]) == WorkerConfig()
+
+
+def test_waiting_for_a_prefix_needs_a_cache_that_finds_it() -> None:
+    assert WorkerConfig().limits(max_model_len=9, default_batched_tokens=64).await_prefixes
+    off = WorkerConfig(prefix_cache="off")
+    assert not off.limits(max_model_len=9, default_batched_tokens=64).await_prefixes
+
+
+@pytest.mark.parametrize(("text", "expected"), [("512", 512), ("2K", 2048), ("1.5G", 3 << 29), ("4GiB", 4 << 30)])
+def test_sizes(text: str, expected: int) -> None:
+    assert num_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        ("--port 70000", "--port"),
+        ("--num-blocks 0", "--num-blocks"),
+        ("--threads 0", "--threads"),
+        ("--drain-grace-s -1", "--drain-grace-s"),
+        ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
+    ],
+)
+def test_nonsense_is_named(argv: str, option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        parse(argv.split())
+
+
+@pytest.mark.parametrize("argv", ["--kv-cache-memory lots", "--prefix-cache magic", "--bogus", "--num-block 3"])
+def test_what_argparse_refuses_ends_with_status_two(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(argv.split())
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_CLUSTER_SECRET", raising=False)
+    assert WorkerConfig().cluster_secret() == b""
+    monkeypatch.setenv("HEADSTART_CLUSTER_SECRET", "from-env")
+    assert WorkerConfig().cluster_secret() == b"from-env"
+    (tmp_path / "secret").write_text("from-file\n")
+    assert WorkerConfig(cluster_secret_file=str(tmp_path / "secret")).cluster_secret() == b"from-file"
