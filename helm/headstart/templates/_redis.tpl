@@ -42,7 +42,7 @@
 {{- define "headstart.redis.args" -}}
 {{- $redis := .root.Values.redis -}}
 {{- if include "headstart.redis.enabled" .root }}
-- --redis={{ include "headstart.redis.url" .root }}
+- {{ printf "--redis=%s" (include "headstart.redis.url" .root) | quote }}
 - --redis-prefix={{ $redis.prefix }}
 - --redis-shards={{ int $redis.shards }}
 {{- if include "headstart.redis.secretName" .root }}

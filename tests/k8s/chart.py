@@ -1,0 +1,197 @@
+"""The chart rendered by the real helm, and the sets of values over which everything is checked."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tests.k8s.tools import CHART, DEST, call
+
+Document = dict[str, Any]
+Values = dict[str, Any]
+
+CUSTOM_APIS: Final = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.networking.k8s.io/v1")
+_MODEL: Final = {"name": "llama", "source": "/models/llama"}
+_ON: Final = {"enabled": True}
+_POD: Final = {
+    "priorityClassName": "serving",
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]
+            }
+        }
+    },
+}
+_MORE: Final = _POD | {
+    "topologySpreadConstraints": [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
+    "podLabels": {"team": "serving"},
+    "podAnnotations": {"note": "yes"},
+    "extraArgs": ["--log-level=debug"],
+    "extraEnv": [{"name": "LANG", "value": "C.UTF-8"}],
+    "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+}
+
+EVERYTHING_ON: Final[Values] = {
+    "nameOverride": "llm",
+    "commonLabels": {"owner": "serving"},
+    "imagePullSecrets": [{"name": "pull"}],
+    "models": [
+        _MODEL
+        | {
+            "servedName": "meta/llama",
+            "replicas": 3,
+            "gpu": {"count": 1},
+            "runtimeClassName": "nvidia",
+            "dtype": "bfloat16",
+            "maxModelLen": 8192,
+            "kvCacheMemory": "",
+            "threads": 0,
+            "download": False,
+            "volume": {"existingClaim": "models", "readOnly": True, "subPath": "llama"},
+            "shmSize": "1Gi",
+            "drain": {"preStopSeconds": 5, "timeoutSeconds": 600},
+        },
+        {
+            "name": "gated",
+            "source": "example/gated",
+            "huggingFaceToken": {"existingSecret": "hub"},
+            "volume": {"size": "200Gi", "storageClassName": "fast", "whenDeleted": "Delete"},
+            "resources": {"requests": {"cpu": 8, "memory": "64Gi"}, "limits": {"cpu": 16, "memory": "64Gi"}},
+            "autoscaling": _ON | {"kind": "keda", "maxReplicas": 9, "prometheusAddress": "http://prometheus:9090"},
+        },
+        {"name": "small", "source": "example/small", "autoscaling": _ON, "gpu": {"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"}},
+    ],
+    "worker": _MORE,
+    "gateway": _MORE
+    | {
+        "autoscaling": _ON,
+        "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
+        "ingress": _ON
+        | {"className": "nginx", "hosts": ["llm.example"], "tls": [{"hosts": ["llm.example"], "secretName": "tls"}], "annotations": {"a": "b"}},
+        "httpRoute": _ON | {"parentRefs": [{"name": "public"}], "hostnames": ["llm.example"], "annotations": {"a": "b"}},
+    },
+    "redis": {"builtin": {"tlsSecret": "redis-tls", **_POD}},
+    "serviceAccount": {"annotations": {"role": "none"}},
+    "networkPolicy": {
+        "clients": [{"namespaceSelector": {"matchLabels": {"app": "front"}}}],
+        "extraGatewayEgress": [{"ports": [{"port": 4317, "protocol": "TCP"}]}],
+        "extraWorkerEgress": [{"ports": [{"port": 4317, "protocol": "TCP"}]}],
+    },
+    "metrics": {
+        "serviceMonitor": _ON | {"labels": {"release": "prometheus"}},
+        "prometheusRule": _ON | {"labels": {"release": "prometheus"}},
+        "dashboard": _ON | {"annotations": {"folder": "LLM"}},
+    },
+    "test": {"apiKeySecret": "test-key"},
+    "extraObjects": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-extra"}, "data": {"a": "b"}}
+    ],
+}
+_OFF: Final = {"enabled": False}
+MATRIX: Final[dict[str, Values]] = {
+    "defaults": {},
+    "everything-on": EVERYTHING_ON,
+    "everything-off": {
+        "redis": {"mode": "none"},
+        "networkPolicy": _OFF,
+        "serviceAccount": {"create": False},
+        "worker": {"podDisruptionBudget": _OFF, "volume": {"existingClaim": "models"}},
+        "gateway": {"podDisruptionBudget": _OFF},
+    },
+    "ipv6": {"ipFamily": "IPv6"},
+    "existing-secrets": {
+        "clusterSecret": {"existingSecret": "ours", "key": "cluster"},
+        "redis": {"existingSecret": "ours", "gatewayPasswordKey": "g", "workerPasswordKey": "w"},
+    },
+    "sentinel": {
+        "redis": {
+            "mode": "external",
+            "existingSecret": "redis",
+            "external": {"url": "redis+sentinel://s0:26379,s1:26379/main", "ports": [26379, 6379]},
+        }
+    },
+    "cluster-tls": {
+        "redis": {
+            "mode": "external",
+            "shards": 8,
+            "existingSecret": "redis",
+            "external": {"url": "rediss+cluster://r0:6380,r1:6380", "ports": [6380], "caSecret": "redis-ca"},
+        }
+    },
+    "open-redis": {"redis": {"mode": "external", "external": {"url": "redis://redis.other:6379"}}},
+    "gateway-keda": {
+        "gateway": {"autoscaling": _ON | {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}},
+        "fullnameOverride": "a-name-of-exactly-thirty-chars",
+        "models": [{"name": "a-name-of-20-letters", "source": "x/y"}],
+    },
+}
+
+
+def helm(
+    version: str, values: Values, *, kube_version: str = "1.31.0", release: str = "rel", notes: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """`helm template`, or with `notes` a client-side dry run that prints NOTES too."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(values, file)
+        file.flush()
+        command = ["install", "--dry-run=client"] if notes else ["template", "--kube-version", kube_version]
+        apis = [] if notes else [option for api in CUSTOM_APIS for option in ("--api-versions", api)]
+        return call(DEST / version, *command, release, CHART, "--namespace", "serving", "-f", file.name, *apis)
+
+
+@functools.cache
+def text(name: str, version: str = "helm4", kube_version: str = "1.31.0") -> str:
+    """The manifests of one set of the matrix."""
+    done = helm(version, MATRIX[name], kube_version=kube_version)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@functools.cache
+def _documents(name: str, version: str) -> tuple[Document, ...]:
+    return tuple(parse(text(name, version)))
+
+
+def render(name: str, version: str = "helm4") -> list[Document]:
+    return list(_documents(name, version))
+
+
+def parse(manifests: str) -> Iterator[Document]:
+    return (document for document in yaml.safe_load_all(manifests) if document)
+
+
+def of_kind(documents: list[Document], *kinds: str) -> list[Document]:
+    return [document for document in documents if document["kind"] in kinds]
+
+
+def pod_templates(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    """(name, pod with metadata and spec) of every workload, the test's pod included."""
+    for document in documents:
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            yield document["metadata"]["name"], document["spec"]["template"]
+        elif document["kind"] == "Pod":
+            yield document["metadata"]["name"], document
+
+
+def containers(pod: Document) -> list[Document]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def default_values() -> Values:
+    values: Values = yaml.safe_load((CHART / "values.yaml").read_text())
+    return values
+
+
+def chart_files() -> list[Path]:
+    return sorted((CHART / "templates").iterdir())

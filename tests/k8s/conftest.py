@@ -1,0 +1,22 @@
+"""What every test here needs: the tools of `make test-k8s`, and the chart rendered once per set of values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.tools import DEST
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.k8s)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    """A missing tool is no passed test."""
+    if not (DEST / "base.tar").exists() or not (DEST / "helm4").exists():
+        pytest.fail("the tools of these tests are not installed: run `make test-k8s`", pytrace=False)

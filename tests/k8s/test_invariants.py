@@ -1,0 +1,281 @@
+"""What no schema checks: that the parts of a release fit each other, over every set of values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server import config as gateway_config
+from tests.k8s import chart
+from tests.k8s.chart import Document, containers, of_kind, pod_templates, render
+from worker import config as worker_config
+
+each_render = pytest.mark.parametrize("name", chart.MATRIX)
+
+PRE_STOP = re.compile(r"time\.sleep\((\d+)\)")
+EXTERNAL = {
+    "everything-on": {"Secret/hub", "Secret/redis-tls", "Secret/test-key", "PersistentVolumeClaim/models"},
+    "everything-off": {"PersistentVolumeClaim/models"},
+    "existing-secrets": {"Secret/ours"},
+    "sentinel": {"Secret/redis"},
+    "cluster-tls": {"Secret/redis", "Secret/redis-ca"},
+}
+"""What a set of values says that somebody else creates."""
+
+
+def selects(selector: Document, pod: Document) -> bool:
+    return selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def workloads(documents: list[Document]) -> list[tuple[str, Document]]:
+    return [(name, pod) for name, pod in pod_templates(documents) if not name.endswith("-test")]
+
+
+@each_render
+def test_workloads_select_their_own_pods_and_no_others(name: str) -> None:
+    documents = render(name)
+    for workload in of_kind(documents, "Deployment", "StatefulSet"):
+        own = workload["metadata"]["name"]
+        selected = [pod for pod, template in pod_templates(documents) if selects(workload["spec"]["selector"], template)]
+        assert selected == [own]
+
+
+@each_render
+def test_budgets_and_policies_select_exactly_one_workload(name: str) -> None:
+    documents = render(name)
+    for guard in of_kind(documents, "PodDisruptionBudget", "NetworkPolicy"):
+        own = guard["metadata"]["name"]
+        selector = guard["spec"]["selector" if guard["kind"] == "PodDisruptionBudget" else "podSelector"]
+        selected = [pod for pod, template in pod_templates(documents) if selects(selector, template)]
+        if own.endswith("-default-deny"):
+            assert selected == [pod for pod, _ in pod_templates(documents)]
+            assert "ingress" not in guard["spec"] and "egress" not in guard["spec"]
+        else:
+            assert selected == [own], guard["kind"]
+
+
+@each_render
+def test_services_lead_to_a_port_of_exactly_one_workload(name: str) -> None:
+    documents = render(name)
+    for service in of_kind(documents, "Service"):
+        selector = {"matchLabels": service["spec"]["selector"]}
+        (pod,) = [template for _, template in workloads(documents) if selects(selector, template)]
+        names = {port["name"] for container in containers(pod) for port in container.get("ports", [])}
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in names
+            assert len(port["name"]) <= 15
+
+
+@each_render
+def test_routes_scalers_and_monitors_lead_somewhere(name: str) -> None:
+    documents = render(name)
+    services = {service["metadata"]["name"]: service for service in of_kind(documents, "Service")}
+    for route in of_kind(documents, "Ingress"):
+        for rule in route["spec"]["rules"]:
+            for path in rule["http"]["paths"]:
+                backend = path["backend"]["service"]
+                assert backend["port"]["name"] in {p["name"] for p in services[backend["name"]]["spec"]["ports"]}
+    for route in of_kind(documents, "HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            for backend in rule["backendRefs"]:
+                assert backend["port"] in {p["port"] for p in services[backend["name"]]["spec"]["ports"]}
+    for monitor in of_kind(documents, "ServiceMonitor"):
+        selected = [s for s in services.values() if selects(monitor["spec"]["selector"], s)]
+        component = monitor["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert len(selected) == len([p for _, p in workloads(documents) if _component(p) == component])
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert all(endpoint["port"] in {p["name"] for p in service["spec"]["ports"]} for service in selected)
+    for workload in of_kind(documents, "StatefulSet"):
+        assert workload["spec"]["serviceName"] in services
+
+
+def _component(pod: Document) -> str:
+    return str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+@each_render
+def test_network_policies_open_the_ports_that_are_served_and_called(name: str) -> None:
+    documents = render(name)
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind(documents, "NetworkPolicy")}
+    if not policies:
+        return
+    for own, pod in workloads(documents):
+        served = {port["containerPort"] for container in containers(pod) for port in container.get("ports", [])}
+        opened = {port["port"] for rule in policies[own].get("ingress", []) for port in rule["ports"]}
+        assert opened == served
+    for own, policy in policies.items():
+        for rule in policy.get("egress", []):
+            for peer in rule.get("to", []):
+                targets = [pod for _, pod in workloads(documents) if selects(peer["podSelector"], pod)]
+                assert targets, (own, peer)
+                for target in targets:
+                    served = {port["containerPort"] for c in containers(target) for port in c.get("ports", [])}
+                    assert {port["port"] for port in rule["ports"]} <= served
+        for rule in policy.get("ingress", []):
+            for peer in rule.get("from", []):
+                if "podSelector" in peer:
+                    assert any(selects(peer["podSelector"], pod) for _, pod in pod_templates(documents)), (own, peer)
+
+
+@each_render
+def test_probes_ask_ports_that_exist(name: str) -> None:
+    for _, pod in workloads(render(name)):
+        for container in pod["spec"]["containers"]:
+            ports = {port["name"] for port in container["ports"]}
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                probe = container[kind]
+                assert "initialDelaySeconds" not in probe
+                assert "exec" in probe or probe["httpGet"]["port"] in ports
+
+
+@each_render
+def test_a_scaled_workload_names_no_replicas(name: str) -> None:
+    documents = render(name)
+    scaled = {
+        (target["kind"], target["name"])
+        for scaler in of_kind(documents, "HorizontalPodAutoscaler", "ScaledObject")
+        for target in [scaler["spec"]["scaleTargetRef"]]
+    }
+    for workload in of_kind(documents, "Deployment", "StatefulSet"):
+        key = (workload["kind"], workload["metadata"]["name"])
+        assert ("replicas" not in workload["spec"]) == (key in scaled)
+        scaled.discard(key)
+    assert not scaled, "a scaler without a target"
+
+
+@each_render
+def test_what_pods_refer_to_exists_or_is_said_to(name: str) -> None:
+    documents = render(name)
+    keys = {
+        f"{document['kind']}/{document['metadata']['name']}": document.get("data", {}).keys()
+        for document in of_kind(documents, "Secret", "ConfigMap")
+    }
+    external = set(EXTERNAL.get(name, ()))
+    used = set()
+    for _, pod in pod_templates(documents):
+        for reference, items in _references(pod):
+            if reference in external:
+                used.add(reference)
+            else:
+                assert set(items) <= keys[reference]
+    assert used == external
+
+
+def _references(pod: Document) -> Iterator[tuple[str, list[str]]]:
+    for volume in pod["spec"].get("volumes", []):
+        if "secret" in volume:
+            items = [item["key"] for item in volume["secret"].get("items", [])]
+            yield f"Secret/{volume['secret']['secretName']}", items
+        elif "configMap" in volume:
+            yield f"ConfigMap/{volume['configMap']['name']}", []
+        elif "persistentVolumeClaim" in volume:
+            yield f"PersistentVolumeClaim/{volume['persistentVolumeClaim']['claimName']}", []
+    for container in containers(pod):
+        for variable in container.get("env", []):
+            assert "secretKeyRef" not in variable.get("valueFrom", {}), "secrets come as files"
+
+
+@each_render
+def test_mounts_have_volumes(name: str) -> None:
+    documents = render(name)
+    claims = {d["metadata"]["name"]: [c["metadata"]["name"] for c in d["spec"].get("volumeClaimTemplates", [])]
+              for d in of_kind(documents, "StatefulSet")}
+    for own, pod in pod_templates(documents):
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | set(claims.get(own, []))
+        mounted = [mount for container in containers(pod) for mount in container.get("volumeMounts", [])]
+        assert {mount["name"] for mount in mounted} == volumes
+
+
+@each_render
+def test_container_arguments_parse_with_the_real_command_lines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers = {"gateway": gateway_config.parse, "worker": worker_config.parse}
+    for _, pod in workloads(render(name)):
+        container = pod["spec"]["containers"][0]
+        if container["name"] in parsers:
+            arguments = [argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]]
+            config: Any = parsers[container["name"]](arguments)
+            assert config.cluster_secret_file == "/etc/headstart/cluster/secret"
+            ports = {port["containerPort"] for port in container["ports"]}
+            assert ports == ({config.port, config.ops_port} if container["name"] == "gateway" else {config.port})
+
+
+def test_the_command_line_can_refuse() -> None:
+    with pytest.raises((SystemExit, ValueError, argparse.ArgumentError)):
+        worker_config.parse(["--tensor-parallel-size=2"])
+
+
+@each_render
+def test_variables_in_arguments_are_set(name: str) -> None:
+    for _, pod in workloads(render(name)):
+        for container in containers(pod):
+            variables = {variable["name"] for variable in container.get("env", [])}
+            for argument in container.get("args", []):
+                assert set(re.findall(r"\$\((\w+)\)", argument)) <= variables
+
+
+@each_render
+def test_the_grace_period_is_longer_than_pre_stop_and_drain(name: str) -> None:
+    for _, pod in workloads(render(name)):
+        container = pod["spec"]["containers"][0]
+        grace_s = pod["spec"]["terminationGracePeriodSeconds"]
+        if container["name"] in ("gateway", "worker"):
+            (drain,) = [a.removeprefix("--drain-grace-s=") for a in container["args"] if a.startswith("--drain-grace-s=")]
+            command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["time.sleep(0)"])
+            match = PRE_STOP.search(command[-1])
+            assert match is not None
+            assert grace_s >= int(match[1]) + int(drain) + 10
+
+
+@each_render
+def test_gateways_know_every_model_and_the_registry(name: str) -> None:
+    documents = render(name)
+    (gateway,) = [pod for _, pod in workloads(documents) if _component(pod) == "gateway"]
+    arguments = gateway["spec"]["containers"][0]["args"]
+    config = gateway_config.parse(arguments)
+    services = {service["metadata"]["name"] for service in of_kind(documents, "Service")}
+    workers = [own for own, pod in workloads(documents) if _component(pod) == "worker"]
+    assert sorted(config.workers) == sorted(f"dns:{own}:8100" for own in workers)
+    assert set(workers) <= services
+    for own, pod in workloads(documents):
+        if _component(pod) == "worker":
+            worker = worker_config.parse(pod["spec"]["containers"][0]["args"])
+            assert (worker.redis, worker.redis_prefix, worker.redis_shards) == (
+                config.redis,
+                config.redis_prefix,
+                config.redis_shards,
+            ), own
+
+
+@each_render
+def test_names_leave_room_for_what_kubernetes_appends(name: str) -> None:
+    for document in render(name):
+        limit = 52 if document["kind"] == "StatefulSet" else 63
+        assert len(document["metadata"]["name"]) <= limit
+        for value in document["metadata"].get("labels", {}).values():
+            assert len(value) <= 63
+
+
+def test_a_plain_upgrade_does_not_restart_pods() -> None:
+    """Nothing in a pod's template names the chart's version, except the image's tag."""
+    for _, pod in workloads(render("defaults")):
+        labels = pod["metadata"]["labels"]
+        assert "helm.sh/chart" not in labels and "app.kubernetes.io/version" not in labels
+
+
+def test_a_worker_rollout_needs_no_spare_gpu() -> None:
+    for workload in of_kind(render("everything-on"), "StatefulSet"):
+        assert workload["spec"].get("updateStrategy", {"type": "RollingUpdate"})["type"] == "RollingUpdate"
+    (gateway,) = of_kind(render("everything-on"), "Deployment")
+    assert gateway["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_gpus_are_requested_as_they_are_limited() -> None:
+    pods = {pod["metadata"]["labels"]["headstart/model"]: pod for _, pod in workloads(render("everything-on")) if _component(pod) == "worker"}
+    resources = {model: pod["spec"]["containers"][0]["resources"] for model, pod in pods.items()}
+    assert resources["llama"]["limits"]["nvidia.com/gpu"] == resources["llama"]["requests"]["nvidia.com/gpu"] == 1
+    assert resources["small"]["limits"]["nvidia.com/mig-1g.10gb"] == 1
+    assert not any("nvidia" in key for key in resources["gated"]["limits"])

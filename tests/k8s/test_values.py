@@ -1,0 +1,235 @@
+"""Every value is used, checked and explained; what would not work is refused with its name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.k8s import chart
+from tests.k8s.tools import CHART, HELM_VERSIONS, ROOT, succeed
+
+OPTIONAL = re.compile(r"\.resources\.(requests|limits)\.(cpu|memory|ephemeral-storage)$")
+
+
+def schema() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+    return loaded
+
+
+def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every value of the schema by its path, groups included."""
+    for key, child in node["properties"].items():
+        child = schema()["definitions"]["worker"] if child == {"$ref": "#/definitions/worker"} else child
+        yield f"{path}{key}", child
+        if "properties" in child:
+            yield from nodes(child, f"{path}{key}.")
+
+
+NODES = {path: node for path, node in nodes(schema()) if path != "global"}
+LEAVES = [path for path, node in NODES.items() if "properties" not in node]
+
+
+def default_of(path: str) -> Any:
+    """None: the value does not stand in values.yaml."""
+    value: Any = chart.default_values()
+    for word in path.split("."):
+        value = value.get(word) if isinstance(value, dict) else None
+    return value
+
+
+def strangers(values: dict[str, Any], path: str = "") -> Iterator[str]:
+    """What stands in values.yaml and not in the schema."""
+    for key, value in values.items():
+        here = f"{path}{key}"
+        if here not in NODES:
+            yield here
+        elif "properties" in NODES[here]:
+            yield from strangers(value, f"{here}.")
+
+
+def test_schema_and_tables_are_what_the_source_says() -> None:
+    succeed(ROOT / ".venv/bin/python", ROOT / "tools/values_schema.py", "--check")
+
+
+def test_values_and_schema_have_the_same_keys() -> None:
+    assert list(strangers(chart.default_values())) == []
+    missing = [path for path in LEAVES if default_of(path) is None]
+    assert [path for path in missing if not OPTIONAL.search(path)] == []
+
+
+def test_every_value_of_the_schema_says_what_it_means_and_refuses_strangers() -> None:
+    for path, node in NODES.items():
+        assert node.get("description"), path
+        if "properties" in node:
+            assert node["additionalProperties"] is False, path
+
+
+CHANGES: dict[str, Any] = {
+    "nameOverride": "other",
+    "fullnameOverride": "other",
+    "gateway.podDisruptionBudget.maxUnavailable": "50%",
+}
+"""Values that the general rule of `changed` cannot guess."""
+def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
+    """Another legal value."""
+    if path in CHANGES:
+        return CHANGES[path]
+    if "enum" in node:
+        return next(value for value in node["enum"] if value not in (default, ""))
+    kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    match default:
+        case bool():
+            return not default
+        case int():
+            return default + 1 if default + 1 <= node.get("maximum", default + 1) else default - 1
+        case _ if path.endswith(("memory", "ephemeral-storage", "size", "shmSize")):
+            return "7Gi"
+        case _ if path.endswith(("Request", ".cpu")):
+            return "700m"
+        case str():
+            samples = ("other", "x/other", "7G", "sha256:" + "0" * 64, "redis://other:1", "http://other:9090", "7s")
+            pattern = node.get("pattern", "")
+            return next(sample for sample in samples if re.search(pattern, sample))
+        case dict():
+            sample: Any = {"changed": "yes"}
+            if path.endswith("affinity"):
+                sample = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+            return sample
+        case list():
+            items = node["items"]
+            sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x"}
+            if items.get("type") == "string":
+                sample = "--other"
+            elif items.get("type") == "integer":
+                sample = 7
+            elif "properties" in items:
+                sample = {"name": "other", "topologyKey": "rack", "maxSkew": 3, "whenUnsatisfiable": "DoNotSchedule"}
+                sample = {key: value for key, value in sample.items() if key in items["properties"]}
+            return [sample]
+    raise AssertionError(f"{path}: no sample for {kinds}")
+
+
+def context_of(path: str) -> dict[str, Any]:
+    """The values under which `path` can have an effect."""
+    values: dict[str, Any] = {}
+
+    def put(where: str, value: Any) -> None:
+        node = values
+        *parents, last = where.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+
+    parent = path.rpartition(".")[0]
+    if parent.endswith("autoscaling") and not path.endswith("enabled"):
+        put(f"{parent}.enabled", True)
+        keda = path.endswith(("prometheusAddress", "requestsInFlightPerReplica"))
+        put(f"{parent}.kind", "keda" if keda else "hpa")
+        put(f"{parent}.prometheusAddress", "http://prometheus:9090")
+    elif path.endswith(".enabled") and not parent.endswith("autoscaling"):
+        put(path, default_of(path))
+        if "ingress" in parent:
+            put(f"{parent}.hosts", ["llm.example"])
+        if "Route" in parent:
+            put(f"{parent}.parentRefs", [{"name": "public"}])
+    elif parent in ("gateway.ingress", "gateway.httpRoute") or parent.startswith("metrics."):
+        put(f"{parent}.enabled", True)
+        if "ingress" in parent:
+            put(f"{parent}.hosts", ["llm.example"])
+        if "Route" in parent:
+            put(f"{parent}.parentRefs", [{"name": "public"}])
+    elif parent == "redis.external":
+        put("redis.mode", "external")
+        put("redis.external.url", "rediss://redis.example:6379")
+        put("redis.external.caSecret", "ca")
+    elif path == "redis.mode":
+        put("redis.external.url", "")
+    elif path == "clusterSecret.key" or path in ("apiKeys.key", "test.apiKeyKey", "worker.huggingFaceToken.key"):
+        field = "apiKeySecret" if path.startswith("test") else "existingSecret"
+        put(f"{parent}.{field}", "some")
+    elif path in ("worker.volume.storageClassName", "worker.volume.whenDeleted"):
+        put("worker.volume.size", "1Gi")
+    elif path in ("worker.volume.readOnly",):
+        put("worker.volume.existingClaim", "models")
+        put("worker.download", False)
+    elif path == "worker.gpu.resourceName":
+        put("worker.gpu.count", 1)
+    return values
+
+
+def with_value(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    copy: dict[str, Any] = json.loads(json.dumps(values))
+    node = copy
+    *parents, last = path.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return copy
+
+
+def stable(manifests: str) -> str:
+    """Without the generated secrets."""
+    return re.sub(r"^  \S+: \"[A-Za-z0-9+/=]{64}\"$", "", manifests, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", [path for path in LEAVES if path not in ("models", "redis.external.url")])
+def test_every_value_changes_what_is_rendered(path: str) -> None:
+    """No value that lies: setting it must do something."""
+    values = context_of(path)
+    value = "none" if path == "redis.mode" else changed(path, default_of(path), NODES[path])
+    other = with_value(values, path, value)
+    renders = []
+    for each in (values, other):
+        done = chart.helm("helm4", each)
+        assert done.returncode == 0, f"{path} = {each}: {done.stderr}"
+        renders.append(stable(done.stdout))
+    assert renders[0] != renders[1], f"{path}: no effect"
+
+
+REFUSED = [
+    ({"replicaCount": 3}, "replicaCount"),
+    ({"gateway": {"replicas": "two"}}, "gateway.replicas"),
+    ({"gateway": {"policy": "best"}}, "gateway.policy"),
+    ({"gateway": {"resources": {"limits": {"memory": "lots"}}}}, "gateway.resources.limits.memory"),
+    ({"gateway": {"service": {"port": 0}}}, "gateway.service.port"),
+    ({"worker": {"gpu": {"count": 0.5}}}, "worker.gpu.count"),
+    ({"worker": {"gpu": {"count": 2}}}, "worker.gpu.count"),
+    ({"worker": {"resources": {"limits": {"nvidia.com/gpu": 0.5}}}}, "nvidia.com/gpu"),
+    ({"worker": {"kvCacheMemory": "most"}}, "worker.kvCacheMemory"),
+    ({"worker": {"replicas": 0}}, "worker.replicas"),
+    ({"worker": {"autoscaling": {"minReplicas": 0}}}, "worker.autoscaling.minReplicas"),
+    ({"models": []}, "models"),
+    ({"models": [{"name": "a"}]}, "source"),
+    ({"models": [{"name": "Llama", "source": "x/y"}]}, "models.0.name"),
+    ({"models": [{"name": "a", "source": "x/y", "gpus": 1}]}, "gpus"),
+    ({"models": [{"name": "a", "source": "x/y", "gpu": {"count": 0.5}}]}, "models.0.gpu.count"),
+    ({"models": [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}]}, "models: the name"),
+    ({"models": [{"name": "redis", "source": "x"}]}, "models: the name"),
+    ({"redis": {"mode": "bitnami"}}, "redis.mode"),
+    ({"redis": {"mode": "external"}}, "redis.external.url"),
+    ({"redis": {"external": {"url": "redis://r:6379"}}}, "redis.external.url"),
+    ({"redis": {"mode": "external", "external": {"url": "redis://u:p@r:6379"}}}, "redis.external.url"),
+    ({"redis": {"mode": "external", "external": {"url": "http://r"}}}, "redis.external.url"),
+    ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts"),
+    ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs"),
+    ({"gateway": {"autoscaling": {"enabled": True, "kind": "keda"}}}, "gateway.autoscaling.prometheusAddress"),
+    ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 11}}}, "gateway.autoscaling.minReplicas"),
+    ({"worker": {"autoscaling": {"enabled": True, "kind": "keda"}}}, "autoscaling.prometheusAddress"),
+    ({"worker": {"volume": {"existingClaim": "a", "size": "1Gi"}}}, "volume"),
+    ({"worker": {"volume": {"readOnly": True}}}, "volume.readOnly"),
+    ({"worker": {"volume": {"existingClaim": "a", "readOnly": True}}}, "download"),
+    ({"worker": {"image": {"digest": "latest"}}}, "worker.image.digest"),
+    ({"ipFamily": "both"}, "ipFamily"),
+]
+
+
+@pytest.mark.parametrize("version", HELM_VERSIONS)
+@pytest.mark.parametrize(("values", "key"), REFUSED, ids=[json.dumps(values)[:60] for values, _ in REFUSED])
+def test_what_would_not_work_is_refused_by_name(values: dict[str, Any], key: str, version: str) -> None:
+    done = chart.helm(version, values)
+    assert done.returncode != 0
+    assert key in done.stderr.replace("/", ".") or key in done.stderr, done.stderr
