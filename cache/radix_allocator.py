@@ -99,7 +99,9 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
         num_cached_tokens = len(found) * self._block_size
         if reuse:
             self._count_query(len(token_ids), num_cached_tokens)
-        return RadixAllocation(self, root, list(hashes or ()), [*found, *taken], num_cached_tokens, node)
+        allocation = RadixAllocation(self, root, list(hashes or ()), [*found, *taken], num_cached_tokens, node)
+        allocation.files_repeats = reuse
+        return allocation
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         return self._match(token_ids, root).num_blocks * self._block_size
@@ -141,9 +143,13 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
 
 
 class RadixAllocation(BlockTable):
-    """One sequence's blocks. It holds `node`, below which what it commits next will be filed."""
+    """One sequence's blocks. It holds `node`, below which what it commits next will be filed.
 
-    __slots__ = ("_allocator", "_hashes", "_num_filed", "_root", "node")
+    Without `files_repeats` nothing is filed from the first block on that the trie has already: a sequence that reads
+    nothing repeats every block of a cached prompt, and with a hold on the originals too it would need twice its room.
+    """
+
+    __slots__ = ("_allocator", "_hashes", "_num_filed", "_root", "files_repeats", "node")
 
     _pool: RadixPool
 
@@ -163,6 +169,7 @@ class RadixAllocation(BlockTable):
         self._hashes = hashes
         self._num_filed = num_cached_tokens // allocator._block_size
         self.node = node
+        self.files_repeats = True
         allocator._live.add(self)
 
     def fork(self) -> RadixAllocation:
@@ -175,6 +182,7 @@ class RadixAllocation(BlockTable):
         )
         fork._num_computed = self._num_computed
         fork._num_filed = self._num_filed
+        fork.files_repeats = self.files_repeats
         return fork
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
@@ -189,6 +197,8 @@ class RadixAllocation(BlockTable):
         num_known = 0
         if not trie.grow(self.node, keys, block_ids, hashes):
             above = self.node
+            if not self.files_repeats and trie.match(above, keys).num_blocks > 0:
+                return
             num_known, self.node = trie.insert(above, keys, block_ids, hashes)
             trie.hold_below(self.node, above)
         self._pool.free.hand_over(block_ids[num_known:])

@@ -332,3 +332,15 @@ def test_an_aborted_prefix_is_computed_by_the_next() -> None:
     assert second.num_cached_tokens == 64
     engine.finish()
     assert engine.answer(second).tokens[0] == answer([1] * 201, 100, 4)
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
+def test_prompt_logprobs_of_a_cached_prompt_fit_into_a_pool_that_holds_it_once(prefix_cache) -> None:
+    limits = {"max_num_batched_tokens": 6, "max_num_seqs": 1}
+    engine = HandEngine(num_blocks=15, block_size=4, prefix_cache=prefix_cache, **limits)
+    engine.submit(generate([7] * 33, 2))
+    engine.finish()
+    request = engine.submit(generate([7] * 33, 2, prompt_logprobs=0))
+    engine.finish(max_steps=100)
+    assert engine.num_preempted == 0
+    assert engine.answer(request).tokens[0] == answer([7] * 33, 100, 2)
