@@ -1,7 +1,8 @@
 """The pool of hashed blocks: who holds a block, under which hash it is findable, and which block is evicted next.
 
-    refs[b] == 0   b is in the free queue, findable or not          hashes[b] is None       b is not findable
-    refs[b] == k   b stands in k block tables                       cached[hashes[b]] == b, or b is in copies[...]
+    refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
+    refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
+                                                                                        or b is in copies[hashes[b]]
 
 A block keeps its hash while it is free and loses it when it is taken again (lazy eviction). Blocks of equal content
 may coexist, since tables never change a block they have: `cached` names the first copy, `copies` the others.
@@ -14,6 +15,7 @@ Source: vLLM v1, BlockPool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from cache.event_log import EventLog
 from cache.free_queue import FreeQueue
@@ -23,7 +25,7 @@ from cache.types import NULL_BLOCK, BlockHash, BlockId
 class BlockPool:
     """Blocks 1 .. num_blocks - 1; the null block 0 is never handed out."""
 
-    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_refs", "_released_at", "events", "evictions")
+    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_refs", "events", "evictions")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -33,7 +35,6 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
-        self._released_at = [0] * num_blocks
         self._clock = 1
         self.events = EventLog()
         self.evictions = 0
@@ -54,20 +55,17 @@ class BlockPool:
     @property
     def age_of_next(self) -> int:
         """Acquisitions since the block that is taken next was released; 0 while blocks never used remain."""
-        block_id = self._free.first
-        released_at = self._released_at[block_id]
-        return self._clock - released_at if block_id != NULL_BLOCK and released_at else 0
+        free_since = -self._refs[self._free.first]  # 0, too, for the null block, which is first when none is free
+        return self._clock - free_since if free_since else 0
 
     def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks of the longest findable prefix of a chain. Changes nothing."""
-        find = self._cached.get
-        found = []
-        for block_hash in hashes:
-            block_id = find(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+        cached = self._cached
+        if not hashes or hashes[0] not in cached:
+            return []
+        found = list(map(cached.get, hashes))  # looking up what follows a miss costs less than a test at every block
+        num_found = len(found) if all(found) else found.index(None)  # all: block 0 is never findable
+        return cast(list[BlockId], found[:num_found])
 
     def take(self, count: int) -> list[BlockId] | None:
         """Hold `count` blocks, evicting what they hold; None, and no change: too few are free."""
@@ -79,12 +77,16 @@ class BlockPool:
         What was found leaves the queue before anything is taken from it, so a request never evicts its own prefix.
         """
         refs = self._refs
-        unheld = [block_id for block_id in found if not refs[block_id]]
+        unheld = [block_id for block_id in found if refs[block_id] <= 0]
         if len(unheld) + num_new > len(self._free):
             return None
         self._free.remove(unheld)
-        for block_id in found:
-            refs[block_id] += 1
+        if len(unheld) < len(found):
+            for block_id in found:
+                refs[block_id] = max(refs[block_id], 0) + 1
+        else:
+            for block_id in unheld:
+                refs[block_id] = 1
         self._clock += 1
         return self._evict(num_new)
 
@@ -100,15 +102,16 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """One table less holds these blocks, given in token order: the tail is queued, hence evicted, first."""
-        refs, released_at, now = self._refs, self._released_at, self._clock
+        refs, free_since = self._refs, -self._clock
         freed = []
         for block_id in reversed(block_ids):
             num_refs = refs[block_id]
-            assert num_refs > 0, f"block {block_id} is released but nobody holds it"
-            refs[block_id] = num_refs - 1
             if num_refs == 1:
-                released_at[block_id] = now
+                refs[block_id] = free_since
                 freed.append(block_id)
+            else:
+                assert num_refs > 1, f"block {block_id} is released but nobody holds it"
+                refs[block_id] = num_refs - 1
         self._free.extend(freed)
 
     def register(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
@@ -148,10 +151,12 @@ class BlockPool:
             assert len(set(table)) == len(table), f"a block stands twice in one table: {table}"
             for block_id in table:
                 occurrences[block_id] += 1
-        assert self._refs == occurrences, "ref counts differ from the occurrences in block tables"
+        assert [max(refs, 0) for refs in self._refs] == occurrences, (
+            "ref counts differ from the occurrences in block tables"
+        )
         assert occurrences[NULL_BLOCK] == 0, "the null block was handed out"
         free = set(self._free)
-        assert free == {b for b, refs in enumerate(self._refs) if not refs and b != NULL_BLOCK}, "free is not unheld"
+        assert free == {b for b, refs in enumerate(self._refs) if refs <= 0 and b != NULL_BLOCK}, "free is not unheld"
         copies = {block_hash: [first, *self._copies.get(block_hash, ())] for block_hash, first in self._cached.items()}
         assert self._copies.keys() <= self._cached.keys(), "a copy without a first copy"
         assert all(self._copies.values()), "an empty list of copies"

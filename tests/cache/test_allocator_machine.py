@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from cache.allocator import Allocation, Allocator
 from cache.block_pool import BlockPool
-from cache.events import replay
+from cache.events import Removed, Stored, replay
 from cache.factory import PrefixCache, make_allocator
 from cache.hash_allocator import HashAllocator
 from cache.hashing import Namespace, hash_chain
@@ -166,7 +166,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert num_free + len(in_use) == allocator.num_blocks - 1 or (
             self.kind == "radix" and num_free + len(in_use) < allocator.num_blocks - 1
         )
-        replay(allocator.take_events(), self.published)
+        self.replay_events()
         held = list(allocator.held())
         assert len(held) == len(set(held)) == allocator.stats().num_cached_blocks
         assert self.published == set(held), "the events do not rebuild the map"
@@ -201,8 +201,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         if sequence.num_computed == len(sequence.tokens):
             sequence.tokens.append(data.draw(st.integers(0, 1)))
         stop = max(sequence.num_computed + 1, len(sequence.tokens) - data.draw(st.sampled_from((0, 0, 0, 1, 3, 6))))
-        if self.window_size is not None:  # a chunk and the window fit into the ring together
-            stop = min(stop, sequence.num_computed + 1)
         if stop <= allocation.capacity and not sequence.extends_first and data.draw(st.booleans()):
             return sequence, stop
         before = self.snapshot()
@@ -244,6 +242,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         chain = hash_chain(sequence.tenant, sequence.tokens[:stop], self.allocator.block_size)
         self.parents.update(zip(chain, [sequence.tenant, *chain], strict=False))
         self.written.update(chain)
+
+    def replay_events(self) -> None:
+        for event in self.allocator.take_events():
+            match event:
+                case Stored(block_hash):
+                    assert block_hash not in self.published, "stored with a copy that is not the first"
+                case Removed(block_hash):
+                    assert block_hash in self.published, "removed twice, or never stored"
+            replay([event], self.published)
 
     def check_memory(self, sequence: Sequence) -> None:
         first = 0 if self.window_size is None else max(0, sequence.num_computed - self.window_size)

@@ -105,3 +105,14 @@ def test_reset_only_when_idle() -> None:
 def test_a_bad_window_is_named() -> None:
     with pytest.raises(ValueError, match="window_size"):
         SimpleAllocator(12, 2, window_size=0)
+
+
+def test_a_fork_that_goes_round_a_window_not_yet_full_copies_its_beginning() -> None:
+    allocator = SimpleAllocator(12, 2, window_size=6)
+    first = allocate(allocator, 3)
+    first.commit(range(3), 3)
+    second = first.fork()
+    assert second.extend(7)  # tokens 3 to 6: token 6 goes into the first block again
+    assert len(second.block_table) == 3
+    assert set(second.block_table).isdisjoint(first.block_table)
+    assert [copy.source for copy in allocator.take_copies()] == list(first.block_table)
