@@ -301,9 +301,12 @@ async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorke
             assert status == 200
             assert isinstance(got.last, End)
 
+    num_tasks = len(asyncio.all_tasks())
     for first in range(0, 500, 100):
         await asyncio.gather(*(one(i) for i in range(first, first + 100)))
     await assert_idle(worker)
+    await worker.http.close()
+    await worker.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
 
 
 async def assert_idle(worker: LiveWorker) -> None:

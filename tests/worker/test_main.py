@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,6 +23,7 @@ from worker.wire import (
     FrameReader,
     GenerateRequest,
     Grammar,
+    PromptLogprobs,
     SamplingParams,
     TokenizerBundle,
     Tokens,
@@ -90,9 +92,7 @@ def start() -> Iterator[type[Process]]:
         process.process.communicate()
 
 
-def request(
-    prompt_ids: list[int], max_tokens: int, *, n: int = 1, temperature: float = 0.0, grammar: Grammar | None = None
-) -> bytes:
+def request(prompt_ids: list[int], max_tokens: int, *, n: int = 1, temperature: float = 0.0, **params: Any) -> bytes:
     return pack_request(
         GenerateRequest(
             "r",
@@ -101,7 +101,7 @@ def request(
             b"s" * 16,
             prompt_ids,
             tuple(ChoiceState(i, i) for i in range(n)),
-            SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, grammar=grammar),
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, **params),
         )
     )
 
@@ -140,6 +140,14 @@ async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) ->
         assert warm == cold
         several, _ = await generate(http, url, request(prompt_ids, 20, n=3))
         assert several == dict.fromkeys(range(3), cold[0])
+
+        _, frames = await generate(http, url, request(prompt_ids, 2, prompt_logprobs=1))
+        (logprobs,) = (frame for frame in frames if isinstance(frame, PromptLogprobs))
+        first, *others = logprobs.positions
+        assert first is None
+        assert len(others) == 99
+        assert all(position.logprob < 0 and len(position.top) == 1 for position in others)
+        assert frames[0].num_cached_tokens == 0  # what is cached has no logits
 
         schema = Grammar("json_schema", '{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}')
         body = request(prompt_ids, 60, n=3, temperature=1.0, grammar=schema)
