@@ -1,0 +1,208 @@
+"""A worker without a model: `python -m benchmarks.gateway_load.stub --bundle FILE [--redis URL] [--pace-s S]`.
+
+Speaks the wire protocol (/generate, /state, /bundle, /health/live) and OpenAI's chat (for proxies), on one raw asyncio
+protocol. An answer is `max_tokens` times one token, at once, or paced: one frame a stream at every tick.
+Prints its URL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Final, cast
+
+import uvloop
+
+from cache.hashing import Namespace, hash_chain, index_entry
+from cache.index import WorkerLoad, WorkerMember
+from cache.redis_index import IndexWriter
+from cache.types import BlockHash, Epoch, IndexEntry, WorkerId
+from worker.wire import (
+    PROTOCOL_VERSION,
+    End,
+    Finished,
+    Started,
+    TokenizerBundle,
+    Tokens,
+    WorkerState,
+    pack,
+    pack_frame,
+    unpack,
+    unpack_request,
+)
+
+TOKEN_ID: Final = 339  # " the" in SmolLM2's vocabulary; any text will do
+_CHUNKED: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n"
+_PLAIN: Final = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n%b"
+_LAST: Final = b"0\r\n\r\n"
+_HEAD: Final = b'{"id":"chatcmpl-x","object":"chat.completion%b","created":1,"model":"bench","choices":[{"index":0,'
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_TOKEN_FRAME: Final = pack_frame(Tokens(0, (TOKEN_ID,)))
+_STARTED: Final = pack_frame(Started(0))
+_END: Final = pack_frame(Finished(0, "length")) + pack_frame(End(0.0, 0.0, 0.0))
+_EVENT: Final = (
+    b"data: " + _HEAD % b".chunk" + b'"delta":{"content":" the"},"logprobs":null,"finish_reason":null}]}\n\n'
+)
+
+
+class Worker:
+    """What all connections share."""
+
+    def __init__(self, bundle: TokenizerBundle, pace_s: float) -> None:
+        self.bundle = bundle
+        self.pace_s = pace_s
+        self.member: WorkerMember | None = None
+        self.held: dict[IndexEntry, None] = {}
+        self.streams: dict[Connection, tuple[int, bytes, bytes]] = {}
+        """Frames left, the frame, and the end of paced streams."""
+
+    async def tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            due_s += self.pace_s
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            for connection, (left, frame, end) in list(self.streams.items()):
+                connection.transport.write(frame if left > 1 else frame + end)
+                if left > 1:
+                    self.streams[connection] = (left - 1, frame, end)
+                else:
+                    del self.streams[connection]
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._received = b""
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._worker.streams.pop(self, None)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while True:
+            head, found, rest = self._received.partition(b"\r\n\r\n")
+            if not found:
+                return
+            lowered = head.lower()
+            mark = lowered.find(b"content-length:")
+            size = int(lowered[mark + 15 :].split(b"\r\n", 1)[0]) if mark >= 0 else 0
+            if len(rest) < size:
+                return
+            self._received = rest[size:]
+            self._answer(head.split(b" ", 2)[1], rest[:size])
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        worker = self._worker
+        match path:
+            case b"/generate":
+                request = unpack_request(body)
+                hashes = hash_chain(BlockHash(request.root), request.prompt_ids, worker.bundle.block_size)
+                worker.held.update(dict.fromkeys(map(index_entry, hashes)))
+                self._stream(request.sampling.max_tokens, b"application/msgpack", _STARTED, _TOKEN_FRAME, _END)
+            case b"/v1/chat/completions":
+                asked = json.loads(body)
+                if asked.get("stream"):
+                    end = b"data: " + _HEAD % b".chunk" + b'"delta":{},"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+                    self._stream(asked["max_tokens"], b"text/event-stream", b"", _EVENT, end)
+                else:
+                    text = json.dumps(" the" * asked["max_tokens"]).encode()
+                    message = b'"message":{"role":"assistant","content":' + text + b'},"finish_reason":"length"}]}'
+                    self._plain(_HEAD % b"" + message, b"application/json")
+            case b"/state":
+                assert worker.member is not None
+                self._plain(pack(WorkerState(worker.member, _load())), b"application/msgpack")
+            case b"/bundle":
+                self._plain(pack(worker.bundle), b"application/msgpack")
+            case b"/v1/models":
+                self._plain(b'{"object":"list","data":[{"id":"bench","object":"model"}]}', b"application/json")
+            case _:
+                self._plain(b"{}", b"application/json")
+
+    def _plain(self, body: bytes, kind: bytes) -> None:
+        self.transport.write(_PLAIN % (len(body), kind, body))
+
+    def _stream(self, num_tokens: int, kind: bytes, first: bytes, frame: bytes, end: bytes) -> None:
+        head = _CHUNKED % kind + (chunk(first) if first else b"")
+        if self._worker.pace_s:
+            self.transport.write(head)
+            self._worker.streams[self] = (num_tokens, chunk(frame), chunk(end) + _LAST)
+        else:
+            self.transport.write(head + chunk(frame * num_tokens + end) + _LAST)
+
+
+def _load() -> WorkerLoad:
+    return WorkerLoad(prefill_tokens_per_s=20_000.0, num_free_blocks=100_000, num_blocks=100_000)
+
+
+async def _publish(worker: Worker, redis: str, member: WorkerMember) -> None:
+    """Keep the index as a worker would: what is held is published soon after it was stored."""
+    writer = IndexWriter(redis, member)
+    link = asyncio.create_task(writer.run())
+    published = 0
+    try:
+        while True:
+            if writer.in_doubt:
+                held = list(worker.held)
+                if await writer.rewrite(held, _load()):
+                    published = len(held)
+            else:
+                fresh = list(worker.held)[published:]
+                if await writer.publish(fresh, (), _load(), published + len(fresh)):
+                    published += len(fresh)
+            await asyncio.sleep(0.1)
+    finally:
+        link.cancel()
+
+
+async def serve(bundle: TokenizerBundle, redis: str | None, pace_s: float) -> None:
+    worker = Worker(bundle, pace_s)
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(worker), "127.0.0.1", 0, backlog=4096)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    space = Namespace(
+        model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
+    )
+    worker.member = WorkerMember(
+        worker_id=WorkerId("stub"),
+        epoch=Epoch("1"),
+        url=url,
+        model=bundle.model,
+        namespace=space.fingerprint,
+        numerics="none",
+        block_size=bundle.block_size,
+        max_model_len=bundle.max_model_len,
+        protocol=PROTOCOL_VERSION,
+    )
+    print(url, flush=True)
+    async with asyncio.TaskGroup() as group:
+        if pace_s:
+            group.create_task(worker.tick())
+        if redis is not None:
+            group.create_task(_publish(worker, redis, worker.member))
+        group.create_task(server.serve_forever())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--redis")
+    parser.add_argument("--pace-s", type=float, default=0.0)
+    options = parser.parse_args()
+    bundle = unpack(options.bundle.read_bytes(), TokenizerBundle)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(bundle, options.redis, options.pace_s))
+
+
+if __name__ == "__main__":
+    main()
