@@ -69,7 +69,7 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 @cache
 def _onednn_runs(dtype: torch.dtype) -> bool:
     """Whether this build and this processor have the packed product: half precisions need AVX-512 or newer units."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     weight = torch.eye(8, dtype=dtype)
     try:

@@ -98,4 +98,5 @@ def _rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = norms.square_().div_(states.shape[-1]).add_(eps).rsqrt_()
     if states.dtype == torch.float32:
         return (states * scale).mul_(weight)
-    return torch.mul(states * scale, weight, out=torch.empty_like(states))
+    normed: Tensor = torch.mul(states * scale, weight, out=torch.empty_like(states))
+    return normed

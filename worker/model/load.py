@@ -32,6 +32,10 @@ class LoadOptions:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.weights not in get_args(WeightForm):
             raise ValueError(f"weights must be one of {', '.join(get_args(WeightForm))}, got {self.weights!r}")
+        if self.weights == "packed" and (self.dtype, self.device) != ("bfloat16", "cpu"):
+            raise ValueError(
+                "weights=packed needs dtype=bfloat16 and device=cpu: the packed product exists there alone"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,5 +82,5 @@ def load_model(source: str, options: LoadOptions, progress: Progress = lambda do
         raise UnsupportedModel(f"model type {checkpoint.model_type!r} of {checkpoint.path} is not supported")
     config = checkpoint.config()
     with torch.inference_mode():
-        weights = WeightLoader(checkpoint, config, dtype, device).load(progress)
+        weights = WeightLoader(checkpoint, config, dtype, device, options.weights == "packed").load(progress)
     return LoadedModel(LlamaDecoder(config, weights), checkpoint, dtype, device, options.weights)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
-from worker.model.errors import CheckpointError
+from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.linear import Linear, dense_linear
 from worker.model.llama import DecoderWeights, LayerWeights
+from worker.model.packed import PACKABLE, PackedLinear, is_packable
 from worker.model.rope import rope_table
 
 Progress = Callable[[int, int], None]
@@ -21,13 +22,18 @@ Progress = Callable[[int, int], None]
 class WeightLoader:
     """Builds `DecoderWeights` of one dtype on one device; a tensor lives in memory once."""
 
-    __slots__ = ("_checkpoint", "_config", "_device", "_dtype")
+    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_keep_packed", "_num_packed")
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, keep_packed: bool
+    ) -> None:
+        """`keep_packed`: matrices that the file stores in 4 or 8 bits are also kept so, for decoding."""
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._keep_packed = keep_packed
+        self._num_packed = 0
 
     def load(self, progress: Progress) -> DecoderWeights:
         config = self._config
@@ -37,6 +43,10 @@ class WeightLoader:
             progress(index, config.num_layers)
             layers.append(self._layer(f"model.layers.{index}"))
         lm_head = self._lm_head(embedding)
+        if self._keep_packed and self._num_packed == 0:
+            raise UnsupportedModel(
+                f"weights=packed: no matrix of {self._checkpoint.path} is {', '.join(sorted(PACKABLE))}"
+            )
         table = rope_table(config.rope, config.head_dim, config.max_model_len, self._checkpoint.rope_factors())
         progress(config.num_layers, config.num_layers)
         return DecoderWeights(
@@ -71,7 +81,7 @@ class WeightLoader:
 
     def _lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
-            return dense_linear(embedding)
+            return self._maybe_packed(["model.embed_tokens"], dense_linear(embedding), None)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
 
     def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
@@ -80,7 +90,17 @@ class WeightLoader:
         bias = self._bias(names, rows)
         for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
             part.copy_(self._stored(f"{name}.weight", part.shape))
-        return dense_linear(weight, bias)
+        return self._maybe_packed(names, dense_linear(weight, bias), bias)
+
+    def _maybe_packed(self, names: Sequence[str], dense: Linear, bias: Tensor | None) -> Linear:
+        """The matrices as the file packs them, with `dense` as their twin for large batches; or `dense` alone."""
+        if not self._keep_packed:
+            return dense
+        stored = [self._checkpoint.quantised(f"{name}.weight") for name in names]
+        if not is_packable(stored):
+            return dense
+        self._num_packed += 1
+        return PackedLinear([part for part in stored if part is not None], dense, bias)
 
     def _bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
         if not any(self._checkpoint.has(f"{name}.bias") for name in names):
