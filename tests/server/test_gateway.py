@@ -127,17 +127,35 @@ async def test_a_taken_port_is_said_and_refused() -> None:
     assert b"Address already in use" in errors
 
 
-async def test_headers_too_large_are_a_431(worker: ScriptedWorker) -> None:
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+RAW = [
+    (b"GET / HTTP/1.1\r\nx: " + b"a" * 1_000_000, b"431"),
+    (b"GET /" + b"a" * 200_000, b"431"),
+    (b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(20_000)), b"431"),
+    (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nt: " + b"a" * 200_000, None),
+    (b"nonsense\r\n\r\n", b"400"),
+    (POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", b"400"),
+    (POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}", b"400"),
+    (POST + b"content-length: -1\r\n\r\n", b"400"),
+]
+
+
+async def test_what_is_no_http_and_heads_without_end(worker: ScriptedWorker) -> None:
     async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as gateway:
         await gateway.until_ready()
-        for head, status in ((b"GET / HTTP/1.1\r\nx: " + b"a" * 200_000, b"431"), (b"nonsense\r\n\r\n", b"400")):
+        for sent, status in RAW:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-            writer.write(head)
-            answer = await reader.read()
+            writer.write(sent)
+            async with asyncio.timeout(10):
+                answer = await reader.read()
             writer.close()
+            if status is None:
+                assert answer == b"", "the request had begun: its connection ends"
+                continue
             line, _, rest = answer.partition(b"\r\n")
-            assert line.split()[1] == status
+            assert line.split()[1] == status, sent[:80]
             assert set(json.loads(rest.rpartition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+        assert (await post(gateway.url, chat()))[0] == 200
 
 
 @pytest.mark.parametrize(
