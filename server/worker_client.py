@@ -16,6 +16,7 @@ from typing import Final, Self, TypeVar
 import aiohttp
 import msgspec
 
+from server.http_client import ConnectionBrokenError, ConnectionPool, HttpConnection
 from worker.wire import (
     CONTENT_TYPE,
     Failed,
@@ -58,45 +59,46 @@ class StaleConnection(WorkerLost):
 class GenerateStream:
     """One POST /generate. `read` it to its last frame; leaving the context early aborts it."""
 
-    __slots__ = ("_reader", "_request", "_response", "_session", "_stalled", "completed", "last_read_s", "url")
+    __slots__ = ("_connection", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, request: GenerateRequest) -> None:
-        self._session = session
+    def __init__(self, pool: ConnectionPool, url: str, request: GenerateRequest) -> None:
+        self._pool = pool
         self.url = url
         self._request = request
         self._reader = FrameReader()
-        self._response: aiohttp.ClientResponse | None = None
+        self._connection: HttpConnection | None = None
         self.completed = False
-        self._stalled = False
         self.last_read_s = time.monotonic()
 
     async def __aenter__(self) -> Self:
         """Sends the request. Raises WorkerRefused or WorkerLost."""
         try:
-            response = await self._session.post(
-                self.url + "/generate", data=pack_request(self._request), headers=_HEADERS
-            )
-        except aiohttp.ServerDisconnectedError as error:
-            raise StaleConnection(f"{self.url}: {error}") from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            connection = await self._pool.post(self.url, pack_request(self._request))
+        except (OSError, TimeoutError) as error:
             raise WorkerLost(f"{self.url}: {type(error).__name__}: {error}") from error
-        if response.status != 200:
-            try:
-                raise WorkerRefused(response.status, await _refusal(response))
-            finally:
-                response.close()
-        self._response = response
+        try:
+            status = await connection.head()
+            if status != 200:
+                raise WorkerRefused(status, await _refusal(status, connection))
+        except ConnectionBrokenError as error:
+            connection.close()
+            kind = StaleConnection if error.reused else WorkerLost
+            raise kind(f"{self.url}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._response is None:
+        if self._connection is None:
             return
         if self.completed:
-            self._response.release()
+            self._pool.give_back(self.url, self._connection)
         else:
-            self._response.close()
+            self._connection.close()
 
     def complete(self) -> None:
         """The last frame was read: the connection may be used again."""
@@ -104,26 +106,22 @@ class GenerateStream:
 
     def give_up(self) -> None:
         """Called by the watch over silent streams: whoever reads gets WorkerLost."""
-        self._stalled = True
-        if self._response is not None:
-            self._response.close()
+        if self._connection is not None:
+            self._connection.fail("silent and unreachable")
 
     async def read(self) -> list[Frame]:
         """The frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends."""
-        assert self._response is not None, "not entered"
+        assert self._connection is not None, "not entered"
         frames: list[Frame] = []
         try:
             while not frames:
-                data = await self._response.content.readany()
+                data = await self._connection.read()
                 if not data:
                     raise WorkerLost(f"{self.url}: the stream ended without its last frame")
                 self.last_read_s = time.monotonic()
                 frames.extend(self._reader.feed(data))
-        except WireError as error:
+        except (WireError, ConnectionBrokenError) as error:
             raise WorkerLost(f"{self.url}: {error}") from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            why = "silent and unreachable" if self._stalled else f"{type(error).__name__}: {error}"
-            raise WorkerLost(f"{self.url}: {why}") from error
         return frames
 
 
@@ -132,6 +130,8 @@ class WorkerClient:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.session = session
+        """For everything but /generate."""
+        self._pool = ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S)
 
     @classmethod
     def open(cls) -> Self:
@@ -147,10 +147,11 @@ class WorkerClient:
         )
 
     async def close(self) -> None:
+        self._pool.close()
         await self.session.close()
 
     def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
-        return GenerateStream(self.session, url, request)
+        return GenerateStream(self._pool, url, request)
 
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
@@ -188,14 +189,16 @@ def _checked(url: str, data: bytes, kind: type[T]) -> T:
         raise WorkerLost(f"{url}: {error}") from error
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> Failed:
+async def _refusal(status: int, connection: HttpConnection) -> Failed:
     """The Failed frame in the body of a refusal; a stand-in when the body is something else."""
+    data = b""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            data = await response.content.read(MAX_REFUSAL_BYTES)
+            while (part := await connection.read()) and len(data) < MAX_REFUSAL_BYTES:
+                data += part
         for frame in FrameReader().feed(data):
             if isinstance(frame, Failed):
                 return frame
-    except (WireError, aiohttp.ClientError, OSError, TimeoutError):
+    except (WireError, ConnectionBrokenError, TimeoutError):
         pass
-    return Failed(f"status_{response.status}", f"the worker answered {response.status}", response.status >= 429)
+    return Failed(f"status_{status}", f"the worker answered {status}", status >= 429)
