@@ -6,27 +6,34 @@ The index is a hint. A stale or poisoned one costs speed, never a token: a worke
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
 
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A worker's load, rewritten after a step, at most every 50 ms."""
 
-    queued_prefill_s: Mapping[GatewayId, float] = field(default_factory=dict)
+class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A worker's load, rewritten after a step, at most every 50 ms.
+
+    A struct, because a gateway decodes one a worker at every decision: ten times as fast as a frozen dataclass.
+    """
+
+    queued_prefill_s: dict[GatewayId, _Seconds] = msgspec.field(default_factory=dict)
     """Estimated prefill seconds of requests whose first token is not out, by the gateway that sent them."""
-    assigned_prefill_s: float = 0.0
+    assigned_prefill_s: _Seconds = 0.0
     """Prefill seconds ever assigned to this worker in this epoch: a counter, from which gateways derive rho."""
-    prefill_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: _Seconds = 0.0
     """Measured prefill rate; 0.0 while nothing has been measured."""
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_blocks: int = 0
+    num_running: _Count = 0
+    num_waiting: _Count = 0
+    num_free_blocks: _Count = 0
+    num_blocks: _Count = 0
     draining: bool = False
 
 
@@ -62,8 +69,7 @@ def secret_check(cluster_secret: bytes) -> str:
     return hmac.digest(cluster_secret, b"headstart-secret-check", "sha256")[:8].hex() if cluster_secret else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One live worker, as one lookup saw it."""
 
     member: WorkerMember

@@ -64,7 +64,11 @@ class OpsApi:
     async def workers(self, request: Request) -> Response:
         """Every live worker: what it says of itself, and its load as this gateway last heard it."""
         workers = [
-            {**_fields(candidate.member), "load": _fields(candidate.load), "load_age_s": candidate.load_age_s}
+            {
+                **_fields(candidate.member),
+                "load": msgspec.structs.asdict(candidate.load),
+                "load_age_s": candidate.load_age_s,
+            }
             for candidate in self._services.candidates()
         ]
         return json_response({"workers": workers, "index": _fields(self._services.index_state())})

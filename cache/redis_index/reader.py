@@ -63,7 +63,7 @@ class _Worker:
         if raw == self.raw and self.state is not None:
             return self.state
         state = schema.decode_state(raw)
-        self.raw, self.state, self.load = raw, state, schema.load_of(state)
+        self.raw, self.state, self.load = raw, state, state.load
         return state
 
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import zlib
 from typing import Annotated, Final
@@ -18,7 +17,7 @@ from typing import Annotated, Final
 import msgspec
 
 from cache.index import WorkerLoad, WorkerMember
-from cache.types import GatewayId, WorkerId
+from cache.types import WorkerId
 
 MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
@@ -27,7 +26,6 @@ _STATE_FORMAT: Final = 1
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -45,14 +43,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     deadline_ms: _Count
     written_ms: _Count
     num_entries: _Count
-    queued_prefill_s: dict[_Name, _Seconds]
-    assigned_prefill_s: _Seconds
-    prefill_tokens_per_s: _Seconds
-    num_running: _Count
-    num_waiting: _Count
-    num_free_blocks: _Count
-    num_blocks: _Count
-    draining: bool
+    load: WorkerLoad
 
 
 _STATE_DECODER: Final = msgspec.msgpack.Decoder(State)
@@ -135,14 +126,7 @@ def encode_state(
             deadline_ms=deadline_ms,
             written_ms=written_ms,
             num_entries=num_entries,
-            queued_prefill_s={str(gateway): seconds for gateway, seconds in load.queued_prefill_s.items()},
-            assigned_prefill_s=load.assigned_prefill_s,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_free_blocks=load.num_free_blocks,
-            num_blocks=load.num_blocks,
-            draining=load.draining,
+            load=load,
         )
     )
 
@@ -157,19 +141,4 @@ def decode_state(data: bytes) -> State:
         raise RegistryError(str(error)) from error
     if state.format != _STATE_FORMAT:
         raise RegistryError(f"state in format {state.format}")
-    if not math.isfinite(state.assigned_prefill_s + state.prefill_tokens_per_s + sum(state.queued_prefill_s.values())):
-        raise RegistryError("state with a number that is not finite")
     return state
-
-
-def load_of(state: State) -> WorkerLoad:
-    return WorkerLoad(
-        queued_prefill_s={GatewayId(gateway): seconds for gateway, seconds in state.queued_prefill_s.items()},
-        assigned_prefill_s=state.assigned_prefill_s,
-        prefill_tokens_per_s=state.prefill_tokens_per_s,
-        num_running=state.num_running,
-        num_waiting=state.num_waiting,
-        num_free_blocks=state.num_free_blocks,
-        num_blocks=state.num_blocks,
-        draining=state.draining,
-    )
