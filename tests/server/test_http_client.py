@@ -44,10 +44,10 @@ async def pool() -> AsyncIterator[ConnectionPool]:
 
 async def read_all(connection: HttpConnection) -> bytes:
     await connection.head()
-    parts = b""
+    parts = []
     while part := await connection.read():
-        parts += part
-    return parts
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def test_an_answer_byte_by_byte_and_the_connection_again(pool: ConnectionPool) -> None:
@@ -127,7 +127,7 @@ async def test_nobody_reads_and_the_sender_waits(pool: ConnectionPool) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
         writer.write(CHUNKED)
-        for _ in range(1000):
+        for _ in range(400):
             writer.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
             sent += 0x10000
             await writer.drain()
@@ -140,9 +140,9 @@ async def test_nobody_reads_and_the_sender_waits(pool: ConnectionPool) -> None:
         while seen != sent:
             seen = sent
             await asyncio.sleep(0.1)
-        assert sent < 1000 * 0x10000 / 2
+        assert sent < 400 * 0x10000 / 2
         assert connection._size <= 2 * HIGH_WATER_BYTES
-        assert len(await read_all(connection)) == 1000 * 0x10000
+        assert len(await read_all(connection)) == 400 * 0x10000
 
 
 async def test_no_listener() -> None:
