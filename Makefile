@@ -39,6 +39,7 @@ check: install ## ruff, mypy, import rules, docs
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/check_docs.py
 
 bench: install ## the measurements: make bench ARGS="cache --json"
 	@$(BIN)/headstart bench $(ARGS)
