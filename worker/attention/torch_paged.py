@@ -30,8 +30,8 @@ class _DecodeGroup:
 
     first: int
     stop: int
-    blocks: Tensor
-    """(rows * blocks per row,) int64"""
+    blocks: Tensor | slice
+    """(rows * blocks per row,) int64, or a run of consecutive blocks, which can be read where they lie"""
     num_keys: int
     mask: Tensor | None
     """(rows, 1, 1, num_keys) additive, or None when there is nothing to hide"""
@@ -43,7 +43,7 @@ class _Chunk:
 
     first: int
     stop: int
-    blocks: Tensor | None
+    blocks: Tensor | slice | None
     skip: int
     """Keys of the first block that lie before the window."""
     num_prefix: int
@@ -99,7 +99,7 @@ class TorchPagedAttention:
             list(span.block_table[low // size : -(-span.stop // size)]) for span, low in zip(spans, lows, strict=True)
         ]
         width = max(map(len, tables))
-        blocks = torch.tensor([table + [0] * (width - len(table)) for table in tables]).flatten()
+        padded = [block for table in tables for block in table + [0] * (width - len(table))]
         begins = [low % size for low in lows]
         ends = [span.stop - low // size * size for span, low in zip(spans, lows, strict=True)]
         num_keys = max(ends)
@@ -107,7 +107,7 @@ class TorchPagedAttention:
         return _DecodeGroup(
             first=first,
             stop=first + len(spans),
-            blocks=blocks.to(self._device),
+            blocks=self._indices(padded),
             num_keys=num_keys,
             mask=None if hidden is None else self._additive(hidden)[:, None, None, :],
         )
@@ -115,7 +115,7 @@ class TorchPagedAttention:
     def _plan_chunk(self, span: Span, first: int, window: int | None) -> _Chunk:
         size = self._cache.block_size
         low = 0 if window is None else max(0, span.start - window + 1)
-        blocks = torch.tensor(list(span.block_table[low // size : -(-span.start // size)])) if span.start else None
+        blocks = list(span.block_table[low // size : -(-span.start // size)])
         mask = None
         if window is not None and span.stop - low > window:
             age = torch.arange(span.start, span.stop)[:, None] - torch.arange(low, span.stop)[None, :]
@@ -123,7 +123,7 @@ class TorchPagedAttention:
         return _Chunk(
             first=first,
             stop=first + span.num_tokens,
-            blocks=None if blocks is None else blocks.to(self._device),
+            blocks=self._indices(blocks) if blocks else None,
             skip=low % size,
             num_prefix=span.start - low,
             mask=mask,
@@ -172,13 +172,21 @@ class TorchPagedAttention:
         keys, values = (pages.flatten(0, 1)[first:stop].transpose(0, 1).unsqueeze(0) for pages in (keys, values))
         return keys, values
 
-    def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The pages of `blocks`, copied into scratch memory that the next call overwrites."""
+    def _gather(self, layer: int, blocks: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """The pages of `blocks`: a run in place, others copied into scratch memory that the next call overwrites."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
+        if isinstance(blocks, slice):
+            return keys[blocks], values[blocks]
         return (
             torch.index_select(keys, 0, blocks, out=self._buffer("keys", keys, len(blocks))),
             torch.index_select(values, 0, blocks, out=self._buffer("values", values, len(blocks))),
         )
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor | slice:
+        first = blocks[0]
+        if all(block == first + place for place, block in enumerate(blocks)):
+            return slice(first, first + len(blocks))
+        return torch.tensor(blocks, device=self._device)
 
     def _buffer(self, name: str, pool: Tensor, num_blocks: int) -> Tensor:
         buffer = self._scratch.get(name)

@@ -96,7 +96,6 @@ def _rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(states, weight.shape, weight, eps)
     norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norms.square_().div_(states.shape[-1]).add_(eps).rsqrt_()
-    if states.dtype == torch.float32:
-        return (states * scale).mul_(weight)
-    normed: Tensor = torch.mul(states * scale, weight, out=torch.empty_like(states))
+    normed = torch.empty_like(states)
+    torch.mul(states * scale, weight, out=normed)
     return normed
