@@ -11,7 +11,7 @@ from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Emission, Plan
 from worker.scheduler.request import Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
-from worker.step import Step
+from worker.step import Runner, Step
 from worker.wire import (
     ChoiceState,
     End,
@@ -81,11 +81,12 @@ class HandEngine:
         prefix_cache: PrefixCache = "hash",
         fails: Callable[[Step], bool] = lambda step: False,
         eos: Sequence[int] = (),
+        runner: Runner | None = None,
         **limits,
     ) -> None:
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size)
         self.scheduler = Scheduler(self.allocator, BatchLimits(await_prefixes=prefix_cache != "off", **limits), eos)
-        self.runner = ArithmeticRunner(num_blocks, block_size, fails)
+        self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails)
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0

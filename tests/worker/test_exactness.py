@@ -1,0 +1,99 @@
+"""The scheduler over the real runner: whatever the cache, the chunks, the mix and the pool, the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.families import write_family
+from tests.worker.scheduler.engine import HandEngine, generate
+from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.runner.model_runner import ModelRunner
+
+BLOCK_SIZE = 4
+SHARED = [i * 7 % 99 for i in range(40)]
+REQUESTS = [
+    generate([*SHARED[: 10 * (i % 5)], *(i * k % 99 for k in range(1, 4 + 3 * i))], 12, 1 + i % 3, **params)
+    for i, params in enumerate(
+        [
+            {"temperature": 0.0},
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
+            {"temperature": 0.0, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+            {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
+        ]
+        * 2
+    )
+]
+
+
+@pytest.fixture(scope="module", params=["llama3", "mistral_window"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    write_family(request.param, folder)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for products this small a second thread costs more than it does
+    yield load_model(str(folder), LoadOptions())
+    torch.set_num_threads(num_threads)
+
+
+def engine(model: LoadedModel, num_blocks: int = 400, **options) -> HandEngine:
+    runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
+    return HandEngine(num_blocks, BLOCK_SIZE, runner=runner, max_model_len=256, **options)
+
+
+def run(engine: HandEngine, wires) -> list[dict[int, list[int]]]:
+    requests = [engine.submit(wire) for wire in wires]
+    engine.finish()
+    return [engine.answer(request).tokens for request in requests]
+
+
+@pytest.fixture(scope="module")
+def alone(model: LoadedModel) -> list[dict[int, list[int]]]:
+    """Each request with a cold cache, nobody beside it."""
+    return [run(engine(model), [wire])[0] for wire in REQUESTS]
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
+def test_mixed_then_warm(model: LoadedModel, alone, prefix_cache) -> None:
+    mixed = engine(model, prefix_cache=prefix_cache)
+    assert run(mixed, REQUESTS) == alone
+    assert run(mixed, REQUESTS) == alone
+    assert (mixed.allocator.stats().hit_tokens > 0) == (prefix_cache != "off")
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
+def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) -> None:
+    tight = engine(model, 30, prefix_cache=prefix_cache, max_num_batched_tokens=11, max_num_seqs=9, watermark=0.0)
+    assert run(tight, REQUESTS) == alone
+    assert run(tight, REQUESTS) == alone
+    assert tight.num_preempted > 0
+
+
+def test_resumed_anywhere(model: LoadedModel, alone) -> None:
+    resumed, expected = [], []
+    for i, (wire, tokens) in enumerate(zip(REQUESTS, alone, strict=True)):
+        outputs = {choice: ids[: (5 * i + choice) % 11] for choice, ids in tokens.items()}
+        choices = tuple(type(c)(c.index, c.seed, tuple(outputs[c.index])) for c in wire.choices)
+        resumed.append(type(wire)(**{f: getattr(wire, f) for f in wire.__slots__} | {"choices": choices}))
+        expected.append({choice: ids[len(outputs[choice]) :] for choice, ids in tokens.items()})
+    assert run(engine(model), resumed) == expected
+
+
+def test_a_failed_step_is_not_seen_in_any_token(model: LoadedModel, alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    flaky = engine(model)
+    forward, calls = flaky.runner.run, iter(range(10_000))
+
+    def run_or_raise(step):
+        results = forward(step)  # the KV is written, and the step fails after it
+        if next(calls) % 5 == 2 and len(step.sequences) > 1:
+            raise RuntimeError("the step fails")
+        return results
+
+    monkeypatch.setattr(type(flaky.runner), "run", lambda self, step: run_or_raise(step))
+    assert run(flaky, [wire for wire in REQUESTS if len(wire.choices) == 1]) == [
+        tokens for wire, tokens in zip(REQUESTS, alone, strict=True) if len(wire.choices) == 1
+    ]
