@@ -48,18 +48,16 @@ ENV PATH=/opt/headstart/bin:/usr/local/bin:/usr/bin:/bin \
 WORKDIR /
 STOPSIGNAL SIGTERM
 
-FROM runtime AS worker-cpu
-
-FROM runtime AS worker-cuda
+FROM runtime AS worker
+ARG DEVICE
+ENV TRITON_CACHE_DIR=/tmp/triton
 # Triton compiles a small C launcher for each kernel when it is first used.
 # hadolint ignore=DL3008
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends gcc libc6-dev \
- && rm -rf /var/lib/apt/lists/*
-ENV TRITON_CACHE_DIR=/tmp/triton NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-
-# hadolint ignore=DL3006
-FROM worker-${DEVICE} AS worker
+RUN if [ "${DEVICE}" = cuda ]; then \
+      apt-get update \
+   && apt-get install --yes --no-install-recommends gcc libc6-dev \
+   && rm -rf /var/lib/apt/lists/*; \
+    fi
 COPY --from=worker-packages /opt/headstart /opt/headstart
 USER 10001:10001
 EXPOSE 8100

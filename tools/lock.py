@@ -9,6 +9,7 @@ The versions are those of requirements/*.txt; only the CUDA lock is resolved, be
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 from pathlib import Path
 from typing import Final
@@ -20,8 +21,10 @@ LOCKS: Final = {
     "worker-cpu.lock": ("gateway.txt", "worker.txt"),
     "worker-cuda.lock": ("gateway.txt", "worker.txt", "cuda.txt"),
 }
-TORCH_CPU_WHEEL: Final = "sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
-"""torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl of PyTorch's own index; PyPI has the CUDA build alone."""
+TORCH_CPU: Final = (
+    "torch==2.13.0+cpu \\\n    --hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
+)
+"""The cp311 manylinux_2_28_x86_64 wheel of PyTorch's own index; PyPI has the CUDA build alone."""
 
 
 def compile_lock(uv: str, name: str) -> str:
@@ -32,8 +35,8 @@ def compile_lock(uv: str, name: str) -> str:
         command.append("--no-deps")
     text = subprocess.run([*command, *sources], check=True, capture_output=True, text=True).stdout
     if name == "worker-cpu.lock":
-        text = text.replace("torch==2.13.0 \\\n", f"torch==2.13.0 \\\n    --hash={TORCH_CPU_WHEEL} \\\n")
-        assert TORCH_CPU_WHEEL in text, "worker.txt pins another torch: put the hash of its CPU wheel here"
+        text, count = re.subn(r"torch==2\.13\.0 \\\n(    --hash=\S+( \\)?\n)+", f"{TORCH_CPU}\n", text)
+        assert count == 1, "worker.txt pins another torch: put its CPU wheel into TORCH_CPU"
     return f"# Written by tools/lock.py from {', '.join(LOCKS[name])}. Do not edit.\n{text}"
 
 

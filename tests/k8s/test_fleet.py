@@ -1,0 +1,346 @@
+"""The images built from the shipped Dockerfile, and the chart's pods on a podman network: two gateways, two workers with a
+tiny random model, Redis with the chart's users. Real containers, real signals, the OpenAI client unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.k8s import chart, podman
+from tests.k8s.metric_names import names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
+from tests.k8s.podman import Container, Lab
+from tests.k8s.tools import call
+from tests.tiny_model import write_tiny_model
+
+MAX_GATEWAY_BYTES = 250_000_000
+BASE_REPOSITORY, BASE_TAG = podman.BASE.rsplit(":", 1)
+VALUES: chart.Values = {
+    "models": [
+        {
+            "name": "tiny",
+            "source": "/models/tiny",
+            "download": False,
+            "volume": {"existingClaim": "models", "readOnly": True},
+            "threads": 1,
+            "kvCacheMemory": "32M",
+            "resources": {"limits": {"memory": "2Gi"}},
+            "drain": {"timeoutSeconds": 60},
+        }
+    ],
+    "worker": {"image": {"repository": "localhost/headstart-worker", "tag": "test"}},
+    "gateway": {
+        "image": {"repository": "localhost/headstart-gateway", "tag": "test"},
+        "drain": {"preStopSeconds": 2, "timeoutSeconds": 60},
+        "resources": {"limits": {"memory": "512Mi"}},
+    },
+    "redis": {"builtin": {"image": {"repository": BASE_REPOSITORY, "tag": BASE_TAG}, "memoryMiB": 64}},
+}
+PROMPT = "Once upon a time there was a gateway that knew which worker held which block. " * 6
+
+
+@dataclass
+class Fleet:
+    lab: Lab
+    redis: Container
+    workers: list[Container]
+    gateways: list[Container]
+    in_rotation: list[Container] = field(default_factory=list)
+
+    def client(self, gateway: Container | None = None) -> OpenAI:
+        url = (gateway or self.gateways[0]).url("http") + "/v1"
+        return OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def images() -> dict[str, str]:
+    podman.import_base()
+    return {target: podman.build(target) for target in ("gateway", "worker")}
+
+
+@pytest.fixture(scope="module")
+def fleet(images: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    models = tmp_path_factory.mktemp("models")
+    write_tiny_model(models / "tiny")
+    for path in (models, *models.rglob("*")):
+        path.chmod(0o755)
+    done = chart.helm("helm4", VALUES)
+    assert done.returncode == 0, done.stderr
+    documents = list(chart.parse(done.stdout))
+    with podman.lab(documents, tmp_path_factory.mktemp("pods"), {"models": models}) as lab:
+        redis = lab.run(lab.template("rel-headstart-redis"), "rel-headstart-redis-0")
+        worker, gateway = lab.template("rel-headstart-tiny"), lab.template("rel-headstart-gateway")
+        workers = [lab.run(worker, f"rel-headstart-tiny-{i}") for i in range(2)]
+        gateways = [lab.run(gateway, f"rel-headstart-gateway-{i}") for i in range(2)]
+        for container in (redis, *workers, *gateways):
+            container.wait_ready()
+        fleet = Fleet(lab, redis, workers, gateways, list(gateways))
+        for container in gateways:
+            wait_for_workers(container, 2)
+        yield fleet
+
+
+def scrape(container: Container, port: str) -> str:
+    with urllib.request.urlopen(container.url(port) + "/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def wait_for_workers(gateway: Container, count: int, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    body = ""
+    while f'"workers":{count}' not in body.replace(" ", ""):
+        assert time.monotonic() < deadline_s, f"{body}\n{gateway.logs()}"
+        time.sleep(0.1)
+        try:
+            with urllib.request.urlopen(gateway.url("http") + "/health/ready", timeout=5) as answer:
+                body = answer.read().decode()
+        except OSError as error:
+            body = str(error)
+
+
+def test_the_gateway_image_is_slim(images: dict[str, str]) -> None:
+    added = podman.image_bytes(images["gateway"]) - podman.image_bytes(podman.BASE)
+    print(f"gateway image: {added / 1e6:.0f} MB over its base")
+    assert 0 < added <= MAX_GATEWAY_BYTES
+
+
+def test_the_gateway_image_holds_no_torch_and_no_installer(images: dict[str, str]) -> None:
+    code = "import importlib.util as u; print([m for m in ('torch', 'transformers', 'pip', 'setuptools') if u.find_spec(m)])"
+    output = podman.podman("run", "--rm", "--pull=never", "--entrypoint", "python3", images["gateway"], "-I", "-c", code)
+    assert output.strip() == "[]"
+
+
+def test_the_openai_client_is_answered(fleet: Fleet) -> None:
+    client = fleet.client()
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    messages = [{"role": "user", "content": PROMPT}]
+    first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+    assert first.usage is not None and first.usage.completion_tokens > 0
+    streamed = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, temperature=0, stream=True  # type: ignore[arg-type]
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == first.choices[0].message.content
+
+
+def test_both_gateways_share_the_index_through_redis(fleet: Fleet) -> None:
+    """What one gateway has sent to a worker, the other finds there: with the chart's users, which have few rights."""
+    prompt = "A story that only the first gateway has heard so far, " * 8
+    answers = []
+    for gateway in (fleet.gateways[0], fleet.gateways[1], fleet.gateways[1]):
+        raw = fleet.client(gateway).completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=1)
+        answers.append((raw.headers["x-headstart-worker"], raw.parse().usage))
+        time.sleep(0.5)  # longer than a publish takes
+    workers = {worker for worker, _ in answers}
+    assert len(workers) == 1, answers
+    usage = answers[1][1]
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens_details.cached_tokens or 0) > 0, answers
+
+
+def test_containers_are_confined(fleet: Fleet) -> None:
+    """As the chart asks, seen from outside: uid, capabilities, seccomp, no new privileges, read-only root, memory."""
+    for container in (fleet.redis, *fleet.workers, *fleet.gateways):
+        status = dict(re.findall(r"^(\w+):\s+(.*)$", Path(f"/proc/{container.pid}/status").read_text(), re.MULTILINE))
+        uid = str(container.pod["spec"]["securityContext"]["runAsUser"])
+        assert int(uid) >= 10000
+        assert set(status["Uid"].split()) == set(status["Gid"].split()) == {uid}
+        assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+        mounts = Path(f"/proc/{container.pid}/mounts").read_text()
+        (root,) = [line.split()[3] for line in mounts.splitlines() if line.split()[1] == "/"]
+        assert "ro" in root.split(","), root
+        limit = podman.num_bytes(container.spec["resources"]["limits"]["memory"])
+        assert int(container.inspect("{{.HostConfig.Memory}}")) == limit
+        assert _cgroup_limit(container.pid) == limit
+
+
+def _cgroup_limit(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            return int(Path(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes").read_text())
+        if controllers == "" and (unified := Path(f"/sys/fs/cgroup{path}/memory.max")).exists():
+            return int(unified.read_text())
+    raise AssertionError("no memory controller")
+
+
+def test_a_write_to_the_root_is_refused(fleet: Fleet) -> None:
+    for container in (fleet.workers[0], fleet.gateways[0]):
+        done = container.exec("python3", "-I", "-c", "open('/opt/headstart/x', 'w')")
+        assert done.returncode != 0 and "Read-only file system" in done.stderr
+        assert container.exec("python3", "-I", "-c", "open('/tmp/x', 'w').write('fine')").returncode == 0
+
+
+def test_the_memory_limit_kills(images: dict[str, str]) -> None:
+    options = ["--rm", "--pull=never", "--memory=64m", "--memory-swap=64m", "--entrypoint", "python3"]
+    done = podman.try_podman("run", *options, images["gateway"], "-I", "-c", "x = bytearray(256 << 20)")
+    assert done.returncode == 137
+
+
+def test_health_checks_of_the_images_pass(fleet: Fleet) -> None:
+    for container in (fleet.gateways[0], fleet.workers[0]):
+        done = podman.try_podman("healthcheck", "run", container.name)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_redis_refuses_what_the_chart_does_not_grant(fleet: Fleet) -> None:
+    secret = "rel-headstart-redis"
+    passwords = {role: fleet.lab.secret(secret, f"{role}-password") for role in ("gateway", "worker")}
+
+    def ask(role: str, *command: str) -> str:
+        login = ["--user", f"headstart-{role}", "--pass", passwords[role]] if role else []
+        done = fleet.redis.exec("redis-cli", "--no-auth-warning", *login, *command)
+        return done.stdout.strip() + done.stderr.strip()
+
+    own, foreign = "{headstart:0}:version", "other"
+    assert ask("gateway", "GET", own) and "NOPERM" not in ask("gateway", "GET", own)
+    for command in (("SET", own, "x"), ("GET", foreign), ("EVAL", "return 1", "0"), ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*")):
+        assert "NOPERM" in ask("gateway", *command), command
+    for command in (("GET", foreign), ("SET", foreign, "x"), ("EVAL", "return 1", "0"), ("FLUSHALL",), ("KEYS", "*"), ("ACL", "LIST")):
+        assert "NOPERM" in ask("worker", *command), command
+    assert "NOAUTH" in ask("", "GET", own) or "NOPERM" in ask("", "GET", own)
+    files = fleet.redis.exec("cat", "/run/redis/users.acl").stdout
+    assert "headstart-gateway" in files
+    assert not any(password in files for password in passwords.values())
+
+
+def test_secrets_stand_in_no_command_line_or_environment(fleet: Fleet) -> None:
+    secrets = [fleet.lab.secret("rel-headstart-redis", f"{role}-password") for role in ("gateway", "worker")]
+    secrets.append(fleet.lab.secret("rel-headstart-cluster", "cluster-secret"))
+    for container in (fleet.redis, *fleet.workers, *fleet.gateways):
+        seen = b"".join(Path(f"/proc/{container.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        assert not any(secret.encode() in seen for secret in secrets)
+        assert not any(secret in container.logs() for secret in secrets)
+
+
+def test_helm_test_passes(fleet: Fleet) -> None:
+    (pod,) = [d for d in fleet.lab.documents if d["kind"] == "Pod"]
+    url = pod["spec"]["containers"][0]["args"][-1]
+    assert url == "http://rel-headstart-gateway:80"
+    # A Service maps port 80 to the container's; here names lead to containers directly.
+    pod["spec"]["containers"][0]["args"][-1] = url.replace(":80", ":8000")
+    assert "tiny answers:" in fleet.lab.run_to_the_end(pod, "rel-headstart-test")
+
+
+def test_every_metric_that_the_chart_names_is_in_a_live_scrape(fleet: Fleet) -> None:
+    live = names_in_scrape(scrape(fleet.gateways[0], "ops")) | names_in_scrape(scrape(fleet.workers[0], "worker"))
+    wanted = names_in_dashboard() | names_in_alerts() | names_in_chart()
+    assert len(wanted) > 20
+    assert wanted - live == set()
+
+
+def test_promtool_accepts_the_metrics(fleet: Fleet) -> None:
+    for text in (scrape(fleet.gateways[0], "ops"), scrape(fleet.workers[0], "worker")):
+        done = call("promtool", "check", "metrics", input=text)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Load:
+    """Clients that never pause: half of them stream. Each takes the gateways that are in rotation in turn."""
+
+    def __init__(self, fleet: Fleet, num_clients: int = 6) -> None:
+        self._fleet = fleet
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(num_clients)]
+        self.failures: list[str] = []
+        self.answers: Counter[str] = Counter()
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=90)
+        assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
+
+    def wait_for(self, num_answers: int, timeout_s: float = 90.0) -> None:
+        """So many further answers."""
+        target, deadline_s = self.answers.total() + num_answers, time.monotonic() + timeout_s
+        while self.answers.total() < target:
+            assert time.monotonic() < deadline_s, (self.answers, self.failures[:3])
+            time.sleep(0.05)
+
+    def _run(self, number: int) -> None:
+        turn = number
+        while not self._stop.is_set():
+            turn += 1
+            gateway = self._fleet.in_rotation[turn % len(self._fleet.in_rotation)]
+            try:
+                self._ask(gateway, f"Client {number} asks for the {turn}th time: {PROMPT}", stream=number % 2 == 0)
+                self.answers[gateway.name] += 1
+            except Exception as error:
+                self.failures.append(f"{gateway.name}: {type(error).__name__}: {error}")
+
+    def _ask(self, gateway: Container, prompt: str, *, stream: bool) -> None:
+        with self._fleet.client(gateway) as client:
+            options = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+            if not stream:
+                answer = client.completions.create(**options, extra_body={"ignore_eos": True})
+                assert answer.usage is not None and answer.usage.completion_tokens == 24, answer
+                return
+            usage = None
+            chunks = client.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+            )
+            for chunk in chunks:
+                usage = chunk.usage or usage
+            assert usage is not None and usage.completion_tokens == 24, usage
+
+
+def test_a_rolling_restart_of_the_workers_fails_no_request(fleet: Fleet) -> None:
+    with Load(fleet) as load:
+        load.wait_for(12)
+        for worker in fleet.workers:
+            assert worker.stop() == 0, worker.logs()
+            load.wait_for(6)
+            worker.start()
+            for gateway in fleet.gateways:
+                wait_for_workers(gateway, 2)
+            load.wait_for(6)
+    assert load.failures == []
+
+
+def test_a_rolling_restart_of_the_gateways_fails_no_request(fleet: Fleet) -> None:
+    """As in a cluster a gateway leaves the rotation when its preStop begins, and open requests end before it does."""
+    with Load(fleet) as load:
+        load.wait_for(12)
+        for gateway in fleet.gateways:
+            fleet.in_rotation.remove(gateway)
+            assert gateway.stop() == 0, gateway.logs()
+            load.wait_for(6)
+            gateway.start()
+            wait_for_workers(gateway, 2)
+            fleet.in_rotation.append(gateway)
+            load.wait_for(6)
+    assert load.failures == []
+    assert len(load.answers) == 2
+
+
+def test_a_restart_of_redis_fails_no_request(fleet: Fleet) -> None:
+    with Load(fleet) as load:
+        load.wait_for(12)
+        podman.podman("stop", "--time", "5", fleet.redis.name)
+        load.wait_for(12)
+        fleet.redis.start()
+        load.wait_for(12)
+    assert load.failures == []
+
+
+def test_sigterm_while_the_model_loads_ends_the_worker_at_once(fleet: Fleet) -> None:
+    late = fleet.lab.run(fleet.lab.template("rel-headstart-tiny"), "rel-headstart-tiny-9")
+    started_s = time.monotonic()
+    podman.podman("stop", "--time", "60", late.name)
+    assert time.monotonic() - started_s < 20
+    assert int(late.inspect("{{.State.ExitCode}}")) in (0, 143), late.logs()
