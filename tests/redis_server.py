@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 
@@ -84,3 +86,15 @@ class RedisServer:
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Wait until the condition holds, looking every few milliseconds; TimeoutError if it never does."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            result = condition()
+            if isinstance(result, Awaitable):
+                result = await result
+            if result:
+                return
+            await asyncio.sleep(0.003)

@@ -75,6 +75,7 @@ class Link:
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
         self._reported_down = False
+        self._answered = False
         self.num_connects = 0
 
     @property
@@ -110,7 +111,7 @@ class Link:
         """Keep a connection open until cancelled."""
         backoff_s = self._settings.first_backoff_s
         while True:
-            opened_at = time.monotonic()
+            self._answered = False
             reason = "closed"
             try:
                 await self._serve()
@@ -118,7 +119,7 @@ class Link:
                 reason = str(_first(group))
             finally:
                 await self._drop(reason)
-            if time.monotonic() - opened_at > 2 * self._settings.max_backoff_s:
+            if self._answered:
                 backoff_s = self._settings.first_backoff_s
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(self._settings.max_backoff_s, 2 * backoff_s)
@@ -158,6 +159,7 @@ class Link:
                 if isinstance(error, ReadOnlyError):
                     raise LinkDownError("connected to a read-only replica") from None
                 reply = error
+            self._answered = True
             call = pending[0]
             call.replies.append(reply)
             if len(call.replies) == call.num_replies:

@@ -13,7 +13,7 @@ from cache.hashing import index_entry
 from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, until
 
 EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0)
 
@@ -45,18 +45,6 @@ async def running(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0) -> None:
-    """Wait until the condition holds, looking every few milliseconds; fail loudly otherwise."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            result = condition()
-            if isinstance(result, Awaitable):
-                result = await result
-            if result:
-                return
-            await asyncio.sleep(0.003)
 
 
 async def matches(index: RedisIndex, hashes: Sequence[BlockHash], model: str | None = None) -> dict[str, int] | None:
