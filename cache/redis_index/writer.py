@@ -24,6 +24,8 @@ from cache.types import IndexEntry
 logger = logging.getLogger(__name__)
 
 _Command = Sequence[Argument]
+_MIN_JUMP_MS = 250.0
+"""A slow reply looks like a jump of Redis' clock; so much is no doubt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class IndexWriter:
         """The publish stands. False if Redis' clock is not where we thought: then the lease written is wrong."""
         offset_ms = _milliseconds(now) - time.monotonic() * 1000
         assert self._offset_ms is not None
-        jumped = abs(offset_ms - self._offset_ms) > 250 * self._settings.lease_s
+        jumped = abs(offset_ms - self._offset_ms) > max(_MIN_JUMP_MS, 250 * self._settings.lease_s)
         self._offset_ms = offset_ms
         self.in_doubt = jumped
         return not jumped
