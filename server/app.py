@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,7 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from cache.index import WorkerMember
-from server.chat import chat_job
+from server.chat import chat_job, chat_spec
 from server.completions import completion_job
 from server.endpoint import EndpointServices, GenerateEndpoint
 from server.errors import UnavailableError
@@ -23,6 +24,8 @@ from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.models import Models, ServedModel
 from server.openai_types import ChatRequest, CompletionRequest, decode
+from server.responses.presenter import ResponsesPresenter
+from server.responses.types import decode_responses
 from server.text_api import TextApi
 
 OWNED_BY: Final = "headstart"
@@ -55,9 +58,11 @@ class PublicApi:
     def routes(self) -> list[Route]:
         chat = GenerateEndpoint("chat", self.prepare_chat, self._services.endpoint)
         completions = GenerateEndpoint("completions", self.prepare_completion, self._services.endpoint)
+        responses = GenerateEndpoint("responses", self.prepare_response, self._services.endpoint)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -76,6 +81,13 @@ class PublicApi:
         """Raises ApiError."""
         request = decode(body, CompletionRequest)
         return await completion_job(request, self._model(request.model), identity)
+
+    async def prepare_response(self, body: bytes, identity: Identity) -> Job:
+        """Raises ApiError."""
+        request, chat = decode_responses(body)
+        id_ = f"resp_{uuid.uuid4().hex}"
+        spec, rules = await chat_spec(chat, self._model(chat.model), identity, id_)
+        return Job((spec,), ResponsesPresenter(id_, request, rules), bool(request.stream))
 
     def _model(self, name: str) -> ServedModel:
         """Raises NotFoundError, or UnavailableError while no model is known at all."""

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from server.answer import Answer, CollectedChoice
 from server.choice import ChoiceDelta, TokenEntry
-from server.errors import InvalidRequestError
+from server.errors import ApiError, InvalidRequestError
 from server.generation import GenerationSpec
-from server.identity import Identity, request_salt
+from server.identity import Identity, allowed_priority, request_salt
 from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.models import ServedModel
@@ -24,6 +24,16 @@ INLINE_RENDER_CHARS: Final = 16_384
 
 
 async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity) -> Job:
+    """Raises ApiError."""
+    spec, rules = await chat_spec(request, model, identity, answer_id("chatcmpl"))
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    head = AnswerHead(spec.request_id, kind, request.model)
+    return Job((spec,), ChatPresenter(head, request, model, rules), bool(request.stream))
+
+
+async def chat_spec(
+    request: ChatRequest, model: ServedModel, identity: Identity, id_: str
+) -> tuple[GenerationSpec, OutputRules]:
     """Template, tokens and limits. Raises ApiError."""
     text = await render_chat(request, model)
     prompt_ids = truncated(await model.tokenizer.encode(text), request)
@@ -32,7 +42,6 @@ async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity)
     max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     rules = output_rules(request, model, text)
-    id_ = answer_id("chatcmpl")
     spec = GenerationSpec(
         request_id=id_,
         model=model,
@@ -43,12 +52,11 @@ async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity)
             request, model, max_tokens=max_tokens, logprobs=num_top, grammar=tool_grammar(request)
         ),
         rules=text_rules(request, model, rules.markers()),
-        priority=request.priority or 0,
+        priority=allowed_priority(identity, request.priority),
         affinity_key=request.prompt_cache_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
     )
-    head = AnswerHead(id_, "chat.completion.chunk" if request.stream else "chat.completion", request.model)
-    return Job((spec,), ChatPresenter(head, request, model, rules), bool(request.stream))
+    return spec, rules
 
 
 async def render_chat(request: ChatRequest, model: ServedModel) -> str:
@@ -120,6 +128,9 @@ class ChatPresenter:
         fields["choices"] = []
         fields["usage"] = answer.usage()
         return sse(encode_json(fields)) + DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return sse(encode_json({"error": error.fields()}))
 
     def _delta_events(self, answer: Answer, delta: ChoiceDelta) -> bytes:
         events = b""

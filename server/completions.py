@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from server.answer import Answer, CollectedChoice
 from server.choice import ChoiceDelta, TokenEntry
-from server.errors import InvalidRequestError
+from server.errors import ApiError, InvalidRequestError
 from server.generation import GenerationSpec
-from server.identity import Identity, request_salt
+from server.identity import Identity, allowed_priority, request_salt
 from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
 from server.logprobs import CompletionLogprobs, prompt_logprobs
 from server.models import ServedModel
@@ -54,7 +54,7 @@ async def completion_job(request: CompletionRequest, model: ServedModel, identit
                 ),
                 rules=text_rules(request, model),
                 first_index=index * num_drawn,
-                priority=request.priority or 0,
+                priority=allowed_priority(identity, request.priority),
                 affinity_key=request.prompt_cache_key,
             )
         )
@@ -120,6 +120,9 @@ class CompletionPresenter:
         fields["choices"] = []
         fields["usage"] = self._usage(answer)
         return sse(encode_json(fields)) + DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return sse(encode_json({"error": error.fields()}))
 
     def _usage(self, answer: Answer) -> dict[str, Any]:
         usage = answer.usage()

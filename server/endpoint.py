@@ -90,9 +90,10 @@ class GenerateEndpoint:
             failure = as_api_error(error)
             if failure is not error:
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
-            await sink.fail(failure)
+            await sink.write(job.presenter.error_event(failure), more=False)
 
     async def _relay(self, job: Job, answer: Answer, context: RequestContext, sink: SseSink) -> None:
+        metrics, first_s = self._services.backend.metrics, 0.0
         async with aclosing(answer.deltas()) as batches:
             async for batch in batches:
                 events = job.presenter.events(answer, batch)
@@ -100,8 +101,12 @@ class GenerateEndpoint:
                     continue
                 if not answer.first.committed:
                     answer.commit()
-                    self._services.backend.metrics.ttft_s.observe(time.perf_counter() - context.started_s)
+                    first_s = time.perf_counter()
+                    metrics.ttft_s.observe(first_s - context.started_s)
                 await sink.write(events)
+        num_gaps = sum(generation.num_output_tokens - len(generation.choices) for generation in answer.generations)
+        if first_s and num_gaps > 0:
+            metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 
 from starlette.types import Scope
 
+from server.errors import ForbiddenError
+
 DEFAULT_TENANT: Final = "default"
 
 
@@ -37,6 +39,13 @@ def request_salt(identity: Identity, cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return identity.salt
     return hmac.digest(identity.salt, b"cache_salt\0" + cache_salt.encode(), "sha256")
+
+
+def allowed_priority(identity: Identity, priority: int | None) -> int:
+    """Raises ForbiddenError when this key may not choose its place in the queue."""
+    if priority and not identity.may_prioritise:
+        raise ForbiddenError("This key may not set a priority.", param="priority")
+    return priority or 0
 
 
 class SingleTenant:

@@ -16,6 +16,7 @@ import msgspec
 
 from server.answer import Answer, CollectedChoice
 from server.choice import ChoiceDelta
+from server.errors import ApiError
 from server.generation import GenerationSpec
 from server.models import ServedModel
 
@@ -33,6 +34,9 @@ class Presenter(Protocol):
 
     def last_events(self, answer: Answer) -> bytes:
         """Everything after the last delta, [DONE] included."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The last event of an answer that broke in mid-stream; no [DONE] follows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,9 +11,6 @@ from typing import Final, Self
 
 from starlette.types import Receive, Send
 
-from server.errors import ApiError
-from server.job import encode_json, sse
-
 PING: Final = b": ping\n\n"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -46,10 +43,6 @@ class SseSink:
             await self._put(events, more=more)
         finally:
             self._writing = False
-
-    async def fail(self, error: ApiError) -> None:
-        """The last event of an answer that broke in mid-stream; no [DONE] follows."""
-        await self.write(sse(encode_json({"error": error.fields()})), more=False)
 
     def ping(self) -> None:
         """A comment that clients ignore, unless something is being written."""
