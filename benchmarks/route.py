@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, fields
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,11 +96,16 @@ def plan(options: Namespace) -> list[Run]:
     ]
 
 
+def processes(num_jobs: int) -> ProcessPoolExecutor:
+    """Fresh processes: a fork of one with threads is not safe."""
+    return ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn"))
+
+
 def execute_all(runs: Sequence[Run], num_jobs: int) -> dict[tuple[str, str], list[Outcome]]:
     """Every run, several at a time, with a progress line when somebody watches."""
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     started_s = time.monotonic()
-    with ProcessPoolExecutor(num_jobs) as pool:
+    with processes(num_jobs) as pool:
         pending = {pool.submit(execute, run): run for run in runs}
         for num_done, future in enumerate(as_completed(pending), 1):
             run = pending[future]
@@ -164,7 +170,7 @@ def _draw(outcomes: dict[tuple[str, str], list[Outcome]]) -> Any:
     return draw
 
 
-def main(argv: list[str]) -> int:
+def options_of(argv: list[str]) -> Namespace:
     parser = option_parser("route", __doc__ or "")
     parser.add_argument("--cells", nargs="+", type=parse_cell, default=[parse_cell(name) for name in DEFAULT_CELLS])
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
@@ -175,10 +181,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--index-delay", type=float, default=0.1, metavar="S", help="how late the index is")
     parser.add_argument("--report-age", type=float, default=0.05, metavar="S", help="how often workers report")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = options_of(argv)
     outcomes = execute_all(plan(options), options.jobs)
-    env = {
-        name: getattr(options, name) for name in ("spreadings", "seed", "load", "gateways", "index_delay", "report_age")
-    }
+    names = ("spreadings", "seed", "load", "gateways", "index_delay", "report_age")
+    env = {name: getattr(options, name) for name in names}
     publish(Report("route", figures(outcomes), env), options, _draw(outcomes))
     return 0

@@ -1,0 +1,70 @@
+"""The router on a recorded workload, in simulated time: the promises about time to first token."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.route import execute, options_of, parse_cell, plan, processes
+from benchmarks.simulation.replay import POOLED, Outcome
+
+CELL = "conv25_n8"
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    """One spreading of each: differences between spreadings are below two per cent."""
+    runs = {
+        "one": (["headstart", "llm-d", "least_load"], ["--gateways", "1"]),
+        "four": (["headstart"], ["--gateways", "4"]),
+        "late": (["headstart"], ["--index-delay", "1.0"]),
+    }
+    planned = {}
+    for name, (policies, arguments) in runs.items():
+        options = options_of(["--cells", CELL, "--policies", *policies, "--spreadings", "1", *arguments])
+        for run in plan(options):
+            if run.policy != POOLED or name == "one":
+                planned[f"{name}.{run.policy}"] = run
+    with processes(2) as pool:
+        return dict(zip(planned, pool.map(execute, planned.values()), strict=True))
+
+
+def test_headstart_is_near_the_pooled_bound(outcomes: dict[str, Outcome]) -> None:
+    ours, bound = outcomes["one.headstart"], outcomes["one.pooled"]
+    assert ours.hit >= 0.93 * bound.hit
+    assert ours.ttft_mean_s <= 1.22 * bound.ttft_mean_s
+    assert ours.max_over_mean_busy <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("run", "hit", "ttft_s"),
+    [
+        ("one.pooled", 0.344, 1.164),
+        ("one.headstart", 0.323, 1.393),
+        ("one.llm-d", 0.336, 1.668),
+        ("one.least_load", 0.095, 5.48),
+    ],
+)
+def test_the_reference_figures_are_met(outcomes: dict[str, Outcome], run: str, hit: float, ttft_s: float) -> None:
+    assert outcomes[run].hit == pytest.approx(hit, rel=0.05)
+    assert outcomes[run].ttft_mean_s == pytest.approx(ttft_s, rel=0.05)
+
+
+def test_four_gateways_lose_little(outcomes: dict[str, Outcome]) -> None:
+    one, four = outcomes["one.headstart"], outcomes["four.headstart"]
+    assert four.hit >= 0.97 * one.hit
+    assert four.ttft_mean_s <= 1.08 * one.ttft_mean_s
+
+
+def test_an_index_a_second_late_loses_nothing(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["late.headstart"].ttft_mean_s <= 1.02 * outcomes["one.headstart"].ttft_mean_s
+
+
+def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:
+    for rival in ("one.llm-d", "one.least_load"):
+        assert outcomes["one.headstart"].ttft_mean_s < outcomes[rival].ttft_mean_s
+
+
+@pytest.mark.parametrize("cell", ["conv", "conv0_n8", "x25_n8", "conv25_n0"])
+def test_an_unknown_cell_is_refused(cell: str) -> None:
+    with pytest.raises(Exception, match="use conv25_n8"):
+        parse_cell(cell)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.index import WorkerLoad
+from cache.types import Epoch, GatewayId
+from server.router.books import Booking, DecayedSum, WorkerBook
+
+ME, OTHER = GatewayId("me"), GatewayId("other")
+
+
+def book() -> WorkerBook:
+    return WorkerBook(Epoch("e"), window_s=60.0)
+
+
+def test_a_request_waits_is_served_and_leaves() -> None:
+    worker = book()
+    first, second = worker.book(2.0, 10, now_s=0.0), worker.book(3.0, 20, now_s=0.0)
+    assert worker.wait_s(1.0) == 5.0, "nothing is in service: nothing has elapsed"
+    first.start(2.0, now_s=1.0)
+    assert worker.wait_s(2.5) == 3.5
+    assert worker.wait_s(9.0) == 3.0, "what has elapsed counts up to the estimate"
+    first.first_token()
+    assert worker.wait_s(9.0) == 3.0
+    assert (worker.num_queued, worker.num_outstanding, worker.num_blocks) == (1, 2, 30)
+    first.close()
+    second.close()
+    assert (worker.num_queued, worker.num_outstanding, worker.num_blocks, worker.queued_s) == (0, 0, 0, 0.0)
+
+
+def test_the_estimate_is_corrected_by_what_was_found() -> None:
+    worker = book()
+    booking = worker.book(5.0, 1, now_s=0.0)
+    booking.start(1.0, now_s=0.0)
+    assert worker.wait_s(0.0) == 1.0
+    booking.start(9.0, now_s=3.0)
+    assert worker.wait_s(0.0) == 1.0, "a request starts once"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["book", "start", "first_token", "close"])), max_size=80))
+def test_every_booking_is_closed_exactly_once(actions: list[tuple[int, str]]) -> None:
+    worker = book()
+    bookings: list[Booking] = []
+    closed: set[int] = set()
+    for number, action in actions:
+        if action == "book":
+            bookings.append(worker.book(1.0 + number, number, now_s=0.0))
+        elif number < len(bookings):
+            if action == "start":
+                bookings[number].start(0.5, now_s=0.0)
+            elif action == "first_token":
+                bookings[number].first_token()
+            else:
+                assert bookings[number].close() == (number not in closed)
+                closed.add(number)
+        assert worker.num_outstanding == len(bookings) - len(closed)
+        assert worker.wait_s(0.0) >= 0.0
+    for booking in bookings:
+        booking.close()
+    assert (worker.num_outstanding, worker.num_blocks, worker.num_queued, worker.queued_s) == (0, 0, 0, 0.0)
+
+
+def test_others_work_counts_as_reported_and_ages() -> None:
+    worker = book()
+    worker.observe(WorkerLoad({ME: 7.0, OTHER: 4.0}), 10.0, ME)
+    assert worker.wait_s(10.0) == 4.0, "the books know better about this gateway's own"
+    assert worker.wait_s(13.0) == pytest.approx(1.0)
+    assert worker.wait_s(99.0) == 0.0
+    worker.observe(WorkerLoad({OTHER: 99.0}), 9.0, ME)
+    assert worker.wait_s(10.0) == 4.0, "an older report changes nothing"
+    assert worker.unseen_s(10.25) == 0.25
+
+
+def test_without_others_nothing_is_unseen() -> None:
+    worker = book()
+    worker.observe(WorkerLoad({ME: 7.0}), 10.0, ME)
+    assert worker.unseen_s(11.0) == 0.0
+
+
+def test_recent_work_is_the_counters_increase_and_own_work_at_once() -> None:
+    worker = book()
+    worker.observe(WorkerLoad(assigned_prefill_s=100.0), 0.0, ME)
+    assert worker.recent_s(0.0) == 0.0, "what was assigned before this gateway looked is not recent"
+    worker.book(3.0, 1, now_s=1.0)
+    assert worker.recent_s(1.0) == 3.0
+    worker.observe(WorkerLoad(assigned_prefill_s=105.0), 1.5, ME)
+    assert worker.recent_s(1.5) == pytest.approx(5.0), "the 3 are among the 5"
+    assert worker.recent_s(61.5) == pytest.approx(5.0 / math.e)
+
+
+def test_without_reports_own_work_decays_and_is_not_counted_twice_later() -> None:
+    worker = book()
+    worker.observe(WorkerLoad(assigned_prefill_s=0.0), 0.0, ME)
+    worker.book(3.0, 1, now_s=1.0)
+    assert worker.recent_s(61.0) == pytest.approx(3.0 / math.e)
+    worker.observe(WorkerLoad(assigned_prefill_s=3.0), 61.0, ME)
+    assert worker.recent_s(61.0) == pytest.approx(3.0 / math.e)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=20))
+def test_a_decayed_sum_does_not_depend_on_the_order(amounts: list[tuple[float, float]]) -> None:
+    total = DecayedSum(60.0)
+    for at_s, amount in amounts:
+        total.add(amount, at_s)
+    expected = sum(amount * math.exp((at_s - 100.0) / 60.0) for at_s, amount in amounts)
+    assert total.at(100.0) == pytest.approx(expected)
