@@ -18,7 +18,7 @@ from tests.e2e.serving import Serve, trace_path
 pytestmark = pytest.mark.e2e
 NUM_PROMPTS = 20
 MAX_PROMPT_TOKENS = 1500
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 TIE = 1e-4
 """Two logits this close may be ordered either way by the rounding of another summation order."""
 
@@ -59,10 +59,10 @@ def answers(smollm2: Serve, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Any]:
-    model = reference_source.reference_model()
+    """On one thread: threads that wait for each other are slow on a machine that does something else as well."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield model
+    torch.set_num_threads(1)
+    yield reference_source.reference_model()
     torch.set_num_threads(threads)
 
 
@@ -92,5 +92,5 @@ def test_equals_answers_without_a_cache(prompts: list[list[int]], answers: list[
     with Serve("--prefix-cache", "off") as serve:
         model = next(iter(serve.client().models.list())).id
         with ThreadPoolExecutor(4) as pool:
-            without = list(pool.map(lambda ids: answer_ids(serve, model, ids), prompts))
-    assert without == answers
+            without = list(pool.map(lambda ids: answer_ids(serve, model, ids), prompts[::2]))
+    assert without == answers[::2]

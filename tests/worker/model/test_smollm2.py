@@ -46,6 +46,7 @@ def test_logits_match_the_reference(model: LoadedModel) -> None:
     assert float((paged.chunked(ids, [16, 1]) - want).abs().max()) < 1e-3
 
 
+@pytest.mark.deep
 def test_greedy_tokens_equal_the_reference(model: LoadedModel) -> None:
     """All prompts in one batch here, one by one there; a difference counts unless the reference sees a tie."""
     found = prompts(_NUM_PROMPTS)
