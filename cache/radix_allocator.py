@@ -149,7 +149,7 @@ class RadixAllocation(BlockTable):
     nothing repeats every block of a cached prompt, and with a hold on the originals too it would need twice its room.
     """
 
-    __slots__ = ("_allocator", "_hashes", "_num_filed", "_root", "files_repeats", "node")
+    __slots__ = ("_allocator", "_hashes", "_num_filed", "_root", "_stopped_filing", "files_repeats", "node")
 
     _pool: RadixPool
 
@@ -170,6 +170,7 @@ class RadixAllocation(BlockTable):
         self._num_filed = num_cached_tokens // allocator._block_size
         self.node = node
         self.files_repeats = True
+        self._stopped_filing = False
         allocator._live.add(self)
 
     def fork(self) -> RadixAllocation:
@@ -183,11 +184,12 @@ class RadixAllocation(BlockTable):
         fork._num_computed = self._num_computed
         fork._num_filed = self._num_filed
         fork.files_repeats = self.files_repeats
+        fork._stopped_filing = self._stopped_filing
         return fork
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
         first, size, trie = self._num_filed, self._block_size, self._pool.trie
-        if num_full <= first:
+        if num_full <= first or self._stopped_filing:
             return
         if len(self._hashes) < num_full:
             parent = self._hashes[-1] if self._hashes else self._root
@@ -198,6 +200,7 @@ class RadixAllocation(BlockTable):
         if not trie.grow(self.node, keys, block_ids, hashes):
             above = self.node
             if not self.files_repeats and trie.match(above, keys).num_blocks > 0:
+                self._stopped_filing = True  # for good: a fork may share the blocks by the time the others are evicted
                 return
             num_known, self.node = trie.insert(above, keys, block_ids, hashes)
             trie.hold_below(self.node, above)

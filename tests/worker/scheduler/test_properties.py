@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -132,3 +132,24 @@ def test_any_mix_gives_the_tokens_of_each_alone(prefix_cache, mix) -> None:
 @given(mix=mixes)
 def test_any_mix_gives_the_tokens_of_each_alone_deep(prefix_cache, mix) -> None:
     run_mix(mix, prefix_cache)
+
+
+def test_forks_of_a_sequence_that_files_nothing_may_outlive_what_it_repeats() -> None:
+    plain = Arrival(0, 0, (0,), 1, 0, 0, 0, None, False)
+    mix = {
+        "arrivals": [
+            plain,
+            replace(plain, prefix=3),
+            replace(plain, prefix=3, n=3, max_tokens=6, prompt_logprobs=True),
+            replace(plain, prefix=20, max_tokens=4),
+            plain,
+        ],
+        "num_blocks": 15,
+        "max_num_seqs": 4,
+        "num_tokens": 14,
+        "watermark": 0.0,
+        "ratio": None,
+        "total_tokens": None,
+        "failing_steps": set(),
+    }
+    run_mix(mix, "radix")
