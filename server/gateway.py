@@ -36,7 +36,7 @@ from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.generation import Backend
 from server.http_protocol import GatewayProtocol
 from server.identity import SingleTenant
-from server.metrics import GatewayMetrics
+from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
 from server.retry import RetryBudget
@@ -77,7 +77,11 @@ class Gateway:
         fetch = http_fetch(self._client.session)
         self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
-        self.router = HeadstartRouter(self._index, self.fleet, RouterSettings(gateway_id, policy=config.policy))
+        router_settings = RouterSettings(gateway_id, policy=config.policy)
+        self.router = HeadstartRouter(self._index, self.fleet, router_settings, observe=self.metrics.routed)
+        self.metrics.registry.register(
+            FleetMetrics(self._candidates, self.fleet.broken, lambda: self.router.index_state().blind)
+        )
         self._watch = StallWatch(self._client)
         self._heart = Heart(config.keepalive_s)
         identities = SingleTenant(secret)

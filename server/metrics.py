@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cache.index import Candidate
+from cache.types import WorkerId
+
+_ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -29,6 +39,20 @@ class GatewayMetrics:
             buckets=_LATENCY_S,
             registry=self.registry,
         )
+        self.token_s = Histogram(
+            "headstart_time_per_output_token_seconds",
+            "Mean time between the tokens of a streamed answer, one observation an answer.",
+            buckets=_TOKEN_S,
+            registry=self.registry,
+        )
+        self._route_s = Histogram(
+            "headstart_route_seconds",
+            "A routing decision by stage: the index's lookup, and the choice.",
+            ("stage",),
+            buckets=_ROUTE_S,
+            registry=self.registry,
+        )
+        self._route_stages = {stage: self._route_s.labels(stage) for stage in ("lookup", "choose")}
         self.prompt_tokens = Counter("headstart_prompt_tokens", "Prompt tokens accepted.", registry=self.registry)
         self.output_tokens = Counter("headstart_output_tokens", "Tokens generated.", registry=self.registry)
         self.promised_tokens = Counter(
@@ -73,6 +97,10 @@ class GatewayMetrics:
             timer = self._timers[route] = self.request_s.labels(route)
         timer.observe(elapsed_s)
 
+    def routed(self, stage: str, elapsed_s: float) -> None:
+        """`stage`: lookup or choose."""
+        self._route_stages[stage].observe(elapsed_s)
+
     def index_event(self, event: str) -> None:
         self.index_events.labels(event).inc()
 
@@ -87,3 +115,49 @@ class GatewayMetrics:
 
     def refused(self, status: int) -> None:
         self.refusals.labels(str(status) if status in (400, 409, 429, 503) else "other").inc()
+
+
+class FleetMetrics(Collector):
+    """The fleet as this gateway knows it, read when somebody scrapes: nothing of it is counted on a request's way.
+
+    The gauges named vllm are those of the model server protocol of the Gateway API inference extension: to it, a
+    gateway is the server of the models behind it.
+    """
+
+    def __init__(
+        self,
+        candidates: Callable[[], Sequence[Candidate]],
+        broken: Callable[[WorkerId], bool],
+        is_blind: Callable[[], bool],
+    ) -> None:
+        self._candidates = candidates
+        self._broken = broken
+        self._is_blind = is_blind
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        by_model: defaultdict[str, list[Candidate]] = defaultdict(list)
+        for candidate in self._candidates():
+            by_model[candidate.member.model].append(candidate)
+        yield GaugeMetricFamily(
+            "headstart_index_blind", "1 while routing goes without the shared index.", float(self._is_blind())
+        )
+        workers = GaugeMetricFamily("headstart_workers", "Live workers by state.", labels=("model", "state"))
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", labels=("model_name",))
+        running = GaugeMetricFamily("vllm:num_requests_running", "Sequences that run.", labels=("model_name",))
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used part of the KV pools.", labels=("model_name",))
+        for model, candidates in by_model.items():
+            states = [self._state(candidate) for candidate in candidates]
+            for state in ("serving", "draining", "broken"):
+                workers.add_metric((model, state), states.count(state))
+            loads = [candidate.load for candidate in candidates]
+            waiting.add_metric((model,), sum(load.num_waiting for load in loads))
+            running.add_metric((model,), sum(load.num_running for load in loads))
+            num_blocks = sum(load.num_blocks for load in loads)
+            num_free = sum(load.num_free_blocks for load in loads)
+            usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
+        yield from (workers, waiting, running, usage)
+
+    def _state(self, candidate: Candidate) -> str:
+        if candidate.load.draining:
+            return "draining"
+        return "broken" if self._broken(candidate.member.worker_id) else "serving"

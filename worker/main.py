@@ -159,7 +159,8 @@ class Worker:
 
         member = assembly.member
         if self._config.redis is not None:
-            self._publisher = Publisher(self._config.redis, member, writer_settings=settings)
+            self._publisher = publisher = Publisher(self._config.redis, member, writer_settings=settings)
+            self._service.metrics.follow_index(lambda: publisher.connected, lambda: publisher.num_held)
         self._engine = engine = Engine(
             EngineParts(
                 scheduler=assembly.scheduler,

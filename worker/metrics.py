@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -44,6 +44,7 @@ class WorkerMetrics:
         self.decode_s = histogram("decode_seconds", "From the first token to the end", _SECONDS)
 
         self.queue_size = gauge("queue_size", "Sequences that wait")
+        self.queued_tokens = gauge("queued_tokens", "Tokens to compute of the sequences that wait")
         self.running = gauge("running_sequences", "Sequences that run")
         self.batch_size = histogram("batch_size", "Sequences in a step", _SIZES)
         self.batch_tokens = histogram("batch_tokens", "Tokens in a step, by kind", _SIZES, ["kind"])
@@ -59,6 +60,14 @@ class WorkerMetrics:
         self.cached_blocks = gauge("kv_cached_blocks", "Blocks that are findable")
         self.evictions = gauge("kv_evictions", "Cached blocks evicted since the start")
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
+
+        self._index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
+        self._index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
+
+    def follow_index(self, connected: Callable[[], bool], num_entries: Callable[[], int]) -> None:
+        """Ask these at every scrape."""
+        self._index_connected.set_function(connected)
+        self._index_entries.set_function(num_entries)
 
     def render(self) -> bytes:
         """The Prometheus text format."""
@@ -106,6 +115,7 @@ class WorkerMetrics:
 
     def set_state(self, scheduler: Scheduler, stats: CacheStats, prefill_tokens_per_s: float) -> None:
         self.queue_size.set(len(scheduler.waiting))
+        self.queued_tokens.set(sum(len(s.token_ids) - s.num_computed for s in scheduler.waiting))
         self.running.set(len(scheduler.running))
         self.prefill_rate.set(prefill_tokens_per_s)
         self.blocks.set(stats.num_blocks)

@@ -93,7 +93,9 @@ class HeadstartRouter:
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        observe: Callable[[str, float], None] = lambda stage, elapsed_s: None,
     ) -> None:
+        """`observe` hears how long each stage of a decision took: lookup and choose."""
         self._index = index
         self._fleet = fleet
         self._settings = settings
@@ -104,10 +106,14 @@ class HeadstartRouter:
         )
         self._recent = RecentPlacements(settings.max_recent_blocks)
         self._index_failed = False
+        self._observe = observe
 
     async def place(self, request: RouteRequest) -> HeadstartPlacement:
         """Choose and book. Raises NoWorkerError. Never fails because of Redis."""
+        begun_s = self.clock()
         found = await self._index.lookup(request.hashes, request.model)
+        found_s = self.clock()
+        self._observe("lookup", found_s - begun_s)
         candidates = self._candidates(request, found)
         guards = self._guards(request, candidates)
         now_s = self.clock()
@@ -118,6 +124,7 @@ class HeadstartRouter:
             assignment = self._dispatcher.dispatch(request, candidates, guards, now_s)
         if assignment is None:
             raise self._no_worker(request, candidates, guards)
+        self._observe("choose", self.clock() - found_s)
         return HeadstartPlacement(self, request, assignment)
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
