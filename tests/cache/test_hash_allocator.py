@@ -222,3 +222,36 @@ def test_statistics() -> None:
 def test_a_bad_size_is_named(num_blocks: int, block_size: int, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         HashAllocator(num_blocks, block_size)
+
+
+def test_eviction_takes_the_longest_unused_and_of_one_chain_the_most_hashed_tokens_first() -> None:
+    """The order of Aphrodite's LRUEvictor."""
+    allocator = HashAllocator(6, 4)
+    older, newer = compute(allocator, range(8)), compute(allocator, range(50, 62))
+    older.free()
+    newer.free()
+    older_chain, newer_chain = hash_chain(ROOT, range(8), 4), hash_chain(ROOT, range(50, 62), 4)
+    allocator.take_events()
+    allocate(allocator, [9], num_tokens=20)
+    assert allocator.take_events() == [Removed(h) for h in [*reversed(older_chain), *reversed(newer_chain)]]
+
+
+def test_a_hit_makes_a_chain_the_last_to_go() -> None:
+    allocator = HashAllocator(5, 4)
+    compute(allocator, range(8)).free()
+    compute(allocator, range(50, 58)).free()
+    allocate(allocator, range(8)).free()
+    allocate(allocator, [9], num_tokens=8)
+    assert allocator.find(range(8), ROOT) == 4
+    assert allocator.find(range(50, 58), ROOT) == 0
+
+
+def test_promotion_of_a_full_block_never_changes_its_id() -> None:
+    allocator = HashAllocator(8, 4)
+    first, second = compute(allocator, range(4)), allocate(allocator, range(3))
+    assert second.extend(4)
+    before = list(second.block_table)
+    second.commit(range(4), 4)
+    assert second.block_table == before
+    assert set(second.block_table).isdisjoint(first.block_table)
+    allocator.check_integrity()

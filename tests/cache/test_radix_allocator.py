@@ -222,3 +222,24 @@ def test_statistics() -> None:
     stats = allocator.stats()
     assert (stats.query_tokens, stats.hit_tokens, stats.evictions) == (10, 3, 3)
     assert (stats.num_free_blocks, stats.num_cached_blocks) == (5, 1)
+
+
+def test_a_fork_of_what_read_nothing_may_commit_after_the_first_copies_were_evicted() -> None:
+    allocator = RadixAllocator(14, 1)
+    tokens = [0, 1, 2, 3]
+    finish(allocate(allocator, 4, tokens), tokens)
+    first = allocate(allocator, 4, tokens, reuse=False)
+    first.commit(tokens, 4)  # repeats what is cached, so it is not filed
+    second = first.fork()
+    filler = allocate(allocator, 7, [7])
+    assert filler.extend(9)
+    assert allocator.find([*tokens, 4], ROOT) == 0
+    filler.free()
+    for sequence in (first, second):
+        assert sequence.extend(5)
+        sequence.commit([*tokens, 5], 5)
+        allocator.check_integrity()
+    for sequence in (first, second):
+        sequence.free()
+    allocator.check_integrity()
+    assert allocator.num_free_blocks == 13
