@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
+    if os.getpid() == 1:  # of a container: the kernel drops what has no handler, and the parts install theirs later
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     return COMMANDS[name][1](rest)
 
 

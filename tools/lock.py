@@ -3,7 +3,7 @@
     build.lock         our own wheel                gateway.lock       the gateway's image
     worker-cpu.lock    gateway + worker             worker-cuda.lock   the same, cuda.txt, and what torch needs on CUDA
 
-The versions are those of requirements/*.txt; only the CUDA lock is resolved, because torch's libraries stand nowhere else.
+The versions are those of requirements/*.txt; only the CUDA lock is resolved: torch's libraries stand nowhere else.
 """
 
 from __future__ import annotations

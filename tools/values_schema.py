@@ -85,8 +85,18 @@ def resources(whose: str) -> Schema:
     }
     return group(
         f"Requests and limits of {whose}; GPUs stand in `gpu`.",
-        requests={"type": "object", "description": "What is reserved.", "additionalProperties": False, "properties": amounts},
-        limits={"type": "object", "description": "What is never exceeded.", "additionalProperties": False, "properties": amounts},
+        requests={
+            "type": "object",
+            "description": "What is reserved.",
+            "additionalProperties": False,
+            "properties": amounts,
+        },
+        limits={
+            "type": "object",
+            "description": "What is never exceeded.",
+            "additionalProperties": False,
+            "properties": amounts,
+        },
     )
 
 
@@ -140,7 +150,9 @@ def drain(whose: str, why: str) -> Schema:
     return group(
         f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + 15.",
         preStopSeconds=whole(f"Sleep before SIGTERM. {why}", 0, 600),
-        timeoutSeconds=whole("What open requests get after SIGTERM; those left then end with an explicit error.", 1, 86400),
+        timeoutSeconds=whole(
+            "What open requests get after SIGTERM; those left then end with an explicit error.", 1, 86400
+        ),
     )
 
 
@@ -153,7 +165,9 @@ def autoscaling(target: Schema, target_name: str, **more: Schema) -> Schema:
         maxReplicas=whole("Never more.", 1),
         **{target_name: target},
         **more,
-        scaleDownStabilizationSeconds=whole("How long the load must be low before a pod, and its cache, is given up.", 0, 3600),
+        scaleDownStabilizationSeconds=whole(
+            "How long the load must be low before a pod, and its cache, is given up.", 0, 3600
+        ),
         prometheusAddress=text("Address of a Prometheus, for kind keda.", pattern="^(https?://.+)?$"),
     )
 
@@ -164,7 +178,9 @@ WORKER: Final[dict[str, Schema]] = {
     "servedName": text("The model's name in the API; empty: the entry's name."),
     "gpu": group(
         "The device.",
-        count=whole("GPUs of a worker: 0 runs on the CPU, 1 on CUDA. A worker uses one GPU, whole or a MIG slice.", 0, 1),
+        count=whole(
+            "GPUs of a worker: 0 runs on the CPU, 1 on CUDA. A worker uses one GPU, whole or a MIG slice.", 0, 1
+        ),
         resourceName=text("What the device plugin calls a GPU or a slice.", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$"),
     ),
     "dtype": choice("Number format; empty: float32 on a CPU, else bfloat16.", "", "float32", "bfloat16", "float16"),
@@ -175,7 +191,9 @@ WORKER: Final[dict[str, Schema]] = {
     "kvCacheMemory": text("Size of the KV cache; empty: by the free memory.", pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$"),
     "threads": whole("CPU threads; 0: as many as the node has, which is wrong under a CPU limit.", 0),
     "prefixCache": choice("How prefixes are reused.", "hash", "radix", "off"),
-    "download": flag("Whether a model that is not in the volume is fetched from the Hugging Face hub (egress to port 443)."),
+    "download": flag(
+        "Whether a model that is not in the volume is fetched from the Hugging Face hub (egress to port 443)."
+    ),
     "huggingFaceToken": group(
         "Access to gated models.",
         existingSecret=name("Secret with the token; empty: none."),
@@ -183,10 +201,15 @@ WORKER: Final[dict[str, Schema]] = {
     ),
     "volume": group(
         "Where models lie: at /models in the pod.",
-        existingClaim=name("Claim with the models, shared by the workers: ReadWriteMany, or ReadOnlyMany with readOnly."),
+        existingClaim=name(
+            "Claim with the models, shared by the workers: ReadWriteMany, or ReadOnlyMany with readOnly."
+        ),
         readOnly=flag("Mount the existing claim read only."),
         subPath=text("Folder of the volume."),
-        size=quantity("Size of a claim of its own for each worker; empty, without existingClaim: a volume that ends with the pod.", optional=True),
+        size=quantity(
+            "Size of a claim of its own for each worker; empty, without existingClaim: a volume that ends with the pod.",
+            optional=True,
+        ),
         storageClassName=name("Storage class of these claims; empty: the cluster's default."),
         whenDeleted=choice("What becomes of these claims when the release is deleted.", "Retain", "Delete"),
     ),
@@ -197,7 +220,8 @@ WORKER: Final[dict[str, Schema]] = {
     "runtimeClassName": name("Runtime class of the pods."),
     **pod(),
     "autoscaling": autoscaling(
-        whole("Prompt tokens that may wait for a worker on average before there is another one.", 1), "queuedTokensPerReplica"
+        whole("Prompt tokens that may wait for a worker on average before there is another one.", 1),
+        "queuedTokensPerReplica",
     ),
 }
 
@@ -283,7 +307,9 @@ VALUES: Final = group(
         builtin=group(
             "The Redis of the release: one pod, nothing on disk; workers write the index anew when it restarts.",
             image=image("Redis", "Tag of the image. Redis 7.0 or newer."),
-            memoryMiB=whole("Its memory; three quarters are for data. 100 MiB of data hold about a million blocks.", 64),
+            memoryMiB=whole(
+                "Its memory; three quarters are for data. 100 MiB of data hold about a million blocks.", 64
+            ),
             cpuRequest=quantity("CPUs reserved."),
             tlsSecret=name("Secret with tls.crt, tls.key and ca.crt; empty: no TLS."),
             **placement(),
@@ -371,7 +397,13 @@ def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, s
 def table(rows: Iterator[tuple[str, Any, str]]) -> list[str]:
     lines = ["| value | default | meaning |", "| --- | --- | --- |"]
     for path, default, meaning in rows:
-        shown = "not set" if default is None else "SmolLM2-135M-Instruct" if path == "models" else f"`{json.dumps(default)}`"
+        shown = (
+            "not set"
+            if default is None
+            else "SmolLM2-135M-Instruct"
+            if path == "models"
+            else f"`{json.dumps(default)}`"
+        )
         lines.append(f"| `{path}` | {shown} | {meaning} |")
     return lines
 
@@ -383,7 +415,12 @@ def tables() -> str:
     lines += [f"| `{key}` | {entry[key]['description']} |" for key in ("name", "source")]
     lines += ["| any key of `worker` | As below, for this model alone; lists replace, objects are merged. |", ""]
     worker = {"properties": WORKER}
-    lines += ["### `worker`: the defaults of every model", "", *table(leaves(worker, defaults["worker"], "worker.")), ""]
+    lines += [
+        "### `worker`: the defaults of every model",
+        "",
+        *table(leaves(worker, defaults["worker"], "worker.")),
+        "",
+    ]
     lines += ["### Everything else", "", *table(leaves(VALUES, defaults, ""))]
     return "\n".join(lines)
 

@@ -70,7 +70,12 @@ EVERYTHING_ON: Final[Values] = {
             "resources": {"requests": {"cpu": 8, "memory": "64Gi"}, "limits": {"cpu": 16, "memory": "64Gi"}},
             "autoscaling": _ON | {"kind": "keda", "maxReplicas": 9, "prometheusAddress": "http://prometheus:9090"},
         },
-        {"name": "small", "source": "example/small", "autoscaling": _ON, "gpu": {"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"}},
+        {
+            "name": "small",
+            "source": "example/small",
+            "autoscaling": _ON,
+            "gpu": {"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"},
+        },
     ],
     "worker": _MORE,
     "gateway": _MORE
@@ -78,8 +83,14 @@ EVERYTHING_ON: Final[Values] = {
         "autoscaling": _ON,
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
         "ingress": _ON
-        | {"className": "nginx", "hosts": ["llm.example"], "tls": [{"hosts": ["llm.example"], "secretName": "tls"}], "annotations": {"a": "b"}},
-        "httpRoute": _ON | {"parentRefs": [{"name": "public"}], "hostnames": ["llm.example"], "annotations": {"a": "b"}},
+        | {
+            "className": "nginx",
+            "hosts": ["llm.example"],
+            "tls": [{"hosts": ["llm.example"], "secretName": "tls"}],
+            "annotations": {"a": "b"},
+        },
+        "httpRoute": _ON
+        | {"parentRefs": [{"name": "public"}], "hostnames": ["llm.example"], "annotations": {"a": "b"}},
     },
     "redis": {"builtin": {"tlsSecret": "redis-tls", **_POD}},
     "serviceAccount": {"annotations": {"role": "none"}},

@@ -19,8 +19,12 @@ def names_in_scrape(text: str) -> set[str]:
     """Every series by name, and histograms' families too."""
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and not line.startswith("#")}
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    labelled = {f"{name}{suffix}" for name in families for suffix in ("", "_bucket", "_sum", "_count")
-                if f"# TYPE {name} histogram" in text}
+    labelled = {
+        f"{name}{suffix}"
+        for name in families
+        for suffix in ("", "_bucket", "_sum", "_count")
+        if f"# TYPE {name} histogram" in text
+    }
     return names | families | labelled
 
 

@@ -1,4 +1,4 @@
-"""What the chart renders, run by podman: images from the shipped Dockerfile, pods as containers on a network of their own.
+"""What the chart renders, run by podman: images from the shipped Dockerfile, pods as containers on one network.
 
 No cluster is here, so this plays the kubelet's part as far as it goes: arguments, environment, files from Secrets and
 ConfigMaps, empty volumes, uid, capabilities, read-only root, memory limit, init containers, preStop and SIGTERM. Names
@@ -62,7 +62,11 @@ def build(target: str, *, device: str = "cpu") -> str:
     """The shipped Dockerfile, unchanged, on the stand-in base."""
     tag = f"localhost/headstart-{target}:test"
     options = ["--pull=never", "--format=docker", "--network=host", f"--target={target}", f"--tag={tag}"]
-    options += [f"--build-arg=PYTHON_IMAGE={BASE}", f"--build-arg=DEVICE={device}", "--build-arg=PIP_FIND_LINKS=/find-links"]
+    options += [
+        f"--build-arg=PYTHON_IMAGE={BASE}",
+        f"--build-arg=DEVICE={device}",
+        "--build-arg=PIP_FIND_LINKS=/find-links",
+    ]
     options += [f"--volume={DEST / 'wheels'}:/find-links:ro"]
     if os.path.exists(_CA):
         options.append(f"--volume={_CA}:{_CA}:ro")
@@ -113,7 +117,9 @@ class Container:
         if "exec" in probe:
             return self.exec(*probe["exec"]["command"]).returncode == 0
         try:
-            with urllib.request.urlopen(self.url(probe["httpGet"]["port"]) + probe["httpGet"]["path"], timeout=5) as answer:
+            with urllib.request.urlopen(
+                self.url(probe["httpGet"]["port"]) + probe["httpGet"]["path"], timeout=5
+            ) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -122,7 +128,8 @@ class Container:
         deadline_s = time.monotonic() + timeout_s
         while not self.ready():
             running = self.inspect("{{.State.Running}}") == "true"
-            assert running and time.monotonic() < deadline_s, f"{self.name} is not ready:\n{self.logs()}"
+            if not running or time.monotonic() > deadline_s:
+                raise AssertionError(f"{self.name} is not ready:\n{self.logs()}")
             time.sleep(0.2)
 
     def stop(self) -> int:
@@ -197,7 +204,9 @@ class Lab:
 
     def _services(self, pod: Document) -> list[str]:
         labels = pod["metadata"]["labels"].items()
-        return [s["metadata"]["name"] for s in of_kind(self.documents, "Service") if s["spec"]["selector"].items() <= labels]
+        return [
+            s["metadata"]["name"] for s in of_kind(self.documents, "Service") if s["spec"]["selector"].items() <= labels
+        ]
 
     def _volume(self, volume: Document, pod_name: str, pod: Document) -> Path:
         if "persistentVolumeClaim" in volume:
@@ -218,14 +227,17 @@ class Lab:
             items = {item["path"]: item["key"] for item in source["items"]}
             return {path: self.secret(source["secretName"], key).encode() for path, key in items.items()}
         if "configMap" in volume:
-            (found,) = [d for d in of_kind(self.documents, "ConfigMap") if d["metadata"]["name"] == volume["configMap"]["name"]]
+            (found,) = [
+                d for d in of_kind(self.documents, "ConfigMap") if d["metadata"]["name"] == volume["configMap"]["name"]
+            ]
             return {key: value.encode() for key, value in found["data"].items()}
         assert "emptyDir" in volume
         return {}
 
     def _options(self, spec: Document, pod: Document, name: str, ip: str, mounts: dict[str, Path]) -> list[str]:
         security, whole = spec["securityContext"], pod["spec"]["securityContext"]
-        assert security["capabilities"] == {"drop": ["ALL"]} and not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert not security["allowPrivilegeEscalation"]
         options = ["--pull=never", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=512"]
         options += [f"--user={whole['runAsUser']}:{whole['runAsGroup']}", f"--group-add={whole['fsGroup']}"]
         options += [f"--memory={num_bytes(spec['resources']['limits']['memory'])}"]

@@ -40,7 +40,9 @@ def test_workloads_select_their_own_pods_and_no_others(name: str) -> None:
     documents = render(name)
     for workload in of_kind(documents, "Deployment", "StatefulSet"):
         own = workload["metadata"]["name"]
-        selected = [pod for pod, template in pod_templates(documents) if selects(workload["spec"]["selector"], template)]
+        selected = [
+            pod for pod, template in pod_templates(documents) if selects(workload["spec"]["selector"], template)
+        ]
         assert selected == [own]
 
 
@@ -53,7 +55,8 @@ def test_budgets_and_policies_select_exactly_one_workload(name: str) -> None:
         selected = [pod for pod, template in pod_templates(documents) if selects(selector, template)]
         if own.endswith("-default-deny"):
             assert selected == [pod for pod, _ in pod_templates(documents)]
-            assert "ingress" not in guard["spec"] and "egress" not in guard["spec"]
+            assert "ingress" not in guard["spec"]
+            assert "egress" not in guard["spec"]
         else:
             assert selected == [own], guard["kind"]
 
@@ -182,8 +185,10 @@ def _references(pod: Document) -> Iterator[tuple[str, list[str]]]:
 @each_render
 def test_mounts_have_volumes(name: str) -> None:
     documents = render(name)
-    claims = {d["metadata"]["name"]: [c["metadata"]["name"] for c in d["spec"].get("volumeClaimTemplates", [])]
-              for d in of_kind(documents, "StatefulSet")}
+    claims = {
+        d["metadata"]["name"]: [c["metadata"]["name"] for c in d["spec"].get("volumeClaimTemplates", [])]
+        for d in of_kind(documents, "StatefulSet")
+    }
     for own, pod in pod_templates(documents):
         volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | set(claims.get(own, []))
         mounted = [mount for container in containers(pod) for mount in container.get("volumeMounts", [])]
@@ -223,8 +228,12 @@ def test_the_grace_period_is_longer_than_pre_stop_and_drain(name: str) -> None:
         container = pod["spec"]["containers"][0]
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
         if container["name"] in ("gateway", "worker"):
-            (drain,) = [a.removeprefix("--drain-grace-s=") for a in container["args"] if a.startswith("--drain-grace-s=")]
-            command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["time.sleep(0)"])
+            (drain,) = [
+                a.removeprefix("--drain-grace-s=") for a in container["args"] if a.startswith("--drain-grace-s=")
+            ]
+            command = (
+                container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["time.sleep(0)"])
+            )
             match = PRE_STOP.search(command[-1])
             assert match is not None
             assert grace_s >= int(match[1]) + int(drain) + 10
@@ -263,7 +272,8 @@ def test_a_plain_upgrade_does_not_restart_pods() -> None:
     """Nothing in a pod's template names the chart's version, except the image's tag."""
     for _, pod in workloads(render("defaults")):
         labels = pod["metadata"]["labels"]
-        assert "helm.sh/chart" not in labels and "app.kubernetes.io/version" not in labels
+        assert "helm.sh/chart" not in labels
+        assert "app.kubernetes.io/version" not in labels
 
 
 def test_a_worker_rollout_needs_no_spare_gpu() -> None:
@@ -274,7 +284,11 @@ def test_a_worker_rollout_needs_no_spare_gpu() -> None:
 
 
 def test_gpus_are_requested_as_they_are_limited() -> None:
-    pods = {pod["metadata"]["labels"]["headstart/model"]: pod for _, pod in workloads(render("everything-on")) if _component(pod) == "worker"}
+    pods = {
+        pod["metadata"]["labels"]["headstart/model"]: pod
+        for _, pod in workloads(render("everything-on"))
+        if _component(pod) == "worker"
+    }
     resources = {model: pod["spec"]["containers"][0]["resources"] for model, pod in pods.items()}
     assert resources["llama"]["limits"]["nvidia.com/gpu"] == resources["llama"]["requests"]["nvidia.com/gpu"] == 1
     assert resources["small"]["limits"]["nvidia.com/mig-1g.10gb"] == 1

@@ -34,7 +34,9 @@ def test_both_versions_render_the_same(name: str) -> None:
 
 def _without_random(documents: list[chart.Document]) -> list[Any]:
     return sorted(
-        json.dumps({key: value for key, value in document.items() if not (key == "data" and document["kind"] == "Secret")})
+        json.dumps(
+            {key: value for key, value in document.items() if not (key == "data" and document["kind"] == "Secret")}
+        )
         for document in documents
     )
 

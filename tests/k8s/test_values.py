@@ -74,6 +74,8 @@ CHANGES: dict[str, Any] = {
     "gateway.podDisruptionBudget.maxUnavailable": "50%",
 }
 """Values that the general rule of `changed` cannot guess."""
+
+
 def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
     """Another legal value."""
     if path in CHANGES:
