@@ -117,8 +117,9 @@ def _load_options(config: WorkerConfig) -> LoadOptions:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config.dtype or ("float32" if device == "cpu" else "bfloat16")
-    return LoadOptions(dtype=dtype, device=device, weights=cast(Literal["dense", "packed"], config.weights))
+    dtype = config.dtype or ("float32" if device == "cpu" and config.weights == "dense" else "bfloat16")
+    weights = cast(Literal["dense", "packed"], config.weights)
+    return LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
 
 
 def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:

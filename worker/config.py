@@ -36,6 +36,7 @@ class WorkerConfig:
     device: str = "auto"
     dtype: str | None = None
     weights: str = "dense"
+    deterministic: bool = False
     threads: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
@@ -116,7 +117,10 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--served-model-name", help="the name that clients use (default: the model's own)")
     model.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda when there is one)")
     model.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)")
-    model.add_argument("--weights", default="dense", help="dense, or packed: 4 and 8 bit GGUF weights stay packed")
+    model.add_argument("--weights", default="dense", help="dense, or packed: 4 and 8 bit GGUF decodes packed")
+    model.add_argument(
+        "--deterministic", action="store_true", help="the same tokens however requests are batched, in bfloat16 too"
+    )
     model.add_argument("--max-model-len", type=int, help="longest prompt and answer together (default: the model's)")
     model.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
+from worker.attention.merge import merge_partials
 
 _MAX_PADDING: Final = 1.25
 """A group of decodes may read this much more than its sequences hold; a tighter bound means more, smaller calls."""
@@ -48,7 +49,7 @@ class _Chunk:
     """Keys of the first block that lie before the window."""
     num_prefix: int
     mask: Tensor | None
-    """(chunk, prefix + chunk) additive; only where a sliding window hides more than causality does."""
+    """(chunk, prefix + chunk) additive; where a window hides more than causality does, or partials are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,10 @@ class TorchPagedAttention:
         low = 0 if window is None else max(0, span.start - window + 1)
         blocks = list(span.block_table[low // size : -(-span.start // size)])
         mask = None
-        if window is not None and span.stop - low > window:
+        hides_more = window is not None and span.stop - low > window
+        if hides_more or (span.start and self._device.type != "cpu"):  # partial attentions exist on CPU alone
             age = torch.arange(span.start, span.stop)[:, None] - torch.arange(low, span.stop)[None, :]
-            mask = self._additive((age < 0) | (age >= window))
+            mask = self._additive((age < 0) | (age >= (window or span.stop)))
         return _Chunk(
             first=first,
             stop=first + span.num_tokens,
@@ -161,7 +163,7 @@ class TorchPagedAttention:
         else:
             own = _flash(queries, keys, values, 0.0, True, scale=self._shape.scale)
             earlier = _flash(queries, *self._prefix(layer, chunk), 0.0, False, scale=self._shape.scale)
-            out = _merge(own, earlier)
+            out = merge_partials(*own, *earlier)
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
     def _prefix(self, layer: int, chunk: _Chunk) -> tuple[Tensor, Tensor]:
@@ -227,12 +229,3 @@ def _outside(begins: Sequence[int], ends: Sequence[int], num_keys: int) -> Tenso
     """(rows, num_keys) bool: True outside of [begin, end)."""
     columns = torch.arange(num_keys)
     return (columns < torch.tensor(begins)[:, None]) | (columns >= torch.tensor(ends)[:, None])
-
-
-def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention over two disjoint sets of keys from the attention over each and its log-sum-exp.
-
-    Source: FlashDecoding's reduction, out = sum of out_i * exp(lse_i - lse).
-    """
-    share = torch.sigmoid(other[1] - one[1]).unsqueeze(-1)  # (1, heads, tokens, 1) float32: the other's weight
-    return torch.lerp(one[0].float(), other[0].float(), share).to(one[0].dtype)

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 _PACK_ROWS_HINT = 32
 """Rows that oneDNN lays a packed weight out for; within noise the best or near it from 1 to 1024 rows."""
+_TILE_ROWS = 32
+"""Few enough that a decode alone hardly notices, enough that a prefill is not torn to pieces."""
 
 
 class Linear(Protocol):
@@ -57,6 +59,21 @@ class OneDnnLinear:
     def __call__(self, states: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
         return product
+
+
+class TiledLinear:
+    """Any product, always run on the same number of rows, so that a row's result never depends on its neighbours."""
+
+    __slots__ = ("_inner", "weight_bytes")
+
+    def __init__(self, inner: Linear) -> None:
+        self._inner = inner
+        self.weight_bytes = inner.weight_bytes
+
+    def __call__(self, states: Tensor) -> Tensor:
+        num_rows = states.shape[0]
+        padded = functional.pad(states, (0, 0, 0, -num_rows % _TILE_ROWS))
+        return torch.cat([self._inner(tile) for tile in torch.split(padded, _TILE_ROWS)])[:num_rows]
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

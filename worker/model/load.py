@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
 
 import torch
 
@@ -12,30 +11,10 @@ from worker.model.config import LEAN_MODEL_TYPES, ModelConfig
 from worker.model.decoder import Decoder
 from worker.model.errors import UnsupportedModel
 from worker.model.llama import LlamaDecoder
+from worker.model.options import LoadOptions
 from worker.model.weights import Progress, WeightLoader
 
-WeightForm = Literal["dense", "packed"]
-
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How a model is held: `dtype` of activations and dense weights, `device`, and the form of the weights."""
-
-    dtype: str = "float32"
-    device: str = "cpu"
-    weights: WeightForm = "dense"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.weights not in get_args(WeightForm):
-            raise ValueError(f"weights must be one of {', '.join(get_args(WeightForm))}, got {self.weights!r}")
-        if self.weights == "packed" and (self.dtype, self.device) != ("bfloat16", "cpu"):
-            raise ValueError(
-                "weights=packed needs dtype=bfloat16 and device=cpu: the packed product exists there alone"
-            )
+__all__ = ["LoadOptions", "LoadedModel", "load_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +23,15 @@ class LoadedModel:
 
     decoder: Decoder
     checkpoint: Checkpoint
-    dtype: torch.dtype
-    device: torch.device
-    weights: WeightForm
+    options: LoadOptions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.options.torch_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.options.device)
 
     @property
     def config(self) -> ModelConfig:
@@ -62,9 +47,9 @@ class LoadedModel:
         device = self.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
-        elif self.dtype != torch.float32 or self.weights != "dense":
+        elif self.dtype != torch.float32 or self.options.weights != "dense":
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
-        return f"{device}/{str(self.dtype).removeprefix('torch.')}/{self.weights}"
+        return f"{device}/{str(self.dtype).removeprefix('torch.')}/{self.options.weights}"
 
     @property
     def revision(self) -> str:
@@ -77,10 +62,9 @@ def load_model(source: str, options: LoadOptions, progress: Progress = lambda do
     `progress` is called with (layers done, layers in all) from this thread.
     """
     checkpoint = find_checkpoint(source)
-    dtype, device = DTYPES[options.dtype], torch.device(options.device)
     if checkpoint.model_type not in LEAN_MODEL_TYPES:
         raise UnsupportedModel(f"model type {checkpoint.model_type!r} of {checkpoint.path} is not supported")
     config = checkpoint.config()
     with torch.inference_mode():
-        weights = WeightLoader(checkpoint, config, dtype, device, options.weights == "packed").load(progress)
-    return LoadedModel(LlamaDecoder(config, weights), checkpoint, dtype, device, options.weights)
+        weights = WeightLoader(checkpoint, config, options).load(progress)
+    return LoadedModel(LlamaDecoder(config, weights), checkpoint, options)

@@ -10,8 +10,9 @@ from torch import Tensor
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.model.linear import Linear, dense_linear
+from worker.model.linear import Linear, TiledLinear, dense_linear
 from worker.model.llama import DecoderWeights, LayerWeights
+from worker.model.options import LoadOptions
 from worker.model.packed import PACKABLE, PackedLinear, is_packable
 from worker.model.rope import rope_table
 
@@ -22,17 +23,14 @@ Progress = Callable[[int, int], None]
 class WeightLoader:
     """Builds `DecoderWeights` of one dtype on one device; a tensor lives in memory once."""
 
-    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_keep_packed", "_num_packed")
+    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options")
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, keep_packed: bool
-    ) -> None:
-        """`keep_packed`: matrices that the file stores in 4 or 8 bits are also kept so, for decoding."""
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> None:
         self._checkpoint = checkpoint
         self._config = config
-        self._dtype = dtype
-        self._device = device
-        self._keep_packed = keep_packed
+        self._dtype = options.torch_dtype
+        self._device = torch.device(options.device)
+        self._options = options
         self._num_packed = 0
 
     def load(self, progress: Progress) -> DecoderWeights:
@@ -43,7 +41,7 @@ class WeightLoader:
             progress(index, config.num_layers)
             layers.append(self._layer(f"model.layers.{index}"))
         lm_head = self._lm_head(embedding)
-        if self._keep_packed and self._num_packed == 0:
+        if self._options.weights == "packed" and self._num_packed == 0:
             raise UnsupportedModel(
                 f"weights=packed: no matrix of {self._checkpoint.path} is {', '.join(sorted(PACKABLE))}"
             )
@@ -81,7 +79,7 @@ class WeightLoader:
 
     def _lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
-            return self._maybe_packed(["model.embed_tokens"], dense_linear(embedding), None)
+            return self._in_form(["model.embed_tokens"], dense_linear(embedding), None)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
 
     def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
@@ -90,11 +88,13 @@ class WeightLoader:
         bias = self._bias(names, rows)
         for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
             part.copy_(self._stored(f"{name}.weight", part.shape))
-        return self._maybe_packed(names, dense_linear(weight, bias), bias)
+        return self._in_form(names, dense_linear(weight, bias), bias)
 
-    def _maybe_packed(self, names: Sequence[str], dense: Linear, bias: Tensor | None) -> Linear:
-        """The matrices as the file packs them, with `dense` as their twin for large batches; or `dense` alone."""
-        if not self._keep_packed:
+    def _in_form(self, names: Sequence[str], dense: Linear, bias: Tensor | None) -> Linear:
+        """The product in the form that the options ask for; packed ones keep `dense` for large batches."""
+        if self._options.deterministic:
+            return TiledLinear(dense)
+        if self._options.weights == "dense":
             return dense
         stored = [self._checkpoint.quantised(f"{name}.weight") for name in names]
         if not is_packable(stored):

@@ -8,9 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.attention.base import Attention
 from worker.attention.kv_cache import KVCache
-from worker.attention.torch_paged import TorchPagedAttention
+from worker.attention.select import select_attention
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.sampling.errors import NonFiniteLogits
@@ -35,7 +34,7 @@ class ModelRunner:
         self._eos_token_ids = tuple(eos_token_ids)
         shape = model.config.attention
         self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
-        self._attention: Attention = TorchPagedAttention(shape, self._cache)
+        self._attention = select_attention(shape, self._cache, deterministic=model.options.deterministic)
         self.numerics = f"{model.numerics}/{self._attention.name}"
 
     @property

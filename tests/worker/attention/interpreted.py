@@ -1,0 +1,71 @@
+"""Run by test_xformers_paged.py in a process of its own: xformers' kernel in Triton's interpreter against torch's.
+
+Prints one JSON object: the largest absolute difference of each case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import torch
+
+from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.kv_cache import KVCache
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.attention.xformers_paged import XformersPagedAttention
+
+torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]  # the kernel enters one
+
+CASES = {
+    "decode": [(49, 1), (16, 1), (0, 1), (99, 1)],
+    "whole prompts": [(0, 5), (0, 17)],
+    "chunks": [(16, 5), (37, 9)],
+    "mixed": [(7, 1), (70, 1), (0, 6), (33, 7), (0, 2), (64, 3)],
+}
+
+
+def difference(case: list[tuple[int, int]], block_size: int, num_heads: int, num_kv_heads: int) -> float:
+    generator = torch.Generator().manual_seed(block_size + num_heads)
+    shape = AttentionShape(2, num_heads, num_kv_heads, 32, 0.2)
+    kernels = []
+    for kind in (TorchPagedAttention, XformersPagedAttention):
+        dtype = torch.float32 if kind is TorchPagedAttention else torch.float16
+        kernels.append((kind, KVCache(shape, 40, block_size, dtype, torch.device("cpu"))))
+    for pool in ("keys", "values"):
+        filled = torch.randn(40, block_size, num_kv_heads, 32, generator=generator)
+        for _, cache in kernels:
+            getattr(cache, pool)[1].copy_(filled.half())
+    free = random.Random(0).sample(range(1, 40), 39)
+    spans = []
+    for start, length in case:
+        count = -(-(start + length) // block_size)
+        table, free = free[:count], free[count:]
+        spans.append(Span(start, length, table))
+    total = sum(length for _, length in case)
+    query = torch.randn(total, num_heads, 32, generator=generator).half()
+    key, value = (torch.randn(total, num_kv_heads, 32, generator=generator).half() for _ in range(2))
+    slots = [
+        span.block_table[i // block_size] * block_size + i % block_size
+        for span in spans
+        for i in range(span.start, span.stop)
+    ]
+    outputs = []
+    for kind, cache in kernels:
+        attention = kind(shape, cache)
+        dtype = cache.keys[0].dtype
+        empty = torch.empty(0)
+        batch = ForwardBatch(empty, empty, torch.tensor(slots), attention.plan(spans))
+        outputs.append(attention.attend(1, query.to(dtype), key.to(dtype), value.to(dtype), batch).float())
+    return float((outputs[0] - outputs[1]).abs().max())
+
+
+if __name__ == "__main__":
+    shapes = [(16, 4, 2), (32, 2, 2), (64, 6, 2)]
+    found = {
+        f"{name}, blocks of {size}, {heads}/{kv_heads} heads": difference(case, size, heads, kv_heads)
+        for size, heads, kv_heads in shapes
+        for name, case in CASES.items()
+    }
+    print(json.dumps(found))

@@ -1,0 +1,90 @@
+"""Weights kept in 4 and 8 bits: exactly what the file says, and the dense twin for large batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.families import write_family
+from tests.worker.gguf_files import write_gguf
+from tests.worker.paged import PagedModel
+from worker.model.checkpoint import QuantisedTensor
+from worker.model.errors import UnsupportedModel
+from worker.model.linear import DenseLinear
+from worker.model.load import LoadOptions, load_model
+from worker.model.packed import PackedLinear, is_packable
+
+
+def quantised(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[QuantisedTensor, torch.Tensor]:
+    values = np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+    quantisation = gguf.GGMLQuantizationType[kind]
+    data = gguf.quantize(values, quantisation)
+    weight = torch.from_numpy(gguf.dequantize(data, quantisation).copy())
+    return QuantisedTensor(kind, data, (rows, columns)), weight
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("shape", [(64, 64), (16, 32), (80, 128), (192, 576)], ids=str)
+def test_products_are_those_of_the_dequantised_weight(kind: str, shape: tuple[int, int]) -> None:
+    part, weight = quantised(kind, *shape)
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2)).bfloat16()
+    linear = PackedLinear([part], DenseLinear(torch.full(shape, float("nan")).bfloat16()), bias)
+    for rows in (1, 3, 4):
+        states = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).bfloat16()
+        want = states.float() @ weight.T + bias.float()
+        error = (linear(states).float() - want).norm() / want.norm()
+        assert float(error) < 0.01
+
+
+def test_many_rows_take_the_dense_twin() -> None:
+    part, _ = quantised("Q4_1", 32, 32)
+    linear = PackedLinear([part], DenseLinear(torch.zeros(32, 32).bfloat16()), None)
+    assert linear(torch.ones(1, 32).bfloat16()).any()
+    assert not linear(torch.ones(9, 32).bfloat16()).any()
+
+
+def test_parts_are_stacked() -> None:
+    (one, first), (two, second) = quantised("Q4_1", 32, 64, 1), quantised("Q4_1", 16, 64, 2)
+    linear = PackedLinear([one, two], DenseLinear(torch.zeros(48, 64).bfloat16()), None)
+    states = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = states.float() @ torch.cat((first, second)).T
+    assert float((linear(states).float() - want).norm() / want.norm()) < 0.01
+
+
+def test_what_cannot_be_packed() -> None:
+    four, eight, five = (quantised(kind, 32, 32)[0] for kind in ("Q4_1", "Q8_0", "Q5_1"))
+    assert is_packable([four, four])
+    assert not is_packable([four, eight])
+    assert not is_packable([five])
+    assert not is_packable([None])
+    assert not is_packable([quantised("Q4_1", 40, 32)[0]])
+
+
+def test_a_model_runs_packed(tmp_path: Path) -> None:
+    reference = write_family("smollm2", tmp_path / "hf", hidden_size=96, intermediate_size=64, initializer_range=0.1)
+    write_gguf(tmp_path / "m.gguf", reference, "llama", kind=gguf.GGMLQuantizationType.Q4_1)
+    ids = [5, 17, 3, 98, 41, 41, 7, 60, 2, 2]
+    packed, dense = (
+        PagedModel(load_model(str(tmp_path / "m.gguf"), options)).chunked(ids, [1]).log_softmax(-1)
+        for options in (LoadOptions(dtype="bfloat16", weights="packed"), LoadOptions())
+    )
+    assert not torch.equal(packed, dense)
+    assert float((dense.exp() * (dense - packed)).sum(-1).mean()) < 0.01
+
+
+def test_nothing_to_pack_is_an_error(tmp_path: Path) -> None:
+    write_family("smollm2", tmp_path)
+    with pytest.raises(UnsupportedModel, match="Q4_1"):
+        load_model(str(tmp_path), LoadOptions(dtype="bfloat16", weights="packed"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights": "packed"}, {"weights": "packed", "dtype": "bfloat16", "deterministic": True}], ids=str
+)
+def test_combinations_that_do_not_exist(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        LoadOptions(**options)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""Paged attention whose result for a token does not depend on what else is in the batch, bit for bit.
+
+Kernels of different shapes round differently. Here a token at position p always goes through a product of the shape
+that p alone decides, in the row that p alone decides, however its sequence was cut into steps:
+
+    tile t = p // 16    queries 16 t .. 16 t + 15 (absent ones are zero)    keys 0 .. 16 t + 15 (later ones are masked)
+
+It costs many small calls, so it is for `--deterministic` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.kv_cache import KVCache
+
+TILE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows first..stop-1 of the batch are rows offset.. of tile number `number`."""
+
+    first: int
+    stop: int
+    offset: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SpanPlan:
+    blocks: Tensor
+    """All blocks of the sequence, padded with the null block to whole tiles"""
+    tiles: tuple[_Tile, ...]
+
+
+class InvariantAttention:
+    """A `worker.attention.base.Attention` bound to one pool."""
+
+    __slots__ = ("_cache", "_shape")
+
+    name = "invariant"
+
+    def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
+        self._shape = shape
+        self._cache = cache
+
+    def plan(self, spans: Sequence[Span]) -> tuple[_SpanPlan, ...]:
+        plans, first = [], 0
+        for span in spans:
+            tiles = tuple(_tiles(span, first))
+            num_blocks = -(-(tiles[-1].number + 1) * TILE // self._cache.block_size)
+            held = list(span.block_table[:num_blocks])
+            plans.append(_SpanPlan(torch.tensor(held + [0] * (num_blocks - len(held))), tiles))
+            first += span.num_tokens
+        return tuple(plans)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        self._cache.write(layer, batch.slots, key, value)
+        out = torch.empty_like(query)
+        plans: tuple[_SpanPlan, ...] = batch.plan  # type: ignore[assignment]
+        for plan in plans:
+            # (1, kv_heads, keys, head_dim)
+            keys, values = (
+                pool[layer].index_select(0, plan.blocks).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+                for pool in (self._cache.keys, self._cache.values)
+            )
+            for tile in plan.tiles:
+                num_keys = (tile.number + 1) * TILE
+                rows = slice(tile.offset, tile.offset + tile.stop - tile.first)
+                queries = query.new_zeros(TILE, *query.shape[1:])
+                queries[rows] = query[tile.first : tile.stop]
+                attended = functional.scaled_dot_product_attention(
+                    queries.transpose(0, 1).unsqueeze(0),
+                    keys[:, :, :num_keys],
+                    values[:, :, :num_keys],
+                    attn_mask=self._mask(layer, tile.number),
+                    scale=self._shape.scale,
+                    enable_gqa=True,
+                )
+                out[tile.first : tile.stop] = attended[0].transpose(0, 1)[rows]
+        return out.flatten(1)
+
+    def _mask(self, layer: int, tile: int) -> Tensor:
+        """(TILE, keys) additive: what each position of the tile sees."""
+        age = torch.arange(tile * TILE, (tile + 1) * TILE)[:, None] - torch.arange((tile + 1) * TILE)[None, :]
+        window = self._shape.window(layer)
+        hidden = age < 0 if window is None else (age < 0) | (age >= window)
+        dtype = self._cache.keys[0].dtype
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _tiles(span: Span, first: int) -> Iterator[_Tile]:
+    position = span.start
+    while position < span.stop:
+        stop = min(span.stop, (position // TILE + 1) * TILE)
+        row = first + position - span.start
+        yield _Tile(row, row + stop - position, position % TILE, position // TILE)
+        position = stop
