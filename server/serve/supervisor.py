@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL."""
+DRAIN_GRACE_S: Final = 2.0
+"""What the gateway and the workers may spend of it on open requests."""
 POLL_S: Final = 0.1
 
 
@@ -107,7 +109,7 @@ class Supervisor:
         config = self._config
         name = f"worker-{index}"
         command = [sys.executable, "-m", "worker", "--worker-id", name, "--host", "127.0.0.1", "--port", "0"]
-        command += ["--redis", url, "--threads", str(config.threads)]
+        command += ["--redis", url, "--threads", str(config.threads), "--drain-grace-s", str(DRAIN_GRACE_S)]
         if config.model is not None:
             command += ["--model", config.model]
         return ChildSpec(name, [*command, *config.worker_args], _relay(name))
@@ -115,7 +117,8 @@ class Supervisor:
     def _gateway_spec(self, url: str) -> ChildSpec:
         config = self._config
         command = [sys.executable, "-m", "server.gateway", "--host", config.host, "--port", str(config.port)]
-        command += ["--ops-port", str(config.ops_port), "--redis", url, *config.gateway_args]
+        command += ["--ops-port", str(config.ops_port), "--redis", url, "--drain-grace-s", str(DRAIN_GRACE_S)]
+        command += config.gateway_args
         return ChildSpec("gateway", command, _relay("gateway"))
 
     async def _serves_all_workers(self) -> bool:
@@ -156,7 +159,13 @@ async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 def _relay(name: str) -> Callable[[str], None]:
-    return lambda line: print(f"[{name}] {line}", file=sys.stderr, flush=True)
+    """Pass a child's lines on under its name, but for those that a worker writes for programs."""
+
+    def pass_on(line: str) -> None:
+        if not line.startswith('{"event": '):
+            print(f"[{name}] {line}", file=sys.stderr, flush=True)
+
+    return pass_on
 
 
 def _say(text: str) -> None:
