@@ -243,7 +243,7 @@ class _Shard:
             self._complain(b"members", f"registry is {reply!r:.80}")
             reply = []
         workers: dict[WorkerId, _Worker] = {}
-        for field, value in zip(reply[::2], reply[1::2], strict=True):
+        for field, value in sorted(zip(reply[::2], reply[1::2], strict=True)):
             try:
                 member = schema.decode_member(field, value)
             except RegistryError as error:
