@@ -46,8 +46,8 @@ class Sequence:
     tokens: list[int]
     allocation: Allocation
     num_computed: int
-    extends_first: bool = False
-    """Forked, so it must call `extend` before it writes, even into room that it has."""
+    is_forked: bool = False
+    """Must call `extend` before it writes, even into room that it has."""
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -120,7 +120,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert fork.block_table == sequence.allocation.block_table
         assert fork.num_cached_tokens == sequence.allocation.num_cached_tokens
         tokens = sequence.tokens[: max(1, sequence.num_computed)] + data.draw(st.lists(st.integers(0, 1), max_size=3))
-        sequence.extends_first = True
+        sequence.is_forked = True
         self.running.append(Sequence(sequence.tenant, tokens, fork, sequence.num_computed, True))
 
     @precondition(lambda self: self.running)
@@ -201,7 +201,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if sequence.num_computed == len(sequence.tokens):
             sequence.tokens.append(data.draw(st.integers(0, 1)))
         stop = max(sequence.num_computed + 1, len(sequence.tokens) - data.draw(st.sampled_from((0, 0, 0, 1, 3, 6))))
-        if stop <= allocation.capacity and not sequence.extends_first and data.draw(st.booleans()):
+        if stop <= allocation.capacity and not sequence.is_forked and data.draw(st.booleans()):
             return sequence, stop
         before = self.snapshot()
         table = list(allocation.block_table)
@@ -218,7 +218,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert allocation.capacity >= stop
         for slot in allocation.slots(sequence.num_computed, stop):
             assert self.num_holders(slot // size) == 1, "a shared block would be written"
-        sequence.extends_first = stop < allocation.capacity and sequence.extends_first
         return sequence, stop
 
     def write(self, sequence: Sequence, stop: int) -> None:
