@@ -207,7 +207,7 @@ WORKER: Final[dict[str, Schema]] = {
         readOnly=flag("Mount the existing claim read only."),
         subPath=text("Folder of the volume."),
         size=quantity(
-            "Size of a claim of its own for each worker; empty, without existingClaim: a volume that ends with the pod.",
+            "Size of a claim for each worker; empty, without existingClaim: a volume that ends with the pod.",
             optional=True,
         ),
         storageClassName=name("Storage class of these claims; empty: the cluster's default."),

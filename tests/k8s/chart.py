@@ -106,7 +106,12 @@ EVERYTHING_ON: Final[Values] = {
     },
     "test": {"apiKeySecret": "test-key"},
     "extraObjects": [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-extra"}, "data": {"a": "b"}}
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "{{ .Release.Name }}-extra", "namespace": "{{ .Release.Namespace }}"},
+            "data": {"a": "b"},
+        }
     ],
 }
 _OFF: Final = {"enabled": False}

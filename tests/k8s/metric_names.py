@@ -29,7 +29,8 @@ def names_in_scrape(text: str) -> set[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    return set(_NAME.findall(expression))
+    """Of metrics; labels stand in braces."""
+    return set(_NAME.findall(re.sub(r"\{[^}]*\}", "", expression)))
 
 
 def names_in_alerts() -> set[str]:
