@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from benchmarks.index import (
+    PATTERNS,
+    LinkSettings,
+    measure_decision,
+    measure_lookup,
+    measure_peers,
+    measure_publish,
+    private_redis,
+    running,
+)
+from cache.redis_index.endpoint import Endpoint
+from cache.redis_index.link import Link
+
+
+async def test_the_measurements_measure_what_they_say() -> None:
+    """Small sizes; each measurement asserts that its lookups found every worker."""
+    with private_redis() as url:
+        link = Link(Endpoint(url, connect_timeout_s=5.0), LinkSettings())
+        async with running(link):
+            for pattern in (*PATTERNS, "random"):
+                result = await measure_lookup(url, link, 24, 128, pattern)
+                assert 0.0 < result.ping.p50_s < result.lookup.p50_s
+            assert (await measure_decision(url, link)).p50_s > 0.0
+            blocks_per_s, bytes_per_entry = await measure_publish(url, link)
+            assert blocks_per_s > 0.0
+            assert bytes_per_entry <= 80
+            peers = await measure_peers(link, 8, 16)
+            assert all(peer.p50_s > 0.0 for peer in peers.values())
