@@ -199,20 +199,21 @@ class LookupResult:
     lookup: Timing
 
 
-async def measure_lookup(url: str, link: Link, num_workers: int, num_blocks: int, pattern: str) -> LookupResult:
+async def measure_lookup(
+    url: str, link: Link, num_workers: int, num_blocks: int, pattern: str, num_rounds: int = 20
+) -> LookupResult:
     hashes = chain(num_blocks)
     await populate(link, hashes, num_workers, pattern)
     index = RedisIndex(url, READER)
     pings_s: list[float] = []
     lookups_s: list[float] = []
-    rounds = 20 if num_workers <= 100 else 8
     async with running(index):
         found = await index.lookup(hashes)
         assert found is not None
         assert len(found) == num_workers, f"{len(found)} of {num_workers} workers found"
-        for _ in range(rounds):
+        for _ in range(num_rounds):
             pings_s += await timed(index.ping, 50)
-            lookups_s += await timed(lambda: index.lookup(hashes), 50 if num_workers <= 100 else 15)
+            lookups_s += await timed(lambda: index.lookup(hashes), 50 if num_workers <= 100 else 5)
     return LookupResult(timing(pings_s), timing(lookups_s))
 
 
