@@ -33,6 +33,7 @@ from worker.wire import TokenizerBundle, pack
 
 MODEL: Final = "bench"
 STREAM_TOKENS: Final = 400
+IDLE_STREAMS: Final = 960
 START_TIMEOUT_S: Final = 30.0
 
 
@@ -112,19 +113,19 @@ async def _streams(
                 figures.append(Figure(f"{name}stream_tokens_per_s", done.per_s * STREAM_TOKENS, "1/s", note, goal))
     with (
         _stub(folder, cores[1], redis=redis, pace_s=3600.0) as stub,
-        _gateway_process(stub, cores[0], redis) as (url, process),
+        _gateway_process(stub, cores[0], redis) as (url, ops, process),
     ):
         await _until_ready(url)
-        waiting = [asyncio.create_task(throughput(url + chat, bodies[:1] * 4, 4))]
-        await asyncio.sleep(1.0)
+        waiting = [asyncio.create_task(throughput(url + chat, bodies[:50], 50))]
+        await _until_open(ops, 50)
         before = _rss_bytes(process)
-        waiting.append(asyncio.create_task(throughput(url + chat, (bodies * 4)[:1000], 1000)))
-        await asyncio.sleep(4.0)
-        per_stream = (_rss_bytes(process) - before) / 1000
+        waiting.append(asyncio.create_task(throughput(url + chat, (bodies * 8)[:IDLE_STREAMS], IDLE_STREAMS)))
+        await _until_open(ops, 50 + IDLE_STREAMS)
+        per_stream = (_rss_bytes(process) - before) / IDLE_STREAMS
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        figures.append(Figure("bytes_per_stream", per_stream, "B", "of 1,000 open streams", "<= 61440"))
+        figures.append(Figure("bytes_per_stream", per_stream, "B", f"of {IDLE_STREAMS} open streams", "<= 61440"))
     return figures
 
 
@@ -177,17 +178,17 @@ def _stub(folder: Path, core: int, *, redis: str, pace_s: float = 0.0) -> Iterat
 
 @contextmanager
 def _gateway(stub: str, core: int, redis: str) -> Iterator[str]:
-    with _gateway_process(stub, core, redis) as (url, _):
+    with _gateway_process(stub, core, redis) as (url, _, _):
         yield url
 
 
 @contextmanager
-def _gateway_process(stub: str, core: int, redis: str) -> Iterator[tuple[str, int]]:
+def _gateway_process(stub: str, core: int, redis: str) -> Iterator[tuple[str, str, int]]:
     port, ops_port = _free_ports(2)
     command = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
     command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1"]
     with _process(command, core) as process:
-        yield f"http://127.0.0.1:{port}", process.pid
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", process.pid
 
 
 @contextmanager
@@ -221,6 +222,17 @@ async def _until_ready(url: str) -> None:
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.05)
+
+
+async def _until_open(ops: str, num_streams: int) -> None:
+    """So many streams have got their first token."""
+    async with asyncio.timeout(4 * START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(ops + "/metrics") as response:
+                text = await response.text()
+            if f"\nheadstart_time_to_first_token_seconds_count {num_streams:.1f}" in text:
+                return
+            await asyncio.sleep(0.2)
 
 
 def _rss_bytes(pid: int) -> int:

@@ -29,6 +29,7 @@ from worker.wire import TokenizerBundle
 log = logging.getLogger(__name__)
 
 UNPIN_AFTER_S: Final = 10.0
+MAX_ROOTS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,13 +46,22 @@ class ServedModel:
     thinks: bool
     """It may think in tags before it answers."""
     created: int
+    fingerprint: str
+    """Of the namespace: what its workers announce."""
+    _roots: dict[bytes, BlockHash] = field(default_factory=dict)
 
     @property
     def max_model_len(self) -> int:
         return self.bundle.max_model_len
 
     def root(self, salt: bytes) -> BlockHash:
-        return self.namespace.root(salt=salt)
+        """The tenant's root, kept: a few microseconds a request."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[salt] = self.namespace.root(salt=salt)
+        return root
 
 
 def namespace_of(bundle: TokenizerBundle) -> Namespace:
@@ -76,9 +86,11 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
     template = None
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
+    namespace = namespace_of(bundle)
     return ServedModel(
         name=bundle.model,
-        namespace=namespace_of(bundle),
+        namespace=namespace,
+        fingerprint=namespace.fingerprint,
         bundle=bundle,
         tokenizer=Tokenizer(bundle, executor),
         template=template,
@@ -116,15 +128,13 @@ class Models:
     def namespaces(self) -> dict[str, str]:
         """Model name to the fingerprint that its workers must announce."""
         after_s = time.monotonic() - UNPIN_AFTER_S
-        return {
-            name: model.namespace.fingerprint for name, model in self._by_name.items() if self._seen_s[name] >= after_s
-        }
+        return {name: model.fingerprint for name, model in self._by_name.items() if self._seen_s[name] >= after_s}
 
     async def admit(self, member: WorkerMember) -> ServedModel | None:
         """Learn a worker's model unless it is known; None when the worker's bundle cannot be used."""
         known = self._by_name.get(member.model)
         now_s = time.monotonic()
-        if known is not None and known.namespace.fingerprint == member.namespace:
+        if known is not None and known.fingerprint == member.namespace:
             self._seen_s[member.model] = now_s
             return known
         if known is not None and member.model in self.namespaces():

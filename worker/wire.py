@@ -245,7 +245,7 @@ class FrameReader:
     __slots__ = ("_unpacker",)
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, use_list=False)
+        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=4096, use_list=False)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         try:

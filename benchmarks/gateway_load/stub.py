@@ -136,8 +136,8 @@ class Connection(asyncio.Protocol):
     def _stream(self, num_tokens: int, kind: bytes, first: bytes, frame: bytes, end: bytes) -> None:
         head = _CHUNKED % kind + (chunk(first) if first else b"")
         if self._worker.pace_s:
-            self.transport.write(head)
-            self._worker.streams[self] = (num_tokens, chunk(frame), chunk(end) + _LAST)
+            self.transport.write(head + chunk(frame))
+            self._worker.streams[self] = (num_tokens - 1, chunk(frame), chunk(end) + _LAST)
         else:
             self.transport.write(head + chunk(frame * num_tokens + end) + _LAST)
 
