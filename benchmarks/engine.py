@@ -1,0 +1,279 @@
+"""`headstart bench engine`: the scheduler and the runner on one device, without HTTP, beside `transformers`.
+
+The floor is the time that the model's fused weights take in matrix-vector products alone, warm, in the same process:
+what a decode step of one sequence cannot go below by scheduling or kernels around the products. Weights that lie in a
+better layout, or in fewer bits, can. Rounds of floor, step and packed step alternate, and the best of each counts: on
+a busy machine that is what they would take undisturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from benchmarks.report import Figure, Report, option_parser, publish
+from cache.factory import make_allocator
+from worker.model.checkpoint import Checkpoint, find_checkpoint
+from worker.model.config import ModelConfig
+from worker.model.gguf import GGUFCheckpoint
+from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.runner.model_runner import ModelRunner
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.request import RequestKey, new_request
+from worker.scheduler.scheduler import Scheduler
+from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
+
+BLOCK_SIZE: Final = 16
+PROMPT_TOKENS: Final = 32
+BATCH_SIZES: Final = (1, 8, 32)
+CONTEXT_TOKENS: Final = 4096
+PREFILL_TOKENS: Final = 2048
+_ROOT: Final = b"benchmark-engine"
+
+
+class Engine:
+    """The worker's own scheduler and runner, stepped as fast as they go."""
+
+    def __init__(self, model: LoadedModel, num_blocks: int, chunk_tokens: int) -> None:
+        self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
+        limits = BatchLimits(max_num_batched_tokens=chunk_tokens, max_model_len=model.config.max_model_len)
+        self._scheduler = Scheduler(make_allocator("hash", num_blocks, BLOCK_SIZE), limits, ())
+        self._num_requests = 0
+
+    def submit(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        self._num_requests += 1
+        wire = GenerateRequest(
+            request_id=str(self._num_requests),
+            gateway_id="bench",
+            epoch="",
+            root=_ROOT,
+            prompt_ids=list(prompt_ids),
+            choices=(ChoiceState(0, 0),),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        )
+        key = RequestKey(self._num_requests)
+        self._scheduler.submit(new_request(wire, key, arrival_s=0.0, aging_s=30.0, constraints={}))
+
+    def step(self) -> int | None:
+        """Tokens that came out of one step; None when there was nothing to do."""
+        now_s = time.monotonic()
+        if (plan := self._scheduler.schedule(now_s)) is None:
+            return None
+        results = self._runner.run(plan.step())
+        emissions = self._scheduler.update(plan, results, now_s)
+        return sum(len(emission.frame.token_ids) for emission in emissions if isinstance(emission.frame, Tokens))
+
+    def drain(self) -> int:
+        """Step until all is done -> tokens that came out."""
+        num_tokens = 0
+        while (produced := self.step()) is not None:
+            num_tokens += produced
+        return num_tokens
+
+
+class Floor:
+    """The products of one token with weights of the model's fused shapes, and nothing else."""
+
+    def __init__(self, config: ModelConfig, options: LoadOptions) -> None:
+        hidden, device = config.hidden_size, options.device
+        rows = (config.query_size + 2 * config.kv_size, hidden, 2 * config.intermediate_size, hidden)
+        columns = (hidden, config.query_size, hidden, config.intermediate_size)
+        shapes = [*list(zip(rows, columns, strict=True)) * config.num_layers, (config.vocab_size, hidden)]
+        self._weights = [torch.randn(shape, device=device).to(options.torch_dtype) for shape in shapes]
+        self._states = {n: torch.randn(n, device=device).to(options.torch_dtype) for n in {n for _, n in shapes}}
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        for weight in self._weights:
+            torch.mv(weight, self._states[weight.shape[1]])
+        _synchronise(self._weights[0])
+
+
+class Reference:
+    """The same checkpoint in `transformers`, as it comes."""
+
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        from transformers import AutoModelForCausalLM
+
+        path, fields = checkpoint.path, {"dtype": options.torch_dtype}
+        if isinstance(checkpoint, GGUFCheckpoint):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **fields)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(path, **fields)
+        self._model = loaded.to(options.device).eval()
+        self._device = options.device
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        ids = torch.tensor(prompts, device=self._device)
+        lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int]) -> None:
+        logits = self._model(torch.tensor([prompt], device=self._device), logits_to_keep=1).logits
+        _synchronise(logits)
+
+
+def main(argv: list[str]) -> int:
+    options = _parse(argv)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    checkpoint = find_checkpoint(options.model)
+    load = LoadOptions(dtype=options.dtype, device=options.device)
+    model = load_model(options.model, load)
+    figures = [*_decode_figures(model, options), *_engine_figures(model, options)]
+    if not options.no_transformers:
+        figures += _reference_figures(Reference(checkpoint, load), model.config.vocab_size, options)
+    environment = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "model": model.name,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    publish(Report("engine", figures, environment), options)
+    return 0
+
+
+def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Figure]:
+    """Floor and steps of one sequence, in alternating rounds."""
+    floor = Floor(model.config, model.options)
+    engines: dict[str, Engine] = {"decode_step_b1_s": _decoding(model, options)}
+    if _can_pack(model, options):
+        packed = LoadOptions(dtype="bfloat16", weights="packed")
+        engines["decode_step_b1_packed_s"] = _decoding(load_model(options.model, packed), options)
+    runs: dict[str, Callable[[], object]] = {"floor_step_s": floor, **{name: e.step for name, e in engines.items()}}
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(options.steps):
+        for name, run in runs.items():
+            run()  # warms the caches with these weights: the ones before have just been streamed through
+            best[name] = min(best[name], _seconds(run))
+    step_s, floor_s = best["decode_step_b1_s"], best["floor_step_s"]
+    figures = [
+        Figure("floor_step_s", floor_s, "s", "matrix-vector products of the fused weights alone"),
+        Figure("decode_step_b1_s", step_s, "s", f"{step_s / floor_s:.2f} x the floor", "<= 1.4 x"),
+    ]
+    if packed_s := best.get("decode_step_b1_packed_s"):
+        figures.append(
+            Figure("decode_step_b1_packed_s", packed_s, "s", f"{packed_s / floor_s:.2f} x the floor", "<= 0.7 x")
+        )
+        figures.append(Figure("tokens_per_s_b8_packed", _rate(engines["decode_step_b1_packed_s"], 8, options), "1/s"))
+    return figures
+
+
+def _engine_figures(model: LoadedModel, options: argparse.Namespace) -> list[Figure]:
+    engine = _engine(model, options)
+    figures = [
+        Figure(f"tokens_per_s_b{size}", _rate(engine, size, options), "1/s", "prefill of the short prompts included")
+        for size in BATCH_SIZES
+    ]
+    prompts = _Prompts(model.config.vocab_size)
+    prefill_s = min(_first_token_s(engine, prompts.take(PREFILL_TOKENS)) for _ in range(options.rounds))
+    figures.append(Figure("prefill_tokens_per_s", PREFILL_TOKENS / prefill_s, "1/s", f"{PREFILL_TOKENS:,} tokens"))
+    cold_s = warm_s = float("inf")
+    for _ in range(options.rounds):
+        prompt = prompts.take(CONTEXT_TOKENS)
+        cold_s = min(cold_s, _first_token_s(engine, prompt))
+        same = CONTEXT_TOKENS - BLOCK_SIZE
+        warm_s = min(warm_s, _first_token_s(engine, prompt[:same] + prompts.take(BLOCK_SIZE)))
+    return [
+        *figures,
+        Figure("ttft_cold_s", cold_s, "s", f"{CONTEXT_TOKENS:,} tokens"),
+        Figure("ttft_warm_s", warm_s, "s", f"{BLOCK_SIZE} of them new: {warm_s / cold_s:.1%} of cold", "<= 5 %"),
+    ]
+
+
+def _reference_figures(reference: Reference, vocab_size: int, options: argparse.Namespace) -> list[Figure]:
+    prompts, figures = _Prompts(vocab_size), []
+    reference.generate([prompts.take(PROMPT_TOKENS)], 2)
+    for size in BATCH_SIZES:
+        batch = [prompts.take(PROMPT_TOKENS) for _ in range(size)]
+        elapsed_s = min(_seconds(lambda batch=batch: reference.generate(batch, options.tokens)) for _ in range(2))  # type: ignore[misc]
+        figures.append(Figure(f"transformers_tokens_per_s_b{size}", size * options.tokens / elapsed_s, "1/s"))
+        if size == 1:
+            figures.append(Figure("transformers_decode_step_b1_s", elapsed_s / options.tokens, "s"))
+    for length, name in ((PREFILL_TOKENS, "prefill"), (CONTEXT_TOKENS, "cold")):
+        prompt = prompts.take(length)
+        elapsed_s = min(_seconds(lambda prompt=prompt: reference.prefill(prompt)) for _ in range(options.rounds))  # type: ignore[misc]
+        if name == "prefill":
+            figures.append(Figure("transformers_prefill_tokens_per_s", length / elapsed_s, "1/s", f"{length:,} tokens"))
+        else:
+            figures.append(Figure("transformers_ttft_cold_s", elapsed_s, "s", f"{length:,} tokens"))
+    return figures
+
+
+class _Prompts:
+    """Random token ids, never the same twice."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._random = random.Random(0)
+        self._vocab_size = vocab_size
+
+    def take(self, num_tokens: int) -> list[int]:
+        return self._random.choices(range(self._vocab_size), k=num_tokens)
+
+
+def _engine(model: LoadedModel, options: argparse.Namespace) -> Engine:
+    num_blocks = 2 + max(BATCH_SIZES) * (-(-(PROMPT_TOKENS + options.tokens) // BLOCK_SIZE) + 1)
+    return Engine(model, num_blocks + 2 * CONTEXT_TOKENS // BLOCK_SIZE, options.chunk)
+
+
+def _decoding(model: LoadedModel, options: argparse.Namespace) -> Engine:
+    """An engine whose every next step decodes one sequence."""
+    engine = _engine(model, options)
+    engine.submit(_Prompts(model.config.vocab_size).take(PROMPT_TOKENS), 2 * options.steps + 8)
+    engine.step()
+    engine.step()
+    return engine
+
+
+def _rate(engine: Engine, batch_size: int, options: argparse.Namespace) -> float:
+    """Output tokens per second of a batch that starts together."""
+    engine.drain()
+    prompts, best = _Prompts(1000), 0.0
+    for _ in range(options.rounds):
+        for _ in range(batch_size):
+            engine.submit(prompts.take(PROMPT_TOKENS), options.tokens)
+        begun_s = time.perf_counter()
+        best = max(best, engine.drain() / (time.perf_counter() - begun_s))
+    return best
+
+
+def _first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
+    engine.submit(prompt, 1)
+    return _seconds(engine.drain)
+
+
+def _can_pack(model: LoadedModel, options: argparse.Namespace) -> bool:
+    return isinstance(model.checkpoint, GGUFCheckpoint) and options.device == "cpu" and options.dtype == "bfloat16"
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    run()
+    return time.perf_counter() - begun_s
+
+
+def _synchronise(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = option_parser("engine", "Decode, prefill and first tokens of one worker's engine.")
+    parser.add_argument("--model", default="", help="as of `headstart worker` (default: the model that is installed)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 or float16 (default bfloat16)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--chunk", type=int, default=512, help="most tokens in a step (default 512)")
+    parser.add_argument("--steps", type=int, default=40, help="rounds of single decode steps (default 40)")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens of a sequence in a batch (default 64)")
+    parser.add_argument("--rounds", type=int, default=2, help="repetitions of everything else (default 2)")
+    parser.add_argument("--no-transformers", action="store_true", help="leave the comparison out")
+    return parser.parse_args(argv)
