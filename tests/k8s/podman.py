@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import re
+import secrets
 import subprocess
 import time
 import urllib.request
@@ -42,11 +43,12 @@ def _environment() -> dict[str, str]:
 
 
 def podman(*words: str | Path) -> str:
-    return succeed("podman", *words, env=_environment())
+    return succeed("podman", *words, env=_environment(), cwd=DEST)
 
 
 def try_podman(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return call("podman", *words, env=_environment())
+    """In a folder of ours: where a container is killed for its memory, conmon leaves a file in the current one."""
+    return call("podman", *words, env=_environment(), cwd=DEST)
 
 
 def import_base() -> None:
@@ -192,8 +194,11 @@ class Lab:
         return template
 
     def secret(self, name: str, key: str) -> str:
+        return base64.b64decode(self._secret(name)["data"][key]).decode()
+
+    def _secret(self, name: str) -> Document:
         (secret,) = [d for d in of_kind(self.documents, "Secret") if d["metadata"]["name"] == name]
-        return base64.b64decode(secret["data"][key]).decode()
+        return secret
 
     def _unique(self, name: str) -> str:
         return f"{self.network}-{name}"
@@ -224,7 +229,8 @@ class Lab:
     def _files(self, volume: Document) -> dict[str, bytes]:
         if "secret" in volume:
             source = volume["secret"]
-            items = {item["path"]: item["key"] for item in source["items"]}
+            keys = self._secret(source["secretName"])["data"]
+            items = {item["path"]: item["key"] for item in source.get("items", [{"path": k, "key": k} for k in keys])}
             return {path: self.secret(source["secretName"], key).encode() for path, key in items.items()}
         if "configMap" in volume:
             (found,) = [
@@ -267,7 +273,7 @@ class Lab:
 @contextmanager
 def lab(documents: list[Document], folder: Path, volumes: dict[str, Path]) -> Iterator[Lab]:
     """Removes all that it has started."""
-    network = f"headstart-{os.getpid()}"
+    network = f"headstart-{os.getpid()}-{secrets.token_hex(2)}"
     podman("network", "create", network)
     subnets: Any = json.loads(podman("network", "inspect", network))[0]["subnets"]
     opened = Lab(network, subnets[0]["subnet"], documents, folder, volumes)
