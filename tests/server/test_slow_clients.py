@@ -1,0 +1,72 @@
+"""Clients that do not read: they hold up themselves, their worker's stream, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from tokenizers import Tokenizer
+
+from server.http_client import HIGH_WATER_BYTES
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker, until
+from tests.server.sse_grammar import check_chat
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import Frame, GenerateRequest, Started, TokenizerBundle, Tokens
+
+NUM_SLOW = 3
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+
+
+def connected(port: int) -> socket.socket:
+    """With a small window, so that little is on its way unseen."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+async def test_a_client_that_does_not_read_stops_its_own_stream(worker: ScriptedWorker) -> None:
+    sent: dict[str, int] = {}
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        if request.sampling.max_tokens == 7:
+            yield Started(0)
+            while True:
+                sent[request.request_id] = sent.get(request.request_id, 0) + 1000
+                yield Tokens(0, tuple(worker.reply[:1]) * 1000)
+                await asyncio.sleep(0)
+        else:
+            async for frame in worker.answer(request):
+                yield frame
+
+    worker.behave = behave
+    async with gateway(worker) as target:
+        body = json.dumps(chat(stream=True, max_tokens=7)).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        port = int(target.url.rpartition(":")[2])
+        slow = [connected(port) for _ in range(NUM_SLOW)]
+        for client in slow:
+            client.sendall(head + body)
+        await until(lambda: len(sent) == NUM_SLOW, timeout_s=20.0)
+        before: dict[str, int] = {}
+        async with asyncio.timeout(30):
+            while before != sent:
+                before = dict(sent)
+                await asyncio.sleep(0.3)
+        bound = 3 * HIGH_WATER_BYTES + 16 * 1024 * 1024  # our buffers, and the kernel's
+        assert all(count < bound for count in sent.values()), "the worker's stream is stopped, not stored"
+        for _ in range(3):
+            _, _, raw = await post(target.url, chat(stream=True))
+            assert check_chat(raw) == [ANSWER]
+        for client in slow:
+            client.close()
+        await until(lambda: worker.num_running == 0)
+        assert len(worker.aborted) == NUM_SLOW
