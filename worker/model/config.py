@@ -54,6 +54,8 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     """Per layer: how many tokens a query sees, itself included, or None for all. Empty: all, everywhere."""
+    attention_scale: float | None = None
+    """Factor on query-key products; None: head_dim ** -0.5."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -81,7 +83,7 @@ class ModelConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             windows=self.sliding_windows,
         )
 

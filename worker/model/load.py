@@ -10,6 +10,7 @@ from worker.model.checkpoint import Checkpoint, find_checkpoint
 from worker.model.config import LEAN_MODEL_TYPES, ModelConfig
 from worker.model.decoder import Decoder
 from worker.model.errors import UnsupportedModel
+from worker.model.gguf import GGUFCheckpoint
 from worker.model.llama import LlamaDecoder
 from worker.model.options import LoadOptions
 from worker.model.weights import Progress, WeightLoader
@@ -62,9 +63,22 @@ def load_model(source: str, options: LoadOptions, progress: Progress = lambda do
     `progress` is called with (layers done, layers in all) from this thread.
     """
     checkpoint = find_checkpoint(source)
-    if checkpoint.model_type not in LEAN_MODEL_TYPES:
-        raise UnsupportedModel(f"model type {checkpoint.model_type!r} of {checkpoint.path} is not supported")
-    config = checkpoint.config()
     with torch.inference_mode():
-        weights = WeightLoader(checkpoint, config, options).load(progress)
-    return LoadedModel(LlamaDecoder(config, weights), checkpoint, options)
+        return LoadedModel(_decoder(checkpoint, options, progress), checkpoint, options)
+
+
+def _decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progress) -> Decoder:
+    """The lean decoder where it can run the model exactly, else the model of transformers over the paged cache."""
+    if checkpoint.model_type in LEAN_MODEL_TYPES or isinstance(checkpoint, GGUFCheckpoint):
+        config = checkpoint.config()
+        return LlamaDecoder(config, WeightLoader(checkpoint, config, options).load(progress))
+    if options.deterministic or options.weights == "packed":
+        raise UnsupportedModel(
+            f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
+        )
+    from worker.model.foreign import ForeignDecoder
+
+    progress(0, 1)
+    decoder = ForeignDecoder(checkpoint, options)
+    progress(1, 1)
+    return decoder

@@ -1,0 +1,219 @@
+"""Any other causal language model of `transformers`, over the same paged cache.
+
+`transformers` lets an attention function be registered under a name. Ours takes the place of the model's own: the
+tokens of all sequences lie end to end in one row, their positions are given, and attention goes through the paged
+kernel. What a model tells the function at its first call (sizes, scale, windows) becomes the shape of the cache; what
+the kernel does not do (soft caps, sinks, cross attention) is refused by name. Whatever else may be different, such as
+a layer that mixes neighbouring tokens by itself, shows in a comparison with the model's own eager attention at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from worker.attention.base import Attention, ForwardBatch, Span
+from worker.attention.kv_cache import KVCache
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.model.checkpoint import Checkpoint
+from worker.model.config import ModelConfig, RopeConfig
+from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.model.options import LoadOptions
+
+_NUM_CHECKED: Final = 64
+_CHECK_BLOCK: Final = 8
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Of the logits' own size: rounding stays far below, a model that is computed wrongly far above."""
+_UNKNOWN: Final = ("softcap", "s_aux", "position_bias", "sinks")
+_names = count()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a layer's first call of the attention function tells of it."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+class ForeignDecoder:
+    """A `worker.model.decoder.Decoder` around a model of `transformers`."""
+
+    __slots__ = ("_batch", "_calls", "_head", "_kernel", "_model", "config")
+
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        """Loads, probes and checks the model. Raises ModelError."""
+        self._kernel: Attention | None = None
+        self._batch: ForwardBatch | None = None
+        self._calls: dict[int, _Call] = {}
+        name = f"headstart-{next(_names)}"
+        _register(name, self._attend)
+        self._model = _load(checkpoint, options, name)
+        self._head: nn.Module | None = self._model.get_output_embeddings()
+        if self._head is None:
+            raise UnsupportedModel(f"{checkpoint.path}: the model has no output embeddings")
+        ids = [(7 + 13 * i) % min(1000, self._model.config.get_text_config().vocab_size) for i in range(_NUM_CHECKED)]
+        self._hidden(torch.tensor(ids), torch.arange(len(ids)))
+        self.config = self._config(checkpoint)
+        self._check(ids, name, options)
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+        self._kernel, self._batch = attention, batch
+        try:
+            return self._hidden(batch.token_ids, batch.positions)
+        finally:
+            self._kernel = self._batch = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self._head is not None
+        logits: Tensor = self._head(hidden)
+        return logits.float()
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        device = self._model.device
+        hidden: Tensor = self._model.base_model(
+            input_ids=token_ids[None].to(device), position_ids=positions[None].to(device), use_cache=False
+        ).last_hidden_state
+        return hidden[0]
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """(1, heads, tokens, head_dim) -> (1, tokens, heads, head_dim), as `transformers` wants it."""
+        if self._kernel is None or self._batch is None:
+            self._calls[module.layer_idx] = _call(module, query, key, value, kwargs)
+            out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2), None
+        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+        attended = self._kernel.attend(module.layer_idx, queries, keys, values, self._batch)
+        return attended.view(1, query.shape[2], query.shape[1], -1), None
+
+    def _config(self, checkpoint: Checkpoint) -> ModelConfig:
+        text = self._model.config.get_text_config()
+        calls = [self._calls[layer] for layer in sorted(self._calls)]
+        if sorted(self._calls) != list(range(text.num_hidden_layers)):
+            raise UnsupportedModel(f"{checkpoint.path}: not every layer is attention through transformers' interface")
+        if len({(call.num_heads, call.num_kv_heads, call.head_dim, call.scale) for call in calls}) != 1:
+            raise UnsupportedModel(f"{checkpoint.path}: its layers' attention differs in size or scale")
+        first, windows = calls[0], tuple(call.window for call in calls)
+        max_len = getattr(text, "max_position_embeddings", None)
+        if not max_len:
+            raise UnsupportedModel(f"{checkpoint.path}: config.json has no max_position_embeddings")
+        return ModelConfig(
+            model_type=str(text.model_type),
+            vocab_size=int(text.vocab_size),
+            hidden_size=int(text.hidden_size),
+            intermediate_size=0,
+            num_layers=len(calls),
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            rms_norm_eps=0.0,
+            rope=RopeConfig(),
+            max_model_len=int(max_len),
+            tie_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+            sliding_windows=windows if any(windows) else (),
+            attention_scale=first.scale,
+        )
+
+    def _check(self, ids: Sequence[int], name: str, options: LoadOptions) -> None:
+        """The same 64 tokens, in chunks and beside another sequence, against the model's own eager attention."""
+        got = self._paged_logits(ids, options)
+        self._model.set_attn_implementation("eager")
+        want = self._model(torch.tensor([list(ids)], device=self._model.device), use_cache=False).logits[0].float()
+        self._model.set_attn_implementation(name)
+        error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+        if not error < _TOLERANCE[options.torch_dtype]:
+            raise UnsupportedModel(
+                f"model type {self.config.model_type!r} does not run exactly on the paged cache: its logits differ "
+                f"from its own attention's by {error:.1%} of their size"
+            )
+
+    def _paged_logits(self, ids: Sequence[int], options: LoadOptions) -> Tensor:
+        shape, device = self.config.attention, self._model.device
+        num_blocks = _NUM_CHECKED // _CHECK_BLOCK
+        cache = KVCache(shape, 2 * num_blocks + 1, _CHECK_BLOCK, options.torch_dtype, device)
+        kernel = TorchPagedAttention(shape, cache)
+        tables = [list(range(2 * num_blocks, 0, -2)), list(range(1, 2 * num_blocks, 2))]
+        logits = []
+        # Sequence 0 in chunks; sequence 1, its reverse, beside it. One token first, as the kernel's contract says.
+        for parts in (((0, 0, 30), (1, 0, 20)), ((1, 20, 21), (0, 30, 63)), ((0, 63, 64), (1, 21, 22))):
+            batch = _batch(kernel, parts, (list(ids), list(reversed(ids))), tables, device)
+            rows = torch.split(self.logits(self.forward(batch, kernel)), [stop - start for _, start, stop in parts])
+            logits += [part for part, (sequence, _, _) in zip(rows, parts, strict=True) if sequence == 0]
+        return torch.cat(logits)
+
+
+def _batch(
+    kernel: Attention,
+    parts: Sequence[tuple[int, int, int]],
+    token_ids: Sequence[Sequence[int]],
+    tables: Sequence[Sequence[int]],
+    device: torch.device,
+) -> ForwardBatch:
+    """Tokens start..stop-1 of the named sequences, end to end."""
+    places = [(sequence, position) for sequence, start, stop in parts for position in range(start, stop)]
+    columns = (
+        [token_ids[sequence][position] for sequence, position in places],
+        [position for _, position in places],
+        [tables[seq][position // _CHECK_BLOCK] * _CHECK_BLOCK + position % _CHECK_BLOCK for seq, position in places],
+    )
+    ids, positions, slots = torch.tensor(columns, device=device)
+    spans = [Span(start, stop - start, tables[sequence]) for sequence, start, stop in parts]
+    return ForwardBatch(ids, positions, slots, kernel.plan(spans))
+
+
+def _call(module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> _Call:
+    for field in _UNKNOWN:
+        if kwargs.get(field) is not None:
+            raise UnsupportedModel(f"{type(module).__name__} needs {field}, which the paged attention does not have")
+    if not getattr(module, "is_causal", True) or key.shape != value.shape or key.shape[2] != query.shape[2]:
+        raise UnsupportedModel(f"{type(module).__name__} is no plain causal self-attention")
+    scale = kwargs.get("scaling")
+    return _Call(
+        layer=module.layer_idx,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        window=kwargs.get("sliding_window"),
+    )
+
+
+def _register(name: str, attend: Any) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
+    """Never runs code of the checkpoint, never unpickles."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            dtype=options.torch_dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise UnsupportedModel(f"model type {checkpoint.model_type!r}: transformers cannot load it: {error}") from error
+    return model.to(options.device).eval()
