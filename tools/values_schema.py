@@ -237,11 +237,6 @@ VALUES: Final = group(
         existingSecret=name("Secret that holds it; empty: one is generated and kept over upgrades."),
         key=text("Its key in the Secret.", minLength=1),
     ),
-    apiKeys=group(
-        "Who may use the API.",
-        existingSecret=name("Secret with the file of API keys; empty: no authentication."),
-        key=text("Its key in the Secret.", minLength=1),
-    ),
     models=array(
         "The models; each gets a StatefulSet of workers.",
         group(
@@ -359,11 +354,6 @@ VALUES: Final = group(
             labels=strings("Labels by which Grafana's sidecar finds it."),
             annotations=strings("Annotations, such as the folder."),
         ),
-    ),
-    test=group(
-        "`helm test`.",
-        apiKeySecret=name("Secret with an API key for the test; needed when apiKeys is set."),
-        apiKeyKey=text("Its key in the Secret.", minLength=1),
     ),
     extraObjects=array("Further objects of the release; they may use template syntax.", {"type": ["object", "string"]}),
 )

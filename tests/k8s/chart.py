@@ -104,7 +104,6 @@ EVERYTHING_ON: Final[Values] = {
         "prometheusRule": _ON | {"labels": {"release": "prometheus"}},
         "dashboard": _ON | {"annotations": {"folder": "LLM"}},
     },
-    "test": {"apiKeySecret": "test-key"},
     "extraObjects": [
         {
             "apiVersion": "v1",

@@ -18,7 +18,7 @@ each_render = pytest.mark.parametrize("name", chart.MATRIX)
 
 PRE_STOP = re.compile(r"time\.sleep\((\d+)\)")
 EXTERNAL = {
-    "everything-on": {"Secret/hub", "Secret/redis-tls", "Secret/test-key", "PersistentVolumeClaim/models"},
+    "everything-on": {"Secret/hub", "Secret/redis-tls", "PersistentVolumeClaim/models"},
     "everything-off": {"PersistentVolumeClaim/models"},
     "existing-secrets": {"Secret/ours"},
     "sentinel": {"Secret/redis"},

@@ -150,9 +150,8 @@ def context_of(path: str) -> dict[str, Any]:
         put("redis.external.caSecret", "ca")
     elif path == "redis.mode":
         put("redis.external.url", "")
-    elif path == "clusterSecret.key" or path in ("apiKeys.key", "test.apiKeyKey", "worker.huggingFaceToken.key"):
-        field = "apiKeySecret" if path.startswith("test") else "existingSecret"
-        put(f"{parent}.{field}", "some")
+    elif path in ("clusterSecret.key", "worker.huggingFaceToken.key"):
+        put(f"{parent}.existingSecret", "some")
     elif path in ("worker.volume.storageClassName", "worker.volume.whenDeleted"):
         put("worker.volume.size", "1Gi")
     elif path in ("worker.volume.readOnly",):
