@@ -18,7 +18,7 @@ from worker.model.load import LoadedModel, LoadOptions, load_model
 LENGTH = 75
 
 
-@pytest.fixture(scope="module", params=["llama3", "mistral_window", "qwen3"])
+@pytest.fixture(scope="module", params=["llama3", "mistral_window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     write_family(request.param, folder)

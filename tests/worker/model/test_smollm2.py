@@ -28,12 +28,12 @@ def model() -> LoadedModel:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Messages of real conversations, of all lengths up to 300 tokens."""
+    """Messages of real conversations, of all lengths up to 150 tokens."""
     tokenizer, found = smollm2.tokenizer(), []
     with gzip.open(_TAUBENCH, "rt", encoding="utf-8") as lines:
         texts = {m["content"]: None for line in lines for m in json.loads(line)["messages"] if m.get("content")}
     for text in list(texts)[: 4 * count : 4]:
-        found.append(tokenizer.encode(text).ids[:300])
+        found.append(tokenizer.encode(text).ids[:150])
     return found
 
 
