@@ -80,7 +80,12 @@ class Gateway:
         router_settings = RouterSettings(gateway_id, policy=config.policy)
         self.router = HeadstartRouter(self._index, self.fleet, router_settings, observe=self.metrics.routed)
         self.metrics.registry.register(
-            FleetMetrics(self._candidates, self.fleet.broken, lambda: self.router.index_state().blind)
+            FleetMetrics(
+                lambda: {worker.model for worker in self.fleet.workers()},
+                self._candidates,
+                self.fleet.broken,
+                lambda: self.router.index_state().blind,
+            )
         )
         self._watch = StallWatch(self._client)
         self._heart = Heart(config.keepalive_s)

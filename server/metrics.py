@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -121,23 +120,25 @@ class FleetMetrics(Collector):
     """The fleet as this gateway knows it, read when somebody scrapes: nothing of it is counted on a request's way.
 
     The gauges named vllm are those of the model server protocol of the Gateway API inference extension: to it, a
-    gateway is the server of the models behind it.
+    gateway is the server of the models behind it. `models` names those too whose workers are all gone.
     """
 
     def __init__(
         self,
+        models: Callable[[], Iterable[str]],
         candidates: Callable[[], Sequence[Candidate]],
         broken: Callable[[WorkerId], bool],
         is_blind: Callable[[], bool],
     ) -> None:
+        self._models = models
         self._candidates = candidates
         self._broken = broken
         self._is_blind = is_blind
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        by_model: defaultdict[str, list[Candidate]] = defaultdict(list)
+        by_model: dict[str, list[Candidate]] = {model: [] for model in self._models()}
         for candidate in self._candidates():
-            by_model[candidate.member.model].append(candidate)
+            by_model.setdefault(candidate.member.model, []).append(candidate)
         yield GaugeMetricFamily(
             "headstart_index_blind", "1 while routing goes without the shared index.", float(self._is_blind())
         )

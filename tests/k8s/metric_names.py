@@ -12,6 +12,7 @@ import yaml
 from tests.k8s import chart
 from tests.k8s.tools import CHART
 
+_LABELS: Final = re.compile(r"\{[^}]*\}|\b(?:by|without|on|ignoring)\s*\([^)]*\)")
 _NAME: Final = re.compile(r"\b(?:headstart_|vllm:)[a-zA-Z0-9_:]+")
 
 
@@ -29,8 +30,8 @@ def names_in_scrape(text: str) -> set[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """Of metrics; labels stand in braces."""
-    return set(_NAME.findall(re.sub(r"\{[^}]*\}", "", expression)))
+    """Of metrics; labels stand in braces, or behind by, on and the like."""
+    return set(_NAME.findall(_LABELS.sub("", expression)))
 
 
 def names_in_alerts() -> set[str]:
