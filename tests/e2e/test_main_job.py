@@ -79,7 +79,7 @@ def test_headers(smollm2: Serve, model: str) -> None:
     assert int(answer.headers["x-headstart-cached-tokens"]) >= 0
 
 
-def test_conversation_stays_where_its_prefix_is(smollm2: Serve, model: str) -> None:
+def test_conversation_stays_where_its_prefix_is(smollm2: Serve, model: str, prefix_cache: str) -> None:
     messages = [{"role": "system", "content": "You are a terse travel guide. " * 12}]
     worker, previous_prompt = None, 0
     for turn, city in enumerate(["Rome", "Oslo", "Lima", "Kyoto", "Cairo"]):
@@ -88,6 +88,8 @@ def test_conversation_stays_where_its_prefix_is(smollm2: Serve, model: str) -> N
         usage = answer.json()["usage"]
         if turn == 0:
             worker = answer.headers["x-headstart-worker"]
+        elif prefix_cache == "off":
+            assert cached_tokens(answer) == 0
         else:
             assert answer.headers["x-headstart-worker"] == worker
             assert cached_tokens(answer) >= previous_prompt // BLOCK_SIZE * BLOCK_SIZE
