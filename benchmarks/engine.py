@@ -98,11 +98,15 @@ class Reference:
     """The same checkpoint in `transformers`, as it comes."""
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
 
         path, fields = checkpoint.path, {"dtype": options.torch_dtype}
         if isinstance(checkpoint, GGUFCheckpoint):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **fields)
+            # Dense weights of the same dtype as ours: left packed, transformers computes in float32.
+            dense = GgufConfig(dequantize=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, quantization_config=dense, **fields
+            )
         else:
             loaded = AutoModelForCausalLM.from_pretrained(path, **fields)
         self._model = loaded.to(options.device).eval()
