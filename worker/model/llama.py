@@ -92,10 +92,10 @@ class LlamaDecoder:
 
 
 def _rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weight` is float32 on CPU: mixed products there would copy it to float32 in every call."""
     if states.is_cuda:  # one fused kernel there; on CPU it is ten small operations
         return functional.rms_norm(states, weight.shape, weight, eps)
-    norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = norms.square_().div_(states.shape[-1]).add_(eps).rsqrt_()
-    normed = torch.empty_like(states)
-    torch.mul(states * scale, weight, out=normed)
+    wide = states.float()
+    scale = torch.linalg.vecdot(wide, wide).div_(states.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    normed: Tensor = (wide * scale).mul_(weight).to(states.dtype)
     return normed

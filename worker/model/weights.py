@@ -50,7 +50,7 @@ class WeightLoader:
         return DecoderWeights(
             embedding=embedding,
             layers=tuple(layers),
-            norm=self._tensor("model.norm.weight", (config.hidden_size,)),
+            norm=self._norm("model.norm.weight"),
             lm_head=lm_head,
             rope=table.to(self._device, self._dtype),
         )
@@ -61,14 +61,18 @@ class WeightLoader:
         sizes = (config.query_size, config.kv_size, config.kv_size)
         inner = config.intermediate_size
         return LayerWeights(
-            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", (hidden,)),
+            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
             qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], sizes, hidden),
             qk_norm=self._qk_norm(attention),
             output=self._linear([f"{attention}.o_proj"], (hidden,), config.query_size),
-            post_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], (inner, inner), hidden),
             down=self._linear([f"{mlp}.down_proj"], (hidden,), inner),
         )
+
+    def _norm(self, name: str) -> Tensor:
+        weight = self._tensor(name, (self._config.hidden_size,))
+        return weight.float() if self._device.type == "cpu" else weight
 
     def _qk_norm(self, attention: str) -> Tensor | None:
         config = self._config
