@@ -90,11 +90,11 @@ def test_equals_transformers_generate(prompts: list[list[int]], answers: list[li
     assert ties <= 1, "ties are rare: more than one is a bug that hides behind the tolerance"
 
 
-@pytest.mark.parametrize("prefix_cache", ["off", "radix"])
+@pytest.mark.parametrize("other_cache", ["off", "radix"])
 def test_does_not_depend_on_the_prefix_cache(
-    prompts: list[list[int]], answers: list[list[int]], prefix_cache: str
+    prompts: list[list[int]], answers: list[list[int]], other_cache: str
 ) -> None:
-    with Serve("--prefix-cache", prefix_cache) as serve:
+    with Serve("--prefix-cache", other_cache) as serve:
         model = next(iter(serve.client().models.list())).id
         with ThreadPoolExecutor(4) as pool:
             others = list(pool.map(lambda ids: answer_ids(serve, model, ids), prompts[:NUM_OTHERS]))
