@@ -64,10 +64,10 @@ class LlamaDecoder:
             normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
             query, key, value = self._qkv(layer, normed, cos, sin)
             attended = attention.attend(index, query, key, value, batch)
-            hidden = hidden + layer.output(attended)
+            hidden.add_(layer.output(attended))
             normed = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = hidden + layer.down(functional.silu(gate).mul_(up))
+            hidden.add_(layer.down(functional.silu(gate).mul_(up)))
         return _rms_norm(hidden, weights.norm, config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
