@@ -43,13 +43,21 @@ class GatewayConfig:
     request_timeout_s: float = 3600.0
     keepalive_s: float = 15.0
     drain_grace_s: float = 30.0
+    stall_s: float = 5.0
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         for name in ("port", "ops_port"):
             if not 0 <= getattr(self, name) < 1 << 16:
                 raise ValueError(f"{_option(name)} must be 0 to 65535, got {getattr(self, name)}")
-        for name in ("max_body_bytes", "max_header_bytes", "request_timeout_s", "keepalive_s", "lookup_deadline_s"):
+        for name in (
+            "max_body_bytes",
+            "max_header_bytes",
+            "request_timeout_s",
+            "keepalive_s",
+            "lookup_deadline_s",
+            "stall_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}")
         if self.drain_grace_s < 0:
@@ -108,6 +116,9 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")
     net.add_argument("--request-timeout-s", type=float, default=defaults.request_timeout_s, help="default 3600")
     net.add_argument("--keepalive-s", type=float, default=defaults.keepalive_s, help="of silent streams (default 15)")
+    net.add_argument(
+        "--stall-s", type=float, default=defaults.stall_s, help="silence after which a worker is asked (5)"
+    )
     net.add_argument("--drain-grace-s", type=float, default=defaults.drain_grace_s, help="time for open requests (30)")
 
     fleet = p.add_argument_group("workers")

@@ -67,6 +67,7 @@ class Gateway:
         self._config = config
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
+        self.metrics.follow_tasks(asyncio.get_running_loop())
         self.lifecycle = Lifecycle()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._client = WorkerClient.open()
@@ -85,9 +86,10 @@ class Gateway:
                 self._candidates,
                 self.fleet.broken,
                 lambda: self.router.index_state().blind,
+                self.router.num_booked,
             )
         )
-        self._watch = StallWatch(self._client)
+        self._watch = StallWatch(self._client, silent_s=config.stall_s)
         self._heart = Heart(config.keepalive_s)
         identities = SingleTenant(secret)
         backend = Backend(

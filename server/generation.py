@@ -231,8 +231,8 @@ class Generation:
         worker = placement.worker
         stream = self._backend.client.generate(worker.url, self._wire_request(worker))
         first_token = False
-        async with stream:
-            with self._backend.watch.watching(stream):
+        with self._backend.watch.watching(stream):  # from the start: a worker may hang before its headers
+            async with stream:
                 while not (stream.completed or (self._stopped_early and self._finished())):
                     self._absorb(await stream.read(), placement, stream)
                     if not first_token and any(choice.output_ids for choice in self.choices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -79,10 +80,15 @@ class GatewayMetrics:
             ("event",),
             registry=self.registry,
         )
+        self.tasks = Gauge("headstart_asyncio_tasks", "Tasks of the event loop.", registry=self.registry)
         self._answers: dict[tuple[str, int], Counter] = {}
         self._timers: dict[str, Histogram] = {}
         self._too_much = self.broken_promises.labels("too_much")
         self._too_little = self.broken_promises.labels("too_little")
+
+    def follow_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count the loop's tasks at every scrape."""
+        self.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
     def answered(self, route: str, status: int, elapsed_s: float) -> None:
         """`status` 0: the response never began."""
@@ -129,11 +135,13 @@ class FleetMetrics(Collector):
         candidates: Callable[[], Sequence[Candidate]],
         broken: Callable[[WorkerId], bool],
         is_blind: Callable[[], bool],
+        num_booked: Callable[[], int],
     ) -> None:
         self._models = models
         self._candidates = candidates
         self._broken = broken
         self._is_blind = is_blind
+        self._num_booked = num_booked
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         by_model: dict[str, list[Candidate]] = {model: [] for model in self._models()}
@@ -141,6 +149,9 @@ class FleetMetrics(Collector):
             by_model.setdefault(candidate.member.model, []).append(candidate)
         yield GaugeMetricFamily(
             "headstart_index_blind", "1 while routing goes without the shared index.", float(self._is_blind())
+        )
+        yield GaugeMetricFamily(
+            "headstart_requests_booked", "Requests on this gateway's books of the workers.", float(self._num_booked())
         )
         workers = GaugeMetricFamily("headstart_workers", "Live workers by state.", labels=("model", "state"))
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", labels=("model_name",))

@@ -59,7 +59,7 @@ class StaleConnection(WorkerLost):
 class GenerateStream:
     """One POST /generate. `read` it to its last frame; leaving the context early aborts it."""
 
-    __slots__ = ("_connection", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
+    __slots__ = ("_connection", "_given_up", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
 
     def __init__(self, pool: ConnectionPool, url: str, request: GenerateRequest) -> None:
         self._pool = pool
@@ -67,6 +67,7 @@ class GenerateStream:
         self._request = request
         self._reader = FrameReader()
         self._connection: HttpConnection | None = None
+        self._given_up = False
         self.completed = False
         self.last_read_s = time.monotonic()
 
@@ -76,18 +77,18 @@ class GenerateStream:
             connection = await self._pool.post(self.url, pack_request(self._request))
         except (OSError, TimeoutError) as error:
             raise WorkerLost(f"{self.url}: {type(error).__name__}: {error}") from error
+        self._connection = connection
         try:
             status = await connection.head()
             if status != 200:
                 raise WorkerRefused(status, await _refusal(status, connection))
         except ConnectionBrokenError as error:
             connection.close()
-            kind = StaleConnection if error.reused else WorkerLost
+            kind = StaleConnection if error.reused and not self._given_up else WorkerLost
             raise kind(f"{self.url}: {error}") from error
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
         return self
 
     async def __aexit__(
@@ -106,6 +107,7 @@ class GenerateStream:
 
     def give_up(self) -> None:
         """Called by the watch over silent streams: whoever reads gets WorkerLost."""
+        self._given_up = True
         if self._connection is not None:
             self._connection.fail("silent and unreachable")
 

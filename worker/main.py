@@ -87,6 +87,7 @@ class Worker:
             _say(f"cannot listen on {self._config.host}:{self._config.port}: {error}")
             return _REFUSED
         loop = asyncio.get_running_loop()
+        self._service.metrics.follow_tasks(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         server = _Server(self._uvicorn_config())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -61,8 +62,13 @@ class WorkerMetrics:
         self.evictions = gauge("kv_evictions", "Cached blocks evicted since the start")
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
 
+        self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
         self._index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
         self._index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
+
+    def follow_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count the loop's tasks at every scrape."""
+        self.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
     def follow_index(self, connected: Callable[[], bool], num_entries: Callable[[], int]) -> None:
         """Ask these at every scrape."""

@@ -105,6 +105,11 @@ class Dispatcher:
             book = self._books[member.worker_id] = WorkerBook(member.epoch, self.settings.cost.window_s)
         return book
 
+    @property
+    def num_outstanding(self) -> int:
+        """Requests on the books of the workers' present epochs."""
+        return sum(book.num_outstanding for book in self._books.values())
+
     def forget(self, worker_id: WorkerId) -> None:
         """The worker is gone for good."""
         self._books.pop(worker_id, None)

@@ -157,6 +157,10 @@ class HeadstartRouter:
         self._fleet.report_success(member.worker_id)
         self._recent.add(member.worker_id, member.epoch, request.hashes)
 
+    def num_booked(self) -> int:
+        """Requests that were placed and have not ended."""
+        return self._dispatcher.num_outstanding
+
     def index_state(self) -> IndexState:
         """For readiness and metrics."""
         foresight = self.foresight

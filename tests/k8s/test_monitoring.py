@@ -96,7 +96,7 @@ def declared() -> set[str]:
     from prometheus_client import generate_latest
 
     gateway, worker = GatewayMetrics(), WorkerMetrics()
-    gateway.registry.register(FleetMetrics(list, list, lambda worker_id: False, lambda: False))
+    gateway.registry.register(FleetMetrics(list, list, lambda worker_id: False, lambda: False, lambda: 0))
     return names_in_scrape(generate_latest(gateway.registry).decode()) | names_in_scrape(worker.render().decode())
 
 

@@ -16,7 +16,7 @@ def candidate(name: str, load: WorkerLoad) -> Candidate:
 
 def test_a_model_without_workers_is_told_as_zero() -> None:
     registry = CollectorRegistry()
-    registry.register(FleetMetrics(lambda: ["gone"], list, lambda worker_id: False, lambda: True))
+    registry.register(FleetMetrics(lambda: ["gone"], list, lambda worker_id: False, lambda: True, lambda: 0))
     labels = {"model": "gone", "state": "serving"}
     assert registry.get_sample_value("headstart_workers", labels) == 0.0
     assert registry.get_sample_value("headstart_index_blind") == 1.0
@@ -28,7 +28,9 @@ def test_states_and_loads_are_summed_over_the_workers() -> None:
     leaving = WorkerLoad(num_running=1, num_free_blocks=100, num_blocks=100, draining=True)
     candidates = [candidate("a", busy), candidate("b", leaving), candidate("c", busy)]
     registry = CollectorRegistry()
-    registry.register(FleetMetrics(list, lambda: candidates, lambda worker_id: worker_id == "c", lambda: False))
+    registry.register(
+        FleetMetrics(list, lambda: candidates, lambda worker_id: worker_id == "c", lambda: False, lambda: 0)
+    )
 
     def workers(state: str) -> float | None:
         return registry.get_sample_value("headstart_workers", {"model": "m", "state": state})

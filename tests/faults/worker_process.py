@@ -1,0 +1,90 @@
+"""Worker processes for fault tests: the product's own `worker.main`, in a process forked from one that has torch loaded
+already, so that a fleet starts in a second. What a test may add is in `Additions`: it wraps the runner, nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+import worker.assembly
+import worker.main
+from worker.step import Runner, SequenceResult, Step
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class InjectedError(RuntimeError):
+    """Raised by a step that a test wants to fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What a test adds to a worker's runner."""
+
+    step_s: float = 0.0
+    """A step takes so long at least, as on a device that computes beside this machine's cores."""
+    poison_token: int | None = None
+    """A step with this token in it fails, as said by `poison`."""
+    poison: str = "raise"
+    """raise: the step raises. break: so do all steps from then on, as after an illegal access on a GPU. kill: the
+    process dies by SIGKILL."""
+
+
+class AddingRunner:
+    """The real runner and what was added to it."""
+
+    def __init__(self, runner: Runner, additions: Additions) -> None:
+        self._runner = runner
+        self._additions = additions
+        self._broken = False
+        self.numerics = runner.numerics  # type: ignore[attr-defined]
+
+    def run(self, step: Step) -> list[SequenceResult]:
+        begun_s = time.monotonic()
+        self._poison(step)
+        results = self._runner.run(step)
+        if (left_s := begun_s + self._additions.step_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        return results
+
+    def _poison(self, step: Step) -> None:
+        additions = self._additions
+        if any(additions.poison_token in sequence.token_ids for sequence in step.sequences):
+            if additions.poison == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._broken = additions.poison == "break"
+            raise InjectedError("poison")
+        if self._broken:
+            raise InjectedError("the device is broken")
+
+
+def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) -> None:
+    """The target of a forked process. Never returns."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    if additions is not None:
+        assemble = worker.assembly.assemble
+
+        def assemble_and_add(*args: object) -> worker.assembly.Assembly:
+            assembly = assemble(*args)  # type: ignore[arg-type]
+            return dataclasses.replace(assembly, runner=AddingRunner(assembly.runner, additions))  # type: ignore[arg-type]
+
+        worker.assembly.assemble = assemble_and_add  # type: ignore[assignment]
+    code = worker.main.main(list(argv))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
