@@ -14,16 +14,18 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from cache.index import WorkerMember
+from server.authentication import AuthenticationMiddleware
 from server.chat import chat_job, chat_spec
 from server.completions import completion_job
 from server.endpoint import EndpointServices, GenerateEndpoint
 from server.errors import UnavailableError
-from server.identity import Identity
+from server.identity import Identities, Identity, identity_of
 from server.job import Job, encode_json
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.models import Models, ServedModel
 from server.openai_types import ChatRequest, CompletionRequest, decode
+from server.rate_limits import RateLimits
 from server.responses.presenter import ResponsesPresenter
 from server.responses.types import decode_responses
 from server.text_api import TextApi
@@ -75,43 +77,43 @@ class PublicApi:
     async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         request = decode(body, ChatRequest)
-        return await chat_job(request, self._model(request.model), identity)
+        return await chat_job(request, self._model(request.model, identity), identity)
 
     async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         request = decode(body, CompletionRequest)
-        return await completion_job(request, self._model(request.model), identity)
+        return await completion_job(request, self._model(request.model, identity), identity)
 
     async def prepare_response(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         request, chat = decode_responses(body)
         id_ = f"resp_{uuid.uuid4().hex}"
-        spec, rules = await chat_spec(chat, self._model(chat.model), identity, id_)
+        spec, rules = await chat_spec(chat, self._model(chat.model, identity), identity, id_)
         return Job((spec,), ResponsesPresenter(id_, request, rules), bool(request.stream))
 
-    def _model(self, name: str) -> ServedModel:
-        """Raises NotFoundError, or UnavailableError while no model is known at all."""
+    def _model(self, name: str, identity: Identity) -> ServedModel:
+        """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""
         if not self._models.names():
             raise UnavailableError("No worker is ready yet.", retry_after_s=2.0)
-        return self._models.get(name)
+        return self._models.allowed(name, identity)
 
     async def list_models(self, request: Request) -> Response:
-        self._services.endpoint.identities.identify(request.scope)
-        data = [_model_card(name, model) for name, model in self._models.names()]
+        identity = identity_of(request.scope)
+        named = self._models.names()
+        data = [_model_card(name, model) for name, model in named if identity.may_use(name, model.name)]
         return json_response({"object": "list", "data": data})
 
     async def get_model(self, request: Request) -> Response:
-        self._services.endpoint.identities.identify(request.scope)
         name = request.path_params["model"]
-        return json_response(_model_card(name, self._models.get(name)))
+        return json_response(_model_card(name, self._models.allowed(name, identity_of(request.scope))))
 
     async def tokenize(self, request: Request) -> Response:
-        self._services.endpoint.identities.identify(request.scope)
-        return Response(await self._text.tokenize(await request.body()), media_type="application/json")
+        answer = await self._text.tokenize(await request.body(), identity_of(request.scope))
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        self._services.endpoint.identities.identify(request.scope)
-        return Response(await self._text.detokenize(await request.body()), media_type="application/json")
+        answer = await self._text.detokenize(await request.body(), identity_of(request.scope))
+        return Response(answer, media_type="application/json")
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("headstart")})
@@ -146,9 +148,19 @@ def json_response(value: object) -> Response:
     return Response(encode_json(value), media_type="application/json")
 
 
-def public_app(api: PublicApi, metrics: GatewayMetrics, max_body_bytes: int) -> ASGIApp:
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """Who may come in, and how much of what."""
+
+    identities: Identities
+    limits: RateLimits
+    max_body_bytes: int
+
+
+def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
     app: ASGIApp = Router(routes=api.routes(), redirect_slashes=False)
-    app = BodyLimitMiddleware(app, max_body_bytes)
+    app = BodyLimitMiddleware(app, admission.max_body_bytes)
+    app = AuthenticationMiddleware(app, admission.identities, admission.limits)
     app = ErrorMiddleware(app, metrics)
     return RequestContextMiddleware(app, metrics)

@@ -38,6 +38,7 @@ class GatewayConfig:
     tool_parser: ToolFormat | None = None
     reasoning: bool | None = None
     cluster_secret_file: str | None = None
+    api_keys: str | None = None
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
     request_timeout_s: float = 3600.0
@@ -139,6 +140,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     api = p.add_argument_group("API")
+    api.add_argument("--api-keys", metavar="FILE", help="who may use it, see `headstart keys` (default: everybody)")
     api.add_argument(
         "--alias", action="append", type=alias, default=[], metavar="NAME=MODEL", help="a further name of a model"
     )

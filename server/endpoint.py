@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from server.answer import Answer
+from server.authentication import lease_of
 from server.errors import as_api_error
 from server.generation import Backend, Generation
-from server.identity import Identities, Identity
+from server.identity import Identity, identity_of
 from server.job import Job
 from server.middleware import RequestContext, context_of
 from server.stream import CancelOnDisconnect, ClientGoneError, Heart, SseSink
@@ -32,7 +33,6 @@ Prepare = Callable[[bytes, Identity], Awaitable[Job]]
 @dataclass(frozen=True, slots=True, eq=False)
 class EndpointServices:
     backend: Backend
-    identities: Identities
     heart: Heart
     request_timeout_s: float
 
@@ -48,12 +48,15 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         context.route = self._route
-        identity = self._services.identities.identify(scope)
         body = await read_body(receive)
-        job = await self._prepare(body, identity)
+        job = await self._prepare(body, identity_of(scope))
         del body
+        lease = lease_of(scope)
+        num_prompt_tokens = sum(len(spec.prompt_ids) for spec in job.specs)
+        if lease is not None:
+            lease.take_tokens(num_prompt_tokens)
         answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
-        self._services.backend.metrics.prompt_tokens.inc(sum(len(spec.prompt_ids) for spec in job.specs))
+        self._services.backend.metrics.prompt_tokens.inc(num_prompt_tokens)
         try:
             if job.stream:
                 await self._stream(job, answer, context, receive, send)
@@ -62,6 +65,8 @@ class GenerateEndpoint:
         finally:
             num_tokens = sum(generation.num_output_tokens for generation in answer.generations)
             self._services.backend.metrics.output_tokens.inc(num_tokens)
+            if lease is not None:
+                lease.add_tokens(num_tokens)
 
     async def _answer(self, job: Job, answer: Answer, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(self._services.request_timeout_s), CancelOnDisconnect(receive):

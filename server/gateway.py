@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -20,6 +21,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
@@ -29,16 +31,20 @@ from starlette.types import ASGIApp
 from cache.index import Candidate, secret_check
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
-from server.app import Lifecycle, PublicApi, PublicServices, public_app
+from server.api_keys import KeyFile
+from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.config import GatewayConfig, parse
 from server.endpoint import EndpointServices
+from server.failed_auth import FailedAuth
 from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.generation import Backend
 from server.http_protocol import GatewayProtocol
-from server.identity import SingleTenant
+from server.identity import Identities, KeyHolders, SingleTenant
+from server.limit_table import LimitTable
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
+from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.router import HeadstartRouter, RouterSettings
 from server.stream import Heart
@@ -91,7 +97,10 @@ class Gateway:
         )
         self._watch = StallWatch(self._client, silent_s=config.stall_s)
         self._heart = Heart(config.keepalive_s)
-        identities = SingleTenant(secret)
+        self._keys = self._open_keys()
+        identities: Identities = SingleTenant(secret)
+        if self._keys is not None:
+            identities = KeyHolders(secret, self._keys, FailedAuth())
         backend = Backend(
             gateway_id,
             self.router,
@@ -101,16 +110,17 @@ class Gateway:
             self.metrics,
             self.router.report_failure,
         )
-        endpoint = EndpointServices(backend, identities, self._heart, config.request_timeout_s)
+        endpoint = EndpointServices(backend, self._heart, config.request_timeout_s)
         services = PublicServices(endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
-        self.public = public_app(self._api, self.metrics, config.max_body_bytes)
+        admission = Admission(identities, RateLimits(LimitTable.private()), config.max_body_bytes)
+        self.public = public_app(self._api, self.metrics, admission)
         self.ops = ops_app(
             OpsServices(
                 registry=self.metrics.registry,
                 metrics=GatewayMetrics(),
                 api=self._api,
-                identity=identities.identity,
+                of_tenant=identities.of_tenant,
                 explain=self.router.explain,
                 candidates=self._candidates,
                 index_state=self.router.index_state,
@@ -133,6 +143,8 @@ class Gateway:
         ]
         if isinstance(self._index, RedisIndex):
             parts.append(self._index.run())
+        if self._keys is not None:
+            parts.append(self._keys.follow())
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(part) for part in parts]
@@ -182,6 +194,21 @@ class Gateway:
         )
         return RedisIndex(config.redis, settings, count=self.metrics.index_event)
 
+    def _open_keys(self) -> KeyFile | None:
+        """Raises KeyFileError."""
+        config = self._config
+        if config.api_keys is None:
+            if not is_loopback(config.host):
+                log.warning(
+                    "NO API KEYS: everybody who reaches %s:%d may use every model; give --api-keys FILE",
+                    config.host,
+                    config.port,
+                )
+            return None
+        keys = KeyFile(Path(config.api_keys), on_reload=self.metrics.keys_reloaded)
+        log.info("%d API keys of %s", len(keys), config.api_keys)
+        return keys
+
     def _server(self, app: ASGIApp) -> _Server:
         return _Server(
             uvicorn.Config(
@@ -207,6 +234,16 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.create_server((host, port), family=family, backlog=2048)
     listener.set_inheritable(True)
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what is bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _address(listener: socket.socket) -> str:

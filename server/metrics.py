@@ -81,6 +81,9 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.tasks = Gauge("headstart_asyncio_tasks", "Tasks of the event loop.", registry=self.registry)
+        self._key_reloads = Counter(
+            "headstart_api_key_reloads", "Times the key file changed.", ("outcome",), registry=self.registry
+        )
         self._answers: dict[tuple[str, int], Counter] = {}
         self._timers: dict[str, Histogram] = {}
         self._too_much = self.broken_promises.labels("too_much")
@@ -108,6 +111,9 @@ class GatewayMetrics:
 
     def index_event(self, event: str) -> None:
         self.index_events.labels(event).inc()
+
+    def keys_reloaded(self, ok: bool) -> None:
+        self._key_reloads.labels("loaded" if ok else "rejected").inc()
 
     def count_prompt(self, promised: int, cached: int) -> None:
         """The index's promise against what the worker found."""

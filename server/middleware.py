@@ -1,6 +1,6 @@
 """Pure ASGI around the whole app: a request id on every answer, a limit on bodies, and errors in one shape.
 
-RequestContext -> BodyLimit -> Errors -> routes
+RequestContext -> Errors -> Authentication -> BodyLimit -> routes
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +33,8 @@ class RequestContext:
     started_s: float
     route: str = "other"
     status: int = 0
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """More for the answer; whoever owns the list may still change it."""
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -63,6 +65,7 @@ class RequestContextMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", context.request_id.encode()),
                     (b"openai-processing-ms", b"%d" % elapsed_ms),
+                    *context.headers,
                 ]
             await send(message)
 

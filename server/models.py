@@ -19,7 +19,8 @@ from cache.hashing import Namespace
 from cache.index import WorkerMember
 from cache.types import BlockHash
 from server.chat_template import ChatTemplate, TemplateError
-from server.errors import NotFoundError
+from server.errors import ForbiddenError, NotFoundError
+from server.identity import Identity
 from server.parsing.formats import ToolFormat, format_of
 from server.parsing.output import THINK
 from server.tokenizer import Tokenizer, TokenizerError
@@ -118,6 +119,13 @@ class Models:
         if model is None:
             message = f"The model {name!r:.200} does not exist or is not served here."
             raise NotFoundError(message, param="model", code="model_not_found")
+        return model
+
+    def allowed(self, name: str, identity: Identity) -> ServedModel:
+        """`get` for somebody. Raises NotFoundError, or ForbiddenError for a model that is not for this key."""
+        model = self.get(name)
+        if not identity.may_use(name, model.name):
+            raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
         return model
 
     def names(self) -> list[tuple[str, ServedModel]]:

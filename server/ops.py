@@ -20,7 +20,7 @@ from cache.index import Candidate
 from server.app import PublicApi, json_response
 from server.errors import InvalidRequestError
 from server.generation import prompt_hashes, route_request
-from server.identity import Identity
+from server.identity import DEFAULT_TENANT, Identity
 from server.job import Job
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
@@ -36,7 +36,7 @@ class OpsServices:
     metrics: GatewayMetrics
     """Of the ops port itself."""
     api: PublicApi
-    identity: Identity
+    of_tenant: Callable[[str], Identity]
     """Whose cache an explanation speaks of."""
     explain: Callable[[RouteRequest], Awaitable[dict[str, Any]]]
     candidates: Callable[[], Sequence[Candidate]]
@@ -74,13 +74,17 @@ class OpsApi:
         return json_response({"workers": workers, "index": _fields(self._services.index_state())})
 
     async def explain(self, request: Request) -> Response:
-        """For a chat or completion body: where it would go now, and what every worker would cost. Nothing is sent."""
+        """For a chat or completion body: where it would go now, and what every worker would cost. Nothing is sent.
+
+        `?tenant=NAME` asks about that tenant's cache.
+        """
         body = await request.body()
         fields = decode_json(body, msgspec.json.decode)
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body is that of a chat or a completion request.")
         prepare = self._services.api.prepare_chat if "messages" in fields else self._services.api.prepare_completion
-        job: Job = await prepare(body, self._services.identity)
+        tenant = request.query_params.get("tenant", DEFAULT_TENANT)
+        job: Job = await prepare(body, self._services.of_tenant(tenant))
         spec = job.specs[0]
         return json_response(await self._services.explain(route_request(spec, prompt_hashes(spec))))
 

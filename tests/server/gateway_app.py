@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from cache.index import WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.app import Lifecycle, PublicApi, PublicServices, public_app
+from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.endpoint import EndpointServices
 from server.generation import Backend
 from server.http_protocol import GatewayProtocol
-from server.identity import SingleTenant
+from server.identity import Identities, SingleTenant
+from server.limit_table import LimitTable
 from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
+from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.placement import NoWorkerError, RouteRequest
 from server.stream import Heart
@@ -80,6 +82,7 @@ async def gateway(
     request_timeout_s: float = 60.0,
     max_body_bytes: int = 1024 * 1024,
     aliases: dict[str, str] | None = None,
+    identities: Identities | None = None,
 ) -> AsyncIterator[Gateway]:
     metrics = GatewayMetrics()
     router = PlainRouter()
@@ -96,9 +99,10 @@ async def gateway(
         watch = StallWatch(client, silent_s=silent_s, interval_s=silent_s / 5)
         heart = Heart(keepalive_s)
         backend = Backend(GatewayId("g0"), router, client, watch, RetryBudget(), metrics, router.failed.append)
-        endpoint = EndpointServices(backend, SingleTenant(b"secret"), heart, request_timeout_s)
+        endpoint = EndpointServices(backend, heart, request_timeout_s)
         api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))
-        app = public_app(api, metrics, max_body_bytes)
+        limits = RateLimits(LimitTable.private())
+        app = public_app(api, metrics, Admission(identities or SingleTenant(b"secret"), limits, max_body_bytes))
         background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol))
         try:

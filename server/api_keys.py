@@ -1,0 +1,170 @@
+"""API keys: a TOML file of digests, read anew whenever it changes.
+
+    [[keys]]
+    digest = "sha256:..."          # of the key: what is stored cannot be sent
+    tenant = "research"            # several keys may share one; each tenant has a cache of its own
+    name = "notebook"              # for logs
+    models = ["smollm2"]           # those it may use; absent: all
+    requests_per_minute = 600      # absent: no limit, as for the next two
+    tokens_per_minute = 200000
+    max_streams = 32               # requests at a time
+    may_prioritise = true          # may set `priority`
+
+TOML, because an entry is appended to the file as it is printed, with comments beside it that say who has the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS: Final = 4096
+"""Every presented key is compared with all of them, a tenth of a microsecond each."""
+MAX_FILE_BYTES: Final = 4 << 20
+RELOAD_INTERVAL_S: Final = 1.0
+_DIGEST_PREFIX: Final = "sha256:"
+
+_Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
+_Limit = Annotated[int, Meta(ge=1, le=10**12)]
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One table of the file."""
+
+    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    tenant: _Label
+    name: _Label | None = None
+    models: frozenset[str] | None = None
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    max_streams: _Limit | None = None
+    may_prioritise: bool = False
+
+    @property
+    def raw_digest(self) -> bytes:
+        return bytes.fromhex(self.digest.removeprefix(_DIGEST_PREFIX))
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: Annotated[tuple[KeyEntry, ...], Meta(max_length=MAX_KEYS)] = ()
+
+
+class KeyFileError(ValueError):
+    """The file cannot be read or is not a key file. The text names the file and the field."""
+
+
+def digest_of(key: bytes) -> bytes:
+    """A plain hash is enough: keys are random, 256 bits, and nothing can be tried faster than all of them."""
+    return hashlib.sha256(key).digest()
+
+
+def digest_text(key: bytes) -> str:
+    return _DIGEST_PREFIX + digest_of(key).hex()
+
+
+def parse_keys(text: str) -> tuple[KeyEntry, ...]:
+    """Raises ValueError that names the field."""
+    try:
+        entries = msgspec.convert(tomllib.loads(text), _File).keys
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    if len({entry.digest for entry in entries}) < len(entries):
+        raise ValueError("a digest is given twice: which of its entries counts?")
+    return entries
+
+
+def load_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """Raises KeyFileError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise KeyFileError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        return parse_keys(data.decode())
+    except OSError as error:
+        raise KeyFileError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise KeyFileError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The entries as they are searched."""
+
+    digests: tuple[tuple[bytes, KeyEntry], ...]
+
+    def find(self, key: bytes) -> KeyEntry | None:
+        """Compares with every digest, whether one has matched or not, in constant time each."""
+        presented = digest_of(key)
+        found = None
+        for digest, entry in self.digests:
+            if hmac.compare_digest(digest, presented):
+                found = entry
+        return found
+
+
+class KeyFile:
+    """The keys that count now. One task calls `follow`; everybody reads."""
+
+    def __init__(self, path: Path, *, on_reload: Callable[[bool], None] = lambda ok: None) -> None:
+        """Raises KeyFileError."""
+        self._path = path
+        self._on_reload = on_reload
+        self._seen = _stamp(path)
+        self._table = _table(load_keys(path))
+
+    def __len__(self) -> int:
+        return len(self._table.digests)
+
+    def find(self, key: bytes) -> KeyEntry | None:
+        return self._table.find(key)
+
+    async def follow(self, interval_s: float = RELOAD_INTERVAL_S) -> None:
+        """For ever: read the file when it has changed."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.reload_if_changed()
+
+    def reload_if_changed(self) -> None:
+        """A file that cannot be used changes nothing: who could be let in before still is, and the log says why."""
+        stamp = _stamp(self._path)
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            entries = load_keys(self._path)
+        except KeyFileError as error:
+            log.error("the API keys were NOT read anew, the %d old ones still count: %s", len(self), error)
+            self._on_reload(False)
+            return
+        self._table = _table(entries)
+        log.info("%d API keys read anew from %s", len(self), self._path)
+        self._on_reload(True)
+
+
+def _table(entries: tuple[KeyEntry, ...]) -> _Table:
+    return _Table(tuple((entry.raw_digest, entry) for entry in entries))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes with the content; a Kubernetes secret changes by a new inode behind a link."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return (status.st_mtime_ns, status.st_size, status.st_ino)
