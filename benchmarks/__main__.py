@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-NOT_BENCHES: Final = {"__main__", "report"}
+NOT_BENCHES: Final = {"__main__", "progress", "report"}
 
 
 def names() -> list[str]:

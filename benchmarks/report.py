@@ -59,10 +59,14 @@ def publish(report: Report, options: argparse.Namespace, draw: Draw | None = Non
 
 
 def table(report: Report) -> str:
-    rows = [(figure.name, _number(figure.value), figure.unit, figure.goal, figure.note) for figure in report.figures]
+    rows = [(figure.name, formatted(figure.value), figure.unit, figure.goal, figure.note) for figure in report.figures]
     rows.insert(0, ("figure", "value", "unit", "goal", "what"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [f"headstart bench {report.bench}", ", ".join(f"{key} {value}" for key, value in _env(report).items()), ""]
+    lines = [
+        f"headstart bench {report.bench}",
+        ", ".join(f"{key} {value}" for key, value in environment(report).items()),
+        "",
+    ]
     for name, value, unit, goal, note in rows:
         cells = (name.ljust(widths[0]), value.rjust(widths[1]), unit.ljust(widths[2]), goal.ljust(widths[3]), note)
         lines.append("  ".join(cells).rstrip())
@@ -72,7 +76,7 @@ def table(report: Report) -> str:
 def to_json(report: Report) -> str:
     figures = {figure.name: figure.value for figure in report.figures}
     assert len(figures) == len(report.figures), "two figures have one name"
-    return json.dumps({"bench": report.bench, "env": _env(report), "figures": figures})
+    return json.dumps({"bench": report.bench, "env": environment(report), "figures": figures})
 
 
 def save_plot(path: Path, report: Report, draw: Draw | None) -> None:
@@ -92,14 +96,15 @@ def save_plot(path: Path, report: Report, draw: Draw | None) -> None:
 def _bars(figures: Sequence[Figure]) -> Draw:
     def draw(axes: Any) -> None:
         bars = axes.barh([figure.name for figure in figures], [figure.value for figure in figures])
-        axes.bar_label(bars, [f" {_number(figure.value)} {figure.unit}" for figure in figures])
+        axes.bar_label(bars, [f" {formatted(figure.value)} {figure.unit}" for figure in figures])
         axes.invert_yaxis()
         axes.margins(x=0.2)
 
     return draw
 
 
-def _env(report: Report) -> dict[str, object]:
+def environment(report: Report) -> dict[str, object]:
+    """The machine and the versions, then what the report adds."""
     return {
         "headstart": _version("headstart"),
         "python": platform.python_version(),
@@ -125,7 +130,8 @@ def _cpu_model() -> str:
     return next(names, platform.machine())
 
 
-def _number(value: float) -> str:
+def formatted(value: float) -> str:
+    """A number for people."""
     if value == 0 or 0.001 <= abs(value) < 1_000_000:
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.3e}"

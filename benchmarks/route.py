@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
-import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.progress import Progress
 from benchmarks.report import Figure, Report, option_parser, publish
 from benchmarks.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
 from benchmarks.simulation.traces import CODING_AGENT, CONVERSATION, CodingAgentTrace, ConversationTrace
@@ -104,22 +103,14 @@ def processes(num_jobs: int) -> ProcessPoolExecutor:
 def execute_all(runs: Sequence[Run], num_jobs: int) -> dict[tuple[str, str], list[Outcome]]:
     """Every run, several at a time, with a progress line when somebody watches."""
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
-    started_s = time.monotonic()
+    progress = Progress(len(runs))
     with processes(num_jobs) as pool:
         pending = {pool.submit(execute, run): run for run in runs}
-        for num_done, future in enumerate(as_completed(pending), 1):
+        for future in as_completed(pending):
             run = pending[future]
             outcomes.setdefault((run.policy, run.cell.name), []).append(future.result())
-            _progress(num_done, len(runs), started_s)
+            progress.advance()
     return outcomes
-
-
-def _progress(num_done: int, num_runs: int, started_s: float) -> None:
-    if sys.stderr.isatty():
-        filled = 30 * num_done // num_runs
-        end = "\n" if num_done == num_runs else ""
-        bar = "#" * filled + "-" * (30 - filled)
-        print(f"\r[{bar}] {num_done}/{num_runs} {time.monotonic() - started_s:.0f} s", end=end, file=sys.stderr)
 
 
 def mean(outcomes: Iterable[Outcome]) -> Outcome:

@@ -1,0 +1,29 @@
+"""One line on a terminal that says how far a long run is; nothing where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Final
+
+WIDTH: Final = 30
+
+
+class Progress:
+    """Counts towards `total`; `advance` redraws the line."""
+
+    def __init__(self, total: int, label: str = "") -> None:
+        self._total = total
+        self._label = f"{label} " if label else ""
+        self._num_done = 0
+        self._started_s = time.monotonic()
+
+    def advance(self) -> None:
+        self._num_done += 1
+        if not sys.stderr.isatty():
+            return
+        filled = WIDTH * self._num_done // self._total
+        bar = "#" * filled + "-" * (WIDTH - filled)
+        elapsed_s = time.monotonic() - self._started_s
+        end = "\n" if self._num_done == self._total else ""
+        print(f"\r{self._label}[{bar}] {self._num_done}/{self._total} {elapsed_s:.0f} s", end=end, file=sys.stderr)

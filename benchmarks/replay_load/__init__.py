@@ -1,0 +1,1 @@
+"""Recorded conversations played against a running server: the parts of `headstart bench replay`."""
