@@ -29,6 +29,7 @@ from server.rate_limits import RateLimits
 from server.responses.presenter import ResponsesPresenter
 from server.responses.types import decode_responses
 from server.text_api import TextApi
+from server.tracing import stage
 
 OWNED_BY: Final = "headstart"
 
@@ -76,19 +77,25 @@ class PublicApi:
 
     async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
-        request = decode(body, ChatRequest)
-        return await chat_job(request, self._model(request.model, identity), identity)
+        with stage("validate"):
+            request = decode(body, ChatRequest)
+        with stage("tokenise"):
+            return await chat_job(request, self._model(request.model, identity), identity)
 
     async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
-        request = decode(body, CompletionRequest)
-        return await completion_job(request, self._model(request.model, identity), identity)
+        with stage("validate"):
+            request = decode(body, CompletionRequest)
+        with stage("tokenise"):
+            return await completion_job(request, self._model(request.model, identity), identity)
 
     async def prepare_response(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
-        request, chat = decode_responses(body)
+        with stage("validate"):
+            request, chat = decode_responses(body)
         id_ = f"resp_{uuid.uuid4().hex}"
-        spec, rules = await chat_spec(chat, self._model(chat.model, identity), identity, id_)
+        with stage("tokenise"):
+            spec, rules = await chat_spec(chat, self._model(chat.model, identity), identity, id_)
         return Job((spec,), ResponsesPresenter(id_, request, rules), bool(request.stream))
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
@@ -157,10 +164,10 @@ class Admission:
     max_body_bytes: int
 
 
-def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission) -> ASGIApp:
+def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
     app: ASGIApp = Router(routes=api.routes(), redirect_slashes=False)
     app = BodyLimitMiddleware(app, admission.max_body_bytes)
     app = AuthenticationMiddleware(app, admission.identities, admission.limits)
     app = ErrorMiddleware(app, metrics)
-    return RequestContextMiddleware(app, metrics)
+    return RequestContextMiddleware(app, metrics, access_log=access_log)

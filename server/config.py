@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from server.logs import LOG_FORMATS, LogFormat
 from server.parsing.formats import MARKERS, ToolFormat
 from server.router.policies import POLICIES
 
@@ -46,6 +47,9 @@ class GatewayConfig:
     drain_grace_s: float = 30.0
     stall_s: float = 5.0
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    access_log: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("port", "ops_port"):
@@ -150,7 +154,14 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="split <think> ... </think> from the answer (default: by template)",
     )
-    p.add_argument("--log-level", default=defaults.log_level, choices=("debug", "info", "warning", "error"))
+
+    watch = p.add_argument_group("observability")
+    watch.add_argument("--log-level", default=defaults.log_level, choices=("debug", "info", "warning", "error"))
+    watch.add_argument("--log-format", default=defaults.log_format, choices=LOG_FORMATS, help="json: one object a line")
+    watch.add_argument("--access-log", action="store_true", help="a line for each answer: status, seconds, tokens")
+    watch.add_argument(
+        "--otlp-endpoint", metavar="URL", help="send traces there, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)"
+    )
     return p
 
 

@@ -23,6 +23,7 @@ from server.identity import Identity, identity_of
 from server.job import Job
 from server.middleware import RequestContext, context_of
 from server.stream import CancelOnDisconnect, ClientGoneError, Heart, SseSink
+from server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class EndpointServices:
     backend: Backend
     heart: Heart
     request_timeout_s: float
+    tracing: Tracing | None = None
 
 
 class GenerateEndpoint:
@@ -48,6 +50,8 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         context.route = self._route
+        if self._services.tracing is not None:
+            context.trace = self._services.tracing.begin(scope["path"], scope["headers"], context.request_id)
         body = await read_body(receive)
         job = await self._prepare(body, identity_of(scope))
         del body
@@ -57,16 +61,21 @@ class GenerateEndpoint:
             lease.take_tokens(num_prompt_tokens)
         answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
         self._services.backend.metrics.prompt_tokens.inc(num_prompt_tokens)
+        context.num_prompt_tokens = num_prompt_tokens
         try:
             if job.stream:
                 await self._stream(job, answer, context, receive, send)
             else:
                 await self._answer(job, answer, receive, send)
         finally:
-            num_tokens = sum(generation.num_output_tokens for generation in answer.generations)
+            generations = answer.generations
+            num_tokens = sum(generation.num_output_tokens for generation in generations)
             self._services.backend.metrics.output_tokens.inc(num_tokens)
             if lease is not None:
                 lease.add_tokens(num_tokens)
+            context.num_output_tokens = num_tokens
+            context.num_cached_tokens = sum(generation.num_cached_tokens or 0 for generation in generations)
+            context.worker = ",".join(dict.fromkeys(g.worker.worker_id for g in generations if g.worker is not None))
 
     async def _answer(self, job: Job, answer: Answer, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(self._services.request_timeout_s), CancelOnDisconnect(receive):
@@ -95,6 +104,9 @@ class GenerateEndpoint:
             failure = as_api_error(error)
             if failure is not error:
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
+            self._services.backend.metrics.dropped(failure.code or failure.type)
+            if context.trace is not None:
+                context.trace.fail(failure)
             await sink.write(job.presenter.error_event(failure), more=False)
 
     async def _relay(self, job: Job, answer: Answer, context: RequestContext, sink: SseSink) -> None:

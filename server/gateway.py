@@ -41,6 +41,7 @@ from server.generation import Backend
 from server.http_protocol import GatewayProtocol
 from server.identity import Identities, KeyHolders, SingleTenant
 from server.limit_table import LimitTable
+from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
@@ -48,6 +49,7 @@ from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.router import HeadstartRouter, RouterSettings
 from server.stream import Heart
+from server.tracing import open_tracing
 from server.watch import StallWatch
 from server.worker_client import WorkerClient
 
@@ -71,6 +73,8 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
+        gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+        self._tracing = open_tracing(config.otlp_endpoint, gateway_id)
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
         self.metrics.follow_tasks(asyncio.get_running_loop())
@@ -83,7 +87,6 @@ class Gateway:
         settings = FleetSettings(workers=config.workers, secret_check=secret_check(secret))
         fetch = http_fetch(self._client.session)
         self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
-        gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         router_settings = RouterSettings(gateway_id, policy=config.policy)
         self.router = HeadstartRouter(self._index, self.fleet, router_settings, observe=self.metrics.routed)
         self.metrics.registry.register(
@@ -110,11 +113,11 @@ class Gateway:
             self.metrics,
             self.router.report_failure,
         )
-        endpoint = EndpointServices(backend, self._heart, config.request_timeout_s)
+        endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
         services = PublicServices(endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
         admission = Admission(identities, RateLimits(LimitTable.private()), config.max_body_bytes)
-        self.public = public_app(self._api, self.metrics, admission)
+        self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
         self.ops = ops_app(
             OpsServices(
                 registry=self.metrics.registry,
@@ -161,6 +164,8 @@ class Gateway:
         finally:
             await self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
+            if self._tracing is not None:
+                self._tracing.close()
 
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
@@ -260,9 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-        )
+        configure_logging(config.log_level, config.log_format)
         with contextlib.ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -38,6 +38,7 @@ from server.metrics import GatewayMetrics
 from server.models import ServedModel
 from server.retry import RetryBudget
 from server.router.placement import NoWorkerError, Placement, Router, RouteRequest
+from server.tracing import attempt, stage
 from server.watch import StallWatch
 from server.worker_client import GenerateStream, StaleConnection, WorkerClient, WorkerLost, WorkerRefused
 from worker.wire import (
@@ -183,9 +184,15 @@ class Generation:
         """A worker for this attempt. Raises ApiError."""
         resumed = any(choice.output_ids for choice in self.choices)
         try:
-            placement = await self._backend.router.place(
-                route_request(self.spec, self._hashes, self._numerics if resumed else None, frozenset(self._excluded))
-            )
+            with stage("route") as span:
+                placement = await self._backend.router.place(
+                    route_request(
+                        self.spec, self._hashes, self._numerics if resumed else None, frozenset(self._excluded)
+                    )
+                )
+                if span is not None:
+                    span.set_attribute("headstart.worker", placement.worker.worker_id)
+                    span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
         except NoWorkerError as error:
             if not resumed:
                 raise self._no_worker(error) from error
@@ -215,7 +222,7 @@ class Generation:
             return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         return UnavailableError(str(error), retry_after_s=error.retry_after_s)
 
-    def _wire_request(self, worker: WorkerMember) -> GenerateRequest:
+    def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
         return GenerateRequest(
             request_id=self.spec.request_id,
             gateway_id=self._backend.gateway_id,
@@ -225,21 +232,26 @@ class Generation:
             choices=tuple(choice.state() for choice in self.choices if not choice.done),
             sampling=self.spec.sampling,
             priority=self.spec.priority,
+            traceparent=carrier.get("traceparent", ""),
+            tracestate=carrier.get("tracestate", ""),
         )
 
     async def _attempt(self, placement: Placement) -> AsyncGenerator[list[ChoiceDelta]]:
-        worker = placement.worker
-        stream = self._backend.client.generate(worker.url, self._wire_request(worker))
-        first_token = False
-        with self._backend.watch.watching(stream):  # from the start: a worker may hang before its headers
-            async with stream:
-                while not (stream.completed or (self._stopped_early and self._finished())):
-                    self._absorb(await stream.read(), placement, stream)
-                    if not first_token and any(choice.output_ids for choice in self.choices):
-                        first_token = True
-                        placement.first_token()
-                    if batch := self._drain():
-                        yield batch
+        worker, first_token = placement.worker, False
+        with attempt(worker, placement.promised_tokens) as trace:
+            carrier = {} if trace is None else trace.carrier()
+            stream = self._backend.client.generate(worker.url, self._wire_request(worker, carrier))
+            with self._backend.watch.watching(stream):  # from the start: a worker may hang before its headers
+                async with stream:
+                    while not (stream.completed or (self._stopped_early and self._finished())):
+                        self._absorb(await stream.read(), placement, stream)
+                        if not first_token and any(choice.output_ids for choice in self.choices):
+                            first_token = True
+                            placement.first_token()
+                            if trace is not None:
+                                trace.first_token(self.num_cached_tokens)
+                        if batch := self._drain():
+                            yield batch
 
     def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:
         for frame in frames:

@@ -35,7 +35,7 @@ class GatewayMetrics:
         )
         self.ttft_s = Histogram(
             "headstart_time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
+            "From the arrival of a request for a stream to its first token.",
             buckets=_LATENCY_S,
             registry=self.registry,
         )
@@ -80,10 +80,18 @@ class GatewayMetrics:
             ("event",),
             registry=self.registry,
         )
+        self._drops = Counter(
+            "headstart_requests_dropped",
+            "Requests that were refused or broke off, by the error's code.",
+            ("reason",),
+            registry=self.registry,
+        )
         self.tasks = Gauge("headstart_asyncio_tasks", "Tasks of the event loop.", registry=self.registry)
         self._key_reloads = Counter(
             "headstart_api_key_reloads", "Times the key file changed.", ("outcome",), registry=self.registry
         )
+        for outcome in ("loaded", "rejected"):  # from zero on: an alert on the first increase needs it
+            self._key_reloads.labels(outcome)
         self._answers: dict[tuple[str, int], Counter] = {}
         self._timers: dict[str, Histogram] = {}
         self._too_much = self.broken_promises.labels("too_much")
@@ -104,6 +112,10 @@ class GatewayMetrics:
         if timer is None:
             timer = self._timers[route] = self.request_s.labels(route)
         timer.observe(elapsed_s)
+
+    def dropped(self, reason: str) -> None:
+        """`reason`: the code of an error of ours, or its type where it has none."""
+        self._drops.labels(reason).inc()
 
     def routed(self, stage: str, elapsed_s: float) -> None:
         """`stage`: lookup or choose."""
@@ -163,6 +175,9 @@ class FleetMetrics(Collector):
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", labels=("model_name",))
         running = GaugeMetricFamily("vllm:num_requests_running", "Sequences that run.", labels=("model_name",))
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used part of the KV pools.", labels=("model_name",))
+        pools = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pools.", labels=("model_name", "block_size", "num_gpu_blocks")
+        )
         for model, candidates in by_model.items():
             states = [self._state(candidate) for candidate in candidates]
             for state in ("serving", "draining", "broken"):
@@ -173,7 +188,9 @@ class FleetMetrics(Collector):
             num_blocks = sum(load.num_blocks for load in loads)
             num_free = sum(load.num_free_blocks for load in loads)
             usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
-        yield from (workers, waiting, running, usage)
+            for block_size in sorted({candidate.member.block_size for candidate in candidates}):
+                pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
+        yield from (workers, waiting, running, usage, pools)
 
     def _state(self, candidate: Candidate) -> str:
         if candidate.load.draining:

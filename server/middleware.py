@@ -14,11 +14,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.current import CURRENT
 from server.errors import ApiError, BodyTooLargeError, InternalError, MediaTypeError, as_api_error
 from server.metrics import GatewayMetrics
 from server.stream import ClientGoneError
+from server.tracing import RequestTrace
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 CONTEXT: Final = "headstart.context"
@@ -35,6 +38,13 @@ class RequestContext:
     status: int = 0
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     """More for the answer; whoever owns the list may still change it."""
+    worker: str = ""
+    """Where it went, as far as it went anywhere; several in one text when several prompts did."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    trace: RequestTrace | None = None
+    """Its spans; None: not traced, or not sampled."""
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -45,9 +55,10 @@ def context_of(scope: Scope) -> RequestContext:
 class RequestContextMiddleware:
     """Puts a RequestContext into the scope and its headers on the answer; counts and times what passes."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, *, access_log: bool = False) -> None:
         self._app = app
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,6 +66,7 @@ class RequestContextMiddleware:
             return
         context = RequestContext(_request_id(scope), time.perf_counter())
         scope[CONTEXT] = context
+        CURRENT.set(context)
         scope["app"] = self  # makes Starlette's router raise its 404 and 405, which ErrorMiddleware then writes
 
         async def send_with_headers(message: Message) -> None:
@@ -74,7 +86,27 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send_with_headers)
         finally:
             self._metrics.in_flight.dec()
-            self._metrics.answered(context.route, context.status, time.perf_counter() - context.started_s)
+            elapsed_s = time.perf_counter() - context.started_s
+            self._metrics.answered(context.route, context.status, elapsed_s)
+            if context.trace is not None:
+                context.trace.end(context)
+            if self._access_log and (context.route != "other" or context.status >= 400):
+                log_answer(context, elapsed_s)
+
+
+def log_answer(context: RequestContext, elapsed_s: float) -> None:
+    """One line: what became of a request, in numbers and names."""
+    fields = {
+        "route": context.route,
+        "status": context.status,
+        "seconds": round(elapsed_s, 6),
+        "worker": context.worker,
+        "prompt_tokens": context.num_prompt_tokens,
+        "cached_tokens": context.num_cached_tokens,
+        "output_tokens": context.num_output_tokens,
+    }
+    line = " ".join(f"{name}={value}" for name, value in fields.items())
+    access.info("%s: %s", context.request_id, line, extra=fields)
 
 
 def _request_id(scope: Scope) -> str:
@@ -147,6 +179,7 @@ class ErrorMiddleware:
             failure = as_api_error(error)
             if isinstance(failure, InternalError) and failure is not error:
                 log.exception("%s: unexpected error", context.request_id)
+            self._metrics.dropped(failure.code or failure.type)
             if started:
                 raise
             await send_error(failure, send)

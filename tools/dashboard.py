@@ -163,6 +163,28 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "Attempts whose worker died or hung, and what became of the answers.",
             ),
             Panel(
+                "Dropped requests",
+                "short",
+                ((rate("headstart_requests_dropped_total", "reason"), "{{reason}}"),),
+                "Refused or broken off, by the error's code.",
+            ),
+            Panel(
+                "What the gateways hold",
+                "short",
+                (
+                    (each("headstart_requests_booked"), "{{pod}} booked requests"),
+                    (each("headstart_asyncio_tasks"), "{{pod}} tasks"),
+                    (each("headstart_worker_asyncio_tasks"), "{{pod}} tasks"),
+                ),
+                "Rises and falls with the load; a line that only rises is a leak.",
+            ),
+            Panel(
+                "API key files",
+                "short",
+                ((rate("headstart_api_key_reloads_total", "outcome"), "{{outcome}}"),),
+                "Changes that the gateways took, or rejected and kept the keys of before.",
+            ),
+            Panel(
                 "Refusals and early ends",
                 "short",
                 (
@@ -212,7 +234,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             Panel(
                 "Evictions",
                 "short",
-                (("sum by (pod) (rate(headstart_worker_kv_evictions{{}}[$__rate_interval]))", "{{pod}}"),),
+                ((rate("headstart_worker_kv_evictions_total", "pod"), "{{pod}}"),),
                 "Cached blocks a second that made room. Many, beside a falling hit rate: the pool is too small.",
             ),
             Panel(
@@ -220,6 +242,12 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "short",
                 ((each("headstart_worker_kv_lru_tail_age_allocations"), "{{pod}}"),),
                 "Allocations since the block that is evicted next was last in use.",
+            ),
+            Panel(
+                "Time between tokens",
+                "s",
+                quantiles("headstart_worker_time_between_tokens_seconds"),
+                "From one step with decodes to the next: what running sequences wait for each token.",
             ),
             Panel("A step", "s", quantiles("headstart_worker_step_seconds", "kind"), "Forward and sampling."),
             Panel(

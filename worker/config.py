@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from cache.factory import PREFIX_CACHES, PrefixCache
+from worker.logs import LOG_FORMATS, LogFormat
 from worker.scheduler.budget import BatchLimits
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -56,6 +57,8 @@ class WorkerConfig:
     drain_grace_s: float = 30.0
     max_step_s: float = 120.0
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -143,7 +146,13 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument(
         "--max-step-s", type=float, default=defaults.max_step_s, help="a longer step is a hang (default 120)"
     )
-    net.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+    watch = p.add_argument_group("observability")
+    watch.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    watch.add_argument("--log-format", default="text", choices=LOG_FORMATS, help="json: one object a line")
+    watch.add_argument(
+        "--otlp-endpoint", metavar="URL", help="send traces there, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)"
+    )
 
     cache = p.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens in a block (default 16)")

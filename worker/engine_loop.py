@@ -24,12 +24,14 @@ from cache.events import BlockEvent
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import NULL_BLOCK, Epoch
 from worker.load_report import LoadReport
+from worker.logs import about
 from worker.metrics import WorkerMetrics
 from worker.scheduler.plan import Emission, Plan
 from worker.scheduler.request import Constraint, Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.update import failed_by
 from worker.step import Draw, Runner, SequenceStep, Step
+from worker.step_log import StepLog, StepLogs
 from worker.wire import Failed, GenerateRequest, SamplingParams, Started
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Engine:
         self._parts = parts
         self._scheduler = parts.scheduler
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._step_logs = StepLogs()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._draining = False
@@ -97,9 +100,17 @@ class Engine:
         self._inbox.put(lambda: None)
         self._thread.join(timeout_s)
 
-    def submit(self, key: RequestKey, wire: GenerateRequest, constraints: Mapping[int, Constraint]) -> None:
-        """Queue a request that `refusal` has let pass; `key` is new and ascending."""
+    def submit(
+        self,
+        key: RequestKey,
+        wire: GenerateRequest,
+        constraints: Mapping[int, Constraint],
+        steps: StepLog | None = None,
+    ) -> None:
+        """Queue a request that `refusal` has let pass; `key` is new and ascending. `steps` hears of its steps."""
         arrival_s = time.monotonic()
+        if steps is not None:
+            self._inbox.put(lambda: self._step_logs.open(key, steps))
         self._inbox.put(lambda: self._submit(key, wire, arrival_s, constraints))
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
@@ -189,7 +200,7 @@ class Engine:
             request = new_request(wire, key, arrival_s=arrival_s, aging_s=aging_s, constraints=constraints)
             emissions = self._scheduler.submit(request)
         except Exception as error:  # whatever one request holds, the others go on
-            logger.exception("request %s cannot be taken", wire.request_id)
+            logger.exception("request %s cannot be taken", wire.request_id, extra=about(wire))
             emissions = [Emission(key, failed_by(error))]
         else:
             self._parts.load_report.assign(request)
@@ -210,6 +221,8 @@ class Engine:
         metrics.count_started(plan.started)
         self._deliver([Emission(request.key, Started(request.num_cached_tokens)) for request in plan.started])
         self.step_started_s = started_s = time.monotonic()
+        if self._step_logs:
+            self._step_logs.begin(plan.started, begun_s)
         metrics.count_plan(plan, started_s - begun_s)
         try:
             results = self._parts.runner.run(plan.step())
@@ -219,8 +232,10 @@ class Engine:
             self._run_one_by_one(plan)
         else:
             returned_s = time.monotonic()
+            if self._step_logs:
+                self._step_logs.add(plan, started_s, returned_s)
             self._deliver(self._scheduler.update(plan, results, returned_s))
-            metrics.count_step(plan, returned_s - started_s)
+            metrics.count_step(plan, returned_s - started_s, returned_s)
             self._parts.load_report.measure(plan, returned_s - started_s)
             metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
         self._last_progress_s = time.monotonic()
@@ -239,10 +254,12 @@ class Engine:
             try:
                 results = self._parts.runner.run(part.step())
             except Exception as error:
-                logger.error("request %s: its step raised twice", request.wire.request_id, exc_info=error)
+                wire = request.wire
+                logger.error("request %s: its step raised twice", wire.request_id, exc_info=error, extra=about(wire))
                 failed.append((request, error))
             else:
                 any_returned = True
+                self._step_logs.add(part, self.step_started_s, time.monotonic())
                 self._deliver(self._scheduler.update(part, results, time.monotonic()))
         if not any_returned:
             self._probe()
@@ -285,6 +302,8 @@ class Engine:
     def _deliver(self, emissions: list[Emission]) -> None:
         if emissions:
             self._parts.metrics.count_emissions(emissions)
+            if self._step_logs:
+                self._step_logs.close_ended(emissions)
             self._parts.deliver(emissions)
 
     def _report_after_step(self) -> None:

@@ -29,10 +29,12 @@ from worker.config import WorkerConfig, parse
 from worker.engine_loop import Engine, EngineParts
 from worker.grammar import GrammarCompiler
 from worker.load_report import LoadReport
+from worker.logs import configure_logging
 from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher
 from worker.service import ServingParts, WorkerService
 from worker.streams import Streams
+from worker.tracing import Tracing, open_tracing
 
 if TYPE_CHECKING:
     from worker.assembly import Assembly
@@ -50,14 +52,17 @@ _REFUSED: Final = 2
 def main(argv: Sequence[str]) -> int:
     try:
         config = parse(argv)
+        tracing = open_tracing(config.otlp_endpoint, config.worker_id or socket.gethostname())
     except ValueError as error:
         print(f"headstart worker: {error}", file=sys.stderr)
         return _REFUSED
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(config.log_level, config.log_format)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return asyncio.run(Worker(config).run())
+    try:
+        return asyncio.run(Worker(config, tracing).run())
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 class _Server(uvicorn.Server):
@@ -71,9 +76,9 @@ class _Server(uvicorn.Server):
 class Worker:
     """Owner of the process' parts, from the socket to the engine's thread."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, tracing: Tracing | None = None) -> None:
         self._config = config
-        self._service = WorkerService(WorkerMetrics())
+        self._service = WorkerService(WorkerMetrics(), tracing)
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._engine: Engine | None = None

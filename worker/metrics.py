@@ -52,6 +52,10 @@ class WorkerMetrics:
         self.batch_growth = counter("batch_growth", "Steps in which the batch grew, by reason", ["reason"])
         self.step_s = histogram("step_seconds", "Forward and sampling of a step, by what it held", _SECONDS, ["kind"])
         self.host_s = histogram("host_seconds", "Scheduling before and bookkeeping after a step", _SECONDS, ["phase"])
+        self.between_tokens_s = histogram(
+            "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS
+        )
+        self._returned_s = 0.0
         self.step_failures = counter("step_failures", "Steps that raised")
         self.preemptions = counter("preemptions", "Sequences that gave up their blocks to be computed again")
         self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
@@ -59,7 +63,8 @@ class WorkerMetrics:
         self.blocks = gauge("kv_blocks", "Blocks of the KV pool")
         self.free_blocks = gauge("kv_free_blocks", "Blocks that could be taken now, cached ones included")
         self.cached_blocks = gauge("kv_cached_blocks", "Blocks that are findable")
-        self.evictions = gauge("kv_evictions", "Cached blocks evicted since the start")
+        self.evictions = counter("kv_evictions", "Cached blocks evicted")
+        self._num_evictions = 0
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
 
         self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
@@ -99,8 +104,12 @@ class WorkerMetrics:
             self.preemptions.inc(plan.num_preempted)
         self.host_s.labels("schedule").observe(schedule_s)
 
-    def count_step(self, plan: Plan, step_s: float) -> None:
+    def count_step(self, plan: Plan, step_s: float, now_s: float) -> None:
+        """The step has returned at `now_s`."""
         num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
+        if num_decodes:  # each has drawn its last token in the step before
+            self.between_tokens_s.observe(now_s - self._returned_s)
+        self._returned_s = now_s
         kind = "decode" if not num_prefill else "mixed" if num_decodes else "prefill"
         self.step_s.labels(kind).observe(step_s)
 
@@ -127,5 +136,6 @@ class WorkerMetrics:
         self.blocks.set(stats.num_blocks)
         self.free_blocks.set(stats.num_free_blocks)
         self.cached_blocks.set(stats.num_cached_blocks)
-        self.evictions.set(stats.evictions)
+        self.evictions.inc(max(0, stats.evictions - self._num_evictions))
+        self._num_evictions = stats.evictions
         self.tail_age.set(stats.lru_tail_age)

@@ -16,6 +16,7 @@ from worker.metrics import WorkerMetrics
 from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
 from worker.streams import Stream, Streams
+from worker.tracing import Tracing
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, pack
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,9 @@ def new_epoch() -> Epoch:
 class WorkerService:
     """Owned by the event loop. Before `serve` everything but liveness is refused."""
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
+    def __init__(self, metrics: WorkerMetrics, tracing: Tracing | None = None) -> None:
         self.metrics = metrics
+        self._tracing = tracing
         self.progress = "starting"
         self.draining = False
         self._parts: ServingParts | None = None
@@ -103,7 +105,10 @@ class WorkerService:
         except GrammarError as error:
             raise self._refusal(Failed("invalid_request", str(error), retryable=False)) from error
         stream = parts.streams.open(request)
-        parts.engine.submit(stream.key, request, constraints)
+        if self._tracing is not None:
+            stream.trace = self._tracing.begin(request)
+        steps = None if stream.trace is None else stream.trace.steps
+        parts.engine.submit(stream.key, request, constraints, steps)
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -111,6 +116,8 @@ class WorkerService:
         parts = self.parts
         if parts.streams.close(stream):
             parts.engine.abort(stream.key)
+        if stream.trace is not None:
+            stream.trace.end(stream.last)
 
     def abort(self, request_id: str, choice: int | None) -> int:
         """Abort by the client's name for it; the number of requests found."""

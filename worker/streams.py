@@ -12,6 +12,7 @@ from typing import Final
 
 from worker.scheduler.plan import Emission
 from worker.scheduler.request import RequestKey
+from worker.tracing import StreamTrace
 from worker.wire import End, Failed, Frame, GenerateRequest, Started, pack_frame
 
 MAX_COALESCED_FRAMES: Final = 4096
@@ -20,13 +21,16 @@ MAX_COALESCED_FRAMES: Final = 4096
 class Stream:
     """One open request. `take` gives what has come since, packed; `ended` once nothing more will come."""
 
-    __slots__ = ("_frames", "_wake", "ended", "key", "request", "started")
+    __slots__ = ("_frames", "_wake", "ended", "key", "last", "request", "started", "trace")
 
     def __init__(self, key: RequestKey, request: GenerateRequest) -> None:
         self.key = key
         self.request = request
         self.started = False
         self.ended = False
+        self.last: End | Failed | None = None
+        """The frame with which it ended; None: it has not, or its reader left before."""
+        self.trace: StreamTrace | None = None
         self._frames: list[Frame] = []
         self._wake = asyncio.Event()
 
@@ -89,6 +93,7 @@ class Streams:
         """The engine is dead: no open stream gets another frame."""
         for stream in list(self._open.values()):
             stream.put(failed)
+            stream.last = failed
             self._end(stream)
 
     async def wait_empty(self) -> None:
@@ -108,6 +113,7 @@ class Streams:
                 case Started():
                     self._start(stream)
                 case End() | Failed():
+                    stream.last = frame
                     self._end(stream)
 
     def _start(self, stream: Stream) -> None:

@@ -93,6 +93,9 @@ class GenerateRequest:
     choices: tuple[ChoiceState, ...]
     sampling: SamplingParams
     priority: int = 0
+    traceparent: str = ""
+    """W3C trace context of the gateway's span, and below its vendors' part; empty: not traced."""
+    tracestate: str = ""
     protocol: int = PROTOCOL_VERSION
 
 

@@ -39,3 +39,5 @@ def test_states_and_loads_are_summed_over_the_workers() -> None:
     assert registry.get_sample_value("vllm:num_requests_running", {"model_name": "m"}) == 7.0
     assert registry.get_sample_value("vllm:num_requests_waiting", {"model_name": "m"}) == 4.0
     assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "m"}) == 0.5
+    pools = {"model_name": "m", "block_size": "16", "num_gpu_blocks": "300"}
+    assert registry.get_sample_value("vllm:cache_config_info", pools) == 1.0

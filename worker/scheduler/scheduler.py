@@ -15,6 +15,7 @@ from typing import Final
 
 from cache.allocator import Allocator, BlockCopy
 from cache.types import BlockHash
+from worker.logs import about
 from worker.scheduler.admission import Admission, num_shared_blocks
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.plan import Emission, Plan, PlannedChunk
@@ -269,7 +270,9 @@ class Scheduler:
             try:
                 emissions.append(Emission(request.key, append(choice, token)))
             except Exception as error:
-                logger.warning("request %s: the grammar failed: %s", request.wire.request_id, error)
+                logger.warning(
+                    "request %s: the grammar failed: %s", request.wire.request_id, error, extra=about(request.wire)
+                )
                 return emissions + self.fail(request, failed_by(error))
             branch.token_ids.append(token.token_id)
             if (end := end_of(choice, request, self._eos_token_ids)) is not None:

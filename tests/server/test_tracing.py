@@ -1,0 +1,54 @@
+"""What tracing is told by options and environment, and that a collector which is gone holds nothing up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import ModuleType
+
+import pytest
+
+from server import tracing as gateway_tracing
+from worker import tracing as worker_tracing
+
+either = pytest.mark.parametrize("tracing", [gateway_tracing, worker_tracing], ids=["gateway", "worker"])
+
+
+@either
+@pytest.mark.parametrize(
+    ("endpoint", "environment", "expected"),
+    [
+        (None, {}, False),
+        ("http://collector:4318", {}, True),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, True),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/v1/traces"}, True),
+        ("http://collector:4318", {"OTEL_SDK_DISABLED": "true"}, False),
+        ("http://collector:4318", {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
+    ],
+)
+def test_it_is_on_where_an_endpoint_is_named(
+    tracing: ModuleType, endpoint: str | None, environment: dict[str, str], expected: bool
+) -> None:
+    assert tracing.wanted(endpoint, environment) is expected
+
+
+@either
+def test_what_cannot_be_followed_is_refused_by_name(tracing: ModuleType) -> None:
+    with pytest.raises(ValueError, match="--otlp-endpoint"):
+        tracing.wanted("collector:4317", {})
+    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
+        tracing.wanted("http://collector:4317", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+
+
+def test_a_collector_that_is_gone_delays_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    tracing = gateway_tracing.open_tracing("http://127.0.0.1:9", "here")
+    assert tracing is not None
+    with caplog.at_level(logging.CRITICAL, "opentelemetry"):
+        trace = tracing.begin("/v1/completions", [], "req_1")
+        assert trace is not None
+        with trace.stage("route"):
+            pass
+        begun_s = time.monotonic()
+        tracing.close()
+    assert time.monotonic() - begun_s < gateway_tracing.SHUTDOWN_S + 1.0
