@@ -17,7 +17,7 @@ LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE: Final = re.compile(r"`([^`\n]+)`")
 MAKE: Final = re.compile(r"^(?:\$ )?make ([a-z][a-z0-9-]*)")
 HEADSTART: Final = re.compile(r"^(?:\$ )?headstart ([a-z]+)\b")
-FOLDERS: Final = ("server/", "cache/", "worker/", "tests/", "docs/", "benchmarks/", "helm/", "tools/", "requirements/")
+FOLDERS: Final = ("server/", "cache/", "worker/", "tests/", "docs/", "benchmarks/", "helm/", "tools/", "requirements/", "examples/")
 PATH: Final = re.compile(rf"^(?:{'|'.join(FOLDERS)})[\w./-]*$")
 
 

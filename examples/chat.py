@@ -1,0 +1,31 @@
+"""Two turns, streamed. The second prompt begins with the first: its worker has that part cached."""
+
+import sys
+
+from openai import OpenAI
+
+client = OpenAI(base_url=f"{(sys.argv[1:] or ['http://127.0.0.1:8000'])[0]}/v1", api_key="unused")
+model = client.models.list().data[0].id
+messages = [{"role": "system", "content": "You are a helpful guide to the cities of Europe. Answer in one sentence."}]
+
+for question in ("What is the capital of France?", "And of Italy?"):
+    messages.append({"role": "user", "content": question})
+    with client.chat.completions.with_streaming_response.create(
+        model=model,
+        messages=messages,
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as response:
+        worker = response.headers["x-headstart-worker"]
+        answer = ""
+        for chunk in response.parse():
+            if chunk.choices:
+                piece = chunk.choices[0].delta.content or ""
+                answer += piece
+                print(piece, end="", flush=True)
+            elif chunk.usage:
+                cached = chunk.usage.prompt_tokens_details.cached_tokens
+                print(f"\n    {worker}: {cached} of {chunk.usage.prompt_tokens} prompt tokens were cached")
+    messages.append({"role": "assistant", "content": answer})
