@@ -17,7 +17,21 @@ LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE: Final = re.compile(r"`([^`\n]+)`")
 MAKE: Final = re.compile(r"^(?:\$ )?make ([a-z][a-z0-9-]*)")
 HEADSTART: Final = re.compile(r"^(?:\$ )?headstart ([a-z]+)\b")
-FOLDERS: Final = ("server/", "cache/", "worker/", "tests/", "docs/", "benchmarks/", "helm/", "tools/", "requirements/", "examples/")
+FOLDERS: Final = tuple(
+    f"{name}/"
+    for name in (
+        "server",
+        "cache",
+        "worker",
+        "tests",
+        "docs",
+        "benchmarks",
+        "helm",
+        "tools",
+        "requirements",
+        "examples",
+    )
+)
 PATH: Final = re.compile(rf"^(?:{'|'.join(FOLDERS)})[\w./-]*$")
 
 

@@ -1,7 +1,7 @@
 """Writes docs/configuration.md from the parsers themselves, so that it cannot say anything else.
 
-    python tools/configuration.py          rewrites the page
-    python tools/configuration.py --check  exits with 1 when the page is not what the parsers say (part of `make check`)
+python tools/configuration.py          rewrites the page
+python tools/configuration.py --check  exits with 1 when the page is not what the parsers say (part of `make check`)
 """
 
 from __future__ import annotations
