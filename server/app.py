@@ -27,7 +27,7 @@ from server.models import Models, ServedModel
 from server.openai_types import ChatRequest, CompletionRequest, decode
 from server.rate_limits import RateLimits
 from server.responses.presenter import ResponsesPresenter
-from server.responses.types import decode_responses
+from server.responses.types import FIELD_NAMES, decode_responses, errors_renamed
 from server.text_api import TextApi
 from server.tracing import stage
 
@@ -94,9 +94,11 @@ class PublicApi:
         with stage("validate"):
             request, chat = decode_responses(body)
         id_ = f"resp_{uuid.uuid4().hex}"
-        with stage("tokenise"):
-            spec, rules = await chat_spec(chat, self._model(chat.model, identity), identity, id_)
-        return Job((spec,), ResponsesPresenter(id_, request, rules), bool(request.stream))
+        model = self._model(chat.model, identity)
+        with stage("tokenise"), errors_renamed():
+            spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
+        presenter = ResponsesPresenter(id_, request, rules, model.tokenizer.pieces)
+        return Job((spec,), presenter, bool(request.stream))
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from server.answer import Answer, CollectedChoice
 from server.choice import ChoiceDelta, TokenEntry
 from server.errors import ApiError, InvalidRequestError
-from server.generation import GenerationSpec
+from server.generation import GenerationSpec, ParamNames
 from server.identity import Identity, allowed_priority, request_salt
 from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
 from server.logprobs import chat_logprobs, prompt_logprobs
@@ -18,9 +19,10 @@ from server.openai_types import ChatRequest
 from server.parsing.messages import ChoiceMessage
 from server.parsing.output import END_THINK, OutputRules
 from server.sampling import choice_seeds, sampling_params, text_rules, token_budget, truncated
-from server.tools import output_rules, tool_grammar
+from server.tools import chat_grammar, output_rules
 
 INLINE_RENDER_CHARS: Final = 16_384
+_SAME_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity) -> Job:
@@ -32,9 +34,12 @@ async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity)
 
 
 async def chat_spec(
-    request: ChatRequest, model: ServedModel, identity: Identity, id_: str
+    request: ChatRequest, model: ServedModel, identity: Identity, id_: str, field_names: Mapping[str, str] = _SAME_NAMES
 ) -> tuple[GenerationSpec, OutputRules]:
-    """Template, tokens and limits. Raises ApiError."""
+    """Template, tokens and limits. `field_names`: what fields are called in the body, where not as here.
+
+    Raises ApiError.
+    """
     text = await render_chat(request, model)
     prompt_ids = truncated(await model.tokenizer.encode(text), request)
     if not prompt_ids:
@@ -42,16 +47,16 @@ async def chat_spec(
     max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     rules = output_rules(request, model, text)
+    grammar, blamed = chat_grammar(request, model)
     spec = GenerationSpec(
         request_id=id_,
         model=model,
         prompt_ids=prompt_ids,
         root=model.root(request_salt(identity, request.cache_salt)),
         seeds=choice_seeds(request.seed, request.num_choices),
-        sampling=sampling_params(
-            request, model, max_tokens=max_tokens, logprobs=num_top, grammar=tool_grammar(request)
-        ),
+        sampling=sampling_params(request, model, max_tokens=max_tokens, logprobs=num_top, grammar=grammar),
         rules=text_rules(request, model, rules.markers()),
+        params=ParamNames(prompt=field_names.get("messages", "messages"), grammar=field_names.get(blamed, blamed)),
         priority=allowed_priority(identity, request.priority),
         affinity_key=request.prompt_cache_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),

@@ -18,7 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import InvalidRequestError
-from server.openai_types import ChatRequest, Message, TextPart
+from server.openai_parts import FunctionCall, Message, TextPart
+from server.openai_types import ChatRequest
 from server.parsing.hermes_prompt import with_tools
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
@@ -131,6 +132,8 @@ class ChatTemplate:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"
+        elif role == "function":  # the deprecated spelling of a tool's answer
+            role = "tool"
         fields: dict[str, Any] = {"role": role, "content": message_text(message.content)}
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
@@ -138,14 +141,9 @@ class ChatTemplate:
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             fields["reasoning_content"] = reasoning
         if message.tool_calls:
-            fields["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-                }
-                for call in message.tool_calls
-            ]
+            fields["tool_calls"] = [_call(call.id, call.function) for call in message.tool_calls]
+        elif message.function_call:
+            fields["tool_calls"] = [_call(message.function_call.name, message.function_call)]
         return fields
 
 
@@ -154,6 +152,11 @@ def message_text(content: str | Sequence[TextPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
+
+
+def _call(id_: str, function: FunctionCall) -> dict[str, Any]:
+    written = {"name": function.name, "arguments": _arguments(function.arguments)}
+    return {"id": id_, "type": "function", "function": written}
 
 
 def _arguments(text: str) -> object:
@@ -166,17 +169,15 @@ def _arguments(text: str) -> object:
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    if not request.tools or request.tool_choice == "none":
-        return None
     tools = []
-    for tool in request.tools:
+    for tool in request.usable_tools:
         assert tool.function is not None, "checked with the request"
         function: dict[str, Any] = {"name": tool.function.name}
         if tool.function.description is not None:
             function["description"] = tool.function.description
         function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
         tools.append({"type": "function", "function": function})
-    return tools
+    return tools or None
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:

@@ -8,13 +8,22 @@ from typing import Any, Final
 from server.answer import Answer, CollectedChoice
 from server.choice import ChoiceDelta, TokenEntry
 from server.errors import ApiError, InvalidRequestError
-from server.generation import GenerationSpec
+from server.generation import GenerationSpec, ParamNames
 from server.identity import Identity, allowed_priority, request_salt
 from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
 from server.logprobs import CompletionLogprobs, prompt_logprobs
 from server.models import ServedModel
 from server.openai_types import CompletionRequest
-from server.sampling import check_vocabulary, choice_seeds, sampling_params, text_rules, token_budget, truncated
+from server.sampling import (
+    check_vocabulary,
+    choice_seeds,
+    grammar_of,
+    grammar_param,
+    sampling_params,
+    text_rules,
+    token_budget,
+    truncated,
+)
 
 MAX_CHOICES: Final = 1024
 """Of one request, over all its prompts."""
@@ -29,6 +38,8 @@ async def completion_job(request: CompletionRequest, model: ServedModel, identit
         raise InvalidRequestError(message, param="prompt")
     id_ = answer_id("cmpl")
     root = model.root(request_salt(identity, request.cache_salt))
+    grammar = grammar_of(request.response_format, request.structured_outputs)
+    params = ParamNames(prompt="prompt", grammar=grammar_param(request))
     specs: list[GenerationSpec] = []
     texts: list[str] = []
     for index, prompt in enumerate(prompts):
@@ -50,9 +61,11 @@ async def completion_job(request: CompletionRequest, model: ServedModel, identit
                     model,
                     max_tokens=max_tokens,
                     logprobs=_num_logprobs(request, num_drawn),
+                    grammar=grammar,
                     prompt_logprobs=request.logprobs if request.echo else None,
                 ),
                 rules=text_rules(request, model),
+                params=params,
                 first_index=index * num_drawn,
                 priority=allowed_priority(identity, request.priority),
                 affinity_key=request.prompt_cache_key,

@@ -29,6 +29,10 @@ from starlette.exceptions import HTTPException
 
 from server.router.placement import NoWorkerError
 
+_NO_ROUTE: Final = (
+    "There is no such route. This server offers /v1/chat/completions, /v1/completions, /v1/responses, "
+    "/v1/models, /tokenize, /detokenize and /version."
+)
 JSON_HEADERS: Final = (b"content-type", b"application/json")
 
 
@@ -172,7 +176,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case NoWorkerError():
             return UnavailableError(str(error), retry_after_s=error.retry_after_s)
         case HTTPException(status_code=404):
-            return NotFoundError("There is no such route.", code="not_found")
+            return NotFoundError(_NO_ROUTE, code="not_found")
         case HTTPException(status_code=405):
             allow = (error.headers or {}).get("Allow", "")
             extra = ((b"allow", allow.encode("latin-1")),) if allow else ()

@@ -75,6 +75,14 @@ class Backend:
     """Tells the fleet that a worker could not be reached, or was lost."""
 
 
+@dataclass(frozen=True, slots=True)
+class ParamNames:
+    """The request's fields that a worker's refusal may be about."""
+
+    prompt: str
+    grammar: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationSpec:
     """One prompt and how to answer it."""
@@ -87,6 +95,7 @@ class GenerationSpec:
     """One a choice."""
     sampling: SamplingParams
     rules: TextRules
+    params: ParamNames
     first_index: int = 0
     """What the first choice is called in the answer; the deltas' `choice` counts from here."""
     priority: int = 0
@@ -166,7 +175,7 @@ class Generation:
                 self._lost(placement.worker, error)
             except WorkerFailed as error:
                 if not error.failed.retryable:
-                    raise error_of(error.failed) from error
+                    raise error_of(error.failed, self.spec.params) from error
                 self._lost(placement.worker, error)
             finally:
                 placement.close(ok=ok)
@@ -217,7 +226,7 @@ class Generation:
         if self._num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
         if self._last_refusal is not None:
-            return error_of(self._last_refusal.failed, self._last_refusal.status)
+            return error_of(self._last_refusal.failed, self.spec.params, self._last_refusal.status)
         if error.contended:
             return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         return UnavailableError(str(error), retry_after_s=error.retry_after_s)
@@ -314,11 +323,11 @@ class Generation:
         self._num_refusals += 1
         self._last_refusal = error
         if error.status not in (409, 429, 502, 503, 504):
-            raise error_of(error.failed, error.status) from error
+            raise error_of(error.failed, self.spec.params, error.status) from error
         if error.status != 409 or self._num_refusals > 1:
             self._excluded.add(worker.worker_id)
         if self._num_refusals > MAX_REFUSALS or not self._backend.budget.spend():
-            raise error_of(error.failed, error.status) from error
+            raise error_of(error.failed, self.spec.params, error.status) from error
         log.info("%s: worker %s refused: %s", self.spec.request_id, worker.worker_id, error)
 
     def _lost(self, worker: WorkerMember, error: Exception) -> None:
@@ -357,11 +366,13 @@ def prompt_hashes(spec: GenerationSpec) -> list[BlockHash]:
     return hash_chain(spec.root, spec.prompt_ids, spec.model.bundle.block_size)
 
 
-def error_of(failed: Failed, status: int | None = None) -> ApiError:
+def error_of(failed: Failed, params: ParamNames, status: int | None = None) -> ApiError:
     """What a worker's Failed means to the client."""
     match failed.code:
         case "context_length_exceeded":
-            return ContextLengthError(failed.message, param="messages")
+            return ContextLengthError(failed.message, param=params.prompt)
+        case "invalid_grammar":
+            return InvalidRequestError(failed.message, param=params.grammar)
         case "queue_full" | "queue_timeout" | "no_room" | "overloaded":
             return OverloadedError(failed.message, code="queue_full", retry_after_s=1.0)
         case "draining" | "wrong_epoch" | "not_ready":

@@ -11,6 +11,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import ApiError, HeaderTooLargeError, InvalidRequestError
+from server.middleware import new_request_id
 
 LINGER_S: Final = 1.0
 
@@ -87,6 +88,11 @@ class GatewayProtocol(HttpToolsProtocol):
 
 def _response(error: ApiError) -> bytes:
     body = error.body()
-    headers = [*error.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    headers = [
+        *error.headers(),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+        (b"x-request-id", new_request_id().encode()),
+    ]
     lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     return b"HTTP/1.1 %d Bad Request\r\n%b\r\n%b" % (error.status, lines, body)

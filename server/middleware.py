@@ -114,6 +114,10 @@ def _request_id(scope: Scope) -> str:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             text: str = value.decode()
             return text
+    return new_request_id()
+
+
+def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 

@@ -1,22 +1,26 @@
 """The bodies of /v1/chat/completions and /v1/completions, checked field by field.
 
 `null` equals absent. A wrong type or range is a 400 that names the field. A known field that would change the answer
-and is not offered is a 400 too; hints that cannot change it are accepted; unknown fields are ignored.
+and is not offered is a 400 too, unless it is empty or false and so says nothing; hints that cannot change it are
+accepted; unknown fields are ignored. docs/api.md lists every field, and a test compares the two.
 
-    ChatRequest, CompletionRequest   one body each, over SamplingFields (what both share)
-    decode(body, kind)               bytes -> one of them, or InvalidRequestError
+    ModelFields        what every generating route takes, /v1/responses included
+    +-- SamplingFields   what the two routes here share
+        |-- ChatRequest
+        +-- CompletionRequest
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from server.decoding import decode_json, unsupported
 from server.errors import InvalidRequestError
+from server.openai_parts import Message, ResponseFormat, StreamOptions, StructuredOutputs, Tool, ToolChoice
 
 MAX_STOP_CHARS: Final = 1024
 MAX_MESSAGES: Final = 65_536
@@ -27,104 +31,69 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 ShortText = Annotated[str, Meta(max_length=64)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ToolMode = Literal["none", "auto", "required", "named"]
+
+_NOTHING: Final[tuple[object, ...]] = (None, False, "", [])
+_PRIVATE: Final = "is not offered on the public port"
+_CONSTRAINTS: Final = "is not offered: use structured_outputs"
 
 
-class TextPart(Struct, kw_only=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+class ModelFields(Struct, kw_only=True):
+    """The model, how it draws, and hints: the same on every generating route, vLLM's extensions included."""
 
-
-class FunctionCall(Struct, kw_only=True):
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(Struct, kw_only=True):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Struct, kw_only=True):
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: FunctionCall | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    audio: Any = None
-
-
-class FunctionDefinition(Struct, kw_only=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, kw_only=True):
-    type: str
-    function: FunctionDefinition | None = None
-
-
-class NamedFunction(Struct, kw_only=True):
-    name: str
-
-
-class NamedTool(Struct, kw_only=True):
-    type: str
-    function: NamedFunction | None = None
-
-
-class JsonSchemaFormat(Struct, kw_only=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class ResponseFormat(Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(Struct, kw_only=True):
-    json: dict[str, Any] | str | None = None
-    json_object: bool | None = None
-    regex: Annotated[str, Meta(max_length=65_536)] | None = None
-    choice: list[str] | None = None
-    grammar: Annotated[str, Meta(max_length=1_000_000)] | None = None
-
-
-class StreamOptions(Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class SamplingFields(Struct, kw_only=True):
-    """What both endpoints take, vLLM's extensions included."""
+    hints: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+        }
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        "bootstrap_host": _PRIVATE,
+        "bootstrap_port": _PRIVATE,
+        "bootstrap_room": _PRIVATE,
+        "custom_logit_processor": _PRIVATE,
+        "ebnf": _CONSTRAINTS,
+        "grammar": _CONSTRAINTS,
+        "guided_choice": _CONSTRAINTS,
+        "guided_grammar": _CONSTRAINTS,
+        "guided_json": _CONSTRAINTS,
+        "guided_regex": _CONSTRAINTS,
+        "json_schema": _CONSTRAINTS,
+        "kv_transfer_params": _PRIVATE,
+        "logits_processors": _PRIVATE,
+        "lora_path": _PRIVATE,
+        "mirostat": "is not offered",
+        "moderation": "is not offered",
+        "n_predict": "is not offered: use max_tokens",
+        "prompt_embeds": _PRIVATE,
+        "regex": _CONSTRAINTS,
+        "repeat_penalty": "is not offered: use repetition_penalty",
+        "return_hidden_states": _PRIVATE,
+        "return_tokens_as_token_ids": "is not offered: use return_token_ids",
+        "session_params": _PRIVATE,
+        "stop_regex": "is not offered: use stop",
+        "thinking_token_budget": "is not offered: use reasoning_effort",
+        "use_beam_search": "is not offered: the server samples",
+        "vllm_xargs": _PRIVATE,
+    }
 
     model: Annotated[str, Meta(min_length=1, max_length=1024)]
-    max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: Int64 | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    user: str | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
 
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
@@ -137,26 +106,47 @@ class SamplingFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1_000_000)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
-    guided_json: Any = None
-    guided_regex: Any = None
+    metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: ShortText | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    store: bool | None = None
+    user: str | None = None
+
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    custom_logit_processor: Any = None
+    ebnf: Any = None
+    grammar: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    json_schema: Any = None
     kv_transfer_params: Any = None
-    prompt_embeds: Any = None
+    logits_processors: Any = None
     lora_path: Any = None
-    custom_logit_processor: Any = None
+    mirostat: Any = None
+    moderation: Any = None
+    n_predict: Any = None
+    prompt_embeds: Any = None
+    regex: Any = None
+    repeat_penalty: Any = None
+    return_hidden_states: Any = None
+    return_tokens_as_token_ids: Any = None
     session_params: Any = None
-
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
+    stop_regex: Any = None
+    thinking_token_budget: Any = None
+    use_beam_search: Any = None
+    vllm_xargs: Any = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -164,66 +154,128 @@ class SamplingFields(Struct, kw_only=True):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def check(self) -> None:
-        """What no single field's type can say. Raises InvalidRequestError."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options is only allowed with stream: true.", param="stream_options")
+    def check_fields(self) -> None:
+        """What is refused, and what no single field's type can say. Raises InvalidRequestError."""
+        for field, why in self.refused.items():
+            if getattr(self, field) not in _NOTHING:
+                raise unsupported(field, why)
         stops = self.stop_strings
         if len(stops) > 4:
             raise InvalidRequestError("stop takes at most 4 strings.", param="stop")
         if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_CHARS} characters.", param="stop")
+        if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
+            raise InvalidRequestError("metadata takes 16 pairs with keys of 64 characters.", param="metadata")
+        if self.structured_outputs is not None:
+            self.structured_outputs.check()
+
+
+class SamplingFields(ModelFields, kw_only=True):
+    """What chat and completions share."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def check(self) -> None:
+        """Raises InvalidRequestError."""
+        self.check_fields()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed with stream: true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs is not available with stream: true.", param="prompt_logprobs")
-        _check_structured(self)
-        for field in _PRIVATE_FIELDS:
-            if getattr(self, field) is not None:
-                raise _unsupported(field, "is not offered on the public port")
-        for field in _RENAMED_FIELDS:
-            if getattr(self, field) is not None:
-                raise _unsupported(field, "is not offered: use structured_outputs")
-
-
-_PRIVATE_FIELDS: Final = (
-    "kv_transfer_params",
-    "prompt_embeds",
-    "lora_path",
-    "custom_logit_processor",
-    "session_params",
-)
-_RENAMED_FIELDS: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        formatted = self.response_format
+        if formatted is None or formatted.type == "text":
+            return
+        if self.structured_outputs is not None:
+            text = "response_format and structured_outputs exclude each other."
+            raise InvalidRequestError(text, param="structured_outputs")
+        if formatted.type == "json_schema" and formatted.json_schema is None:
+            raise InvalidRequestError("json_schema is required.", param="response_format.json_schema")
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    hints: ClassVar[frozenset[str]] = ModelFields.hints | {"prediction", "verbosity"}
+    refused: ClassVar[Mapping[str, str]] = {
+        **ModelFields.refused,
+        "add_special_tokens": "is not offered: the chat template writes them",
+        "audio": "is not offered: this server makes text",
+        "chat_template": "is not accepted from a request",
+        "documents": "is not offered",
+        "echo": "is not offered: use /v1/completions",
+        "function_call": "is deprecated: use tool_choice",
+        "functions": "is deprecated: use tools",
+        "input_ids": "is not offered: use /v1/completions with a prompt of token ids",
+        "mm_processor_kwargs": "is not offered: this model reads text",
+        "web_search_options": "is not offered",
+    }
+
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Meta(min_length=1, max_length=128)] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    modalities: list[str] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    store: bool | None = None
-    metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
-    modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
+    add_special_tokens: Any = None
     audio: Any = None
-    web_search_options: Any = None
-    functions: Any = None
-    function_call: Any = None
     chat_template: Any = None
     documents: Any = None
-    moderation: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    input_ids: Any = None
+    mm_processor_kwargs: Any = None
+    web_search_options: Any = None
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tool_mode(self) -> ToolMode:
+        """What the model has to do with `usable_tools`."""
+        choice = self.tool_choice
+        if not self.tools or choice == "none":
+            return "none"
+        if not isinstance(choice, ToolChoice):
+            return "required" if choice == "required" else "auto"
+        return "named" if choice.allowed_tools is None else choice.allowed_tools.mode
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of: all, or those that tool_choice allows."""
+        if self.tool_mode == "none":
+            return []
+        choice, tools = self.tool_choice, self.tools or []
+        if not isinstance(choice, ToolChoice) or choice.allowed_tools is None:
+            return tools
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools if tool.function is not None}
+        return [tool for tool in tools if tool.name in allowed]
+
+    @property
+    def named_tool(self) -> Tool:
+        """The one function that has to be called, in the mode `named`."""
+        assert isinstance(self.tool_choice, ToolChoice)
+        assert self.tool_choice.function is not None, "checked with the request"
+        name = self.tool_choice.function.name
+        return next(tool for tool in self.tools or () if tool.name == name)
 
     def check(self) -> None:
         SamplingFields.check(self)
@@ -233,42 +285,31 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
         if self.modalities is not None and self.modalities != ["text"]:
-            raise _unsupported("modalities", "can only be ['text']: this server makes text")
-        for field, why in _CHAT_REFUSED.items():
-            if getattr(self, field) is not None:
-                raise _unsupported(field, why)
-        if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
-            raise InvalidRequestError("metadata takes 16 pairs with keys of 64 characters.", param="metadata")
+            raise unsupported("modalities", "can only be ['text']: this server makes text")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other."
             raise InvalidRequestError(message, param="continue_final_message")
         for index, message_ in enumerate(self.messages):
-            _check_message(message_, f"messages[{index}]")
+            message_.check(f"messages[{index}]")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             message = "continue_final_message needs a last message of the assistant."
             raise InvalidRequestError(message, param="continue_final_message")
         _check_tools(self)
 
 
-_CHAT_REFUSED: Final = {
-    "audio": "is not offered: this server makes text",
-    "web_search_options": "is not offered",
-    "functions": "is deprecated: use tools",
-    "function_call": "is deprecated: use tool_choice",
-    "chat_template": "is not accepted from a request",
-    "documents": "is not offered",
-    "moderation": "is not offered",
-}
-
-
 class CompletionRequest(SamplingFields, kw_only=True):
+    refused: ClassVar[Mapping[str, str]] = {
+        **ModelFields.refused,
+        "suffix": "is not offered: the model does not fill in the middle",
+    }
+
     prompt: str | list[Any] | None = None
     best_of: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
-    prompt_cache_key: ShortText | None = None
+
+    suffix: Any = None
 
     @property
     def token_limit(self) -> int:
@@ -278,8 +319,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
         SamplingFields.check(self)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("max_tokens can be 0 only with echo: true.", param="max_tokens")
-        if self.suffix is not None:
-            raise _unsupported("suffix", "is not offered: the model does not fill in the middle")
         if self.best_of is not None and self.best_of > 0:
             if self.best_of < self.num_choices:
                 raise InvalidRequestError("best_of must be at least n.", param="best_of")
@@ -314,71 +353,40 @@ def _token_ids(items: object, param: str) -> list[int]:
         raise InvalidRequestError(f"a prompt of token ids holds integers from 0: {error}.", param=param) from None
 
 
-def _check_message(message: Message, param: str) -> None:
-    if message.role not in ("system", "developer", "user", "assistant", "tool", "function"):
-        text = "role must be one of developer, system, user, assistant, tool."
-        raise InvalidRequestError(text, param=f"{param}.role")
-    if message.audio is not None:
-        raise _unsupported(f"{param}.audio", "is not offered: this model reads text")
-    if isinstance(message.content, list):
-        for index, part in enumerate(message.content):
-            text_part = part.type in ("text", "input_text", "output_text") and part.text is not None
-            if not text_part and not (part.type == "refusal" and part.refusal is not None):
-                at = f"{param}.content[{index}].type"
-                raise InvalidRequestError("this model reads text: only parts of type text are accepted.", param=at)
-    called = message.tool_calls or message.function_call or message.refusal is not None
-    if message.content is None and not (message.role == "assistant" and called):
-        raise InvalidRequestError("content is required.", param=f"{param}.content")
-    if message.role == "tool" and not message.tool_call_id:
-        raise InvalidRequestError("a tool message needs tool_call_id.", param=f"{param}.tool_call_id")
-
-
 def _check_tools(request: ChatRequest) -> None:
-    tools = request.tools or []
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(request.tools or ()):
         if tool.type != "function" or tool.function is None:
-            raise _unsupported(f"tools[{index}].type", "can only be function")
+            raise unsupported(f"tools[{index}].type", "can only be function")
     choice = request.tool_choice
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise InvalidRequestError("tool_choice is none, auto, required or one function.", param="tool_choice")
-    if isinstance(choice, NamedTool):
-        if choice.type != "function" or choice.function is None:
-            raise _unsupported("tool_choice.type", "can only be function")
-        if not any(tool.function and tool.function.name == choice.function.name for tool in tools):
-            text = "tool_choice names a function that is not among the tools."
-            raise InvalidRequestError(text, param="tool_choice")
-    if choice in ("auto", "required") and not tools:
+    if isinstance(choice, ToolChoice):
+        _check_tool_choice(choice, {tool.name for tool in request.tools or ()})
+    elif choice not in (None, "none", "auto", "required"):
+        text = "tool_choice is none, auto, required, one function or allowed_tools."
+        raise InvalidRequestError(text, param="tool_choice")
+    elif choice in ("auto", "required") and not request.tools:
         raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
-
-
-def _check_structured(request: SamplingFields) -> None:
-    structured = request.structured_outputs
-    if structured is not None:
-        given = [name for name in structured.__struct_fields__ if getattr(structured, name) not in (None, False)]
-        if len(given) != 1:
-            text = "structured_outputs takes exactly one of json, json_object, regex, choice, grammar."
-            raise InvalidRequestError(text, param="structured_outputs")
-        if structured.choice == []:
-            raise InvalidRequestError("choice must not be empty.", param="structured_outputs.choice")
-    formatted = request.response_format
-    if formatted is None or formatted.type == "text":
-        return
-    if structured is not None:
-        text = "response_format and structured_outputs exclude each other."
+    if request.structured_outputs is not None and request.tool_mode != "none":
+        text = "structured_outputs would keep the model from calling tools: use response_format or tool_choice none."
         raise InvalidRequestError(text, param="structured_outputs")
-    if formatted.type == "json_schema" and formatted.json_schema is None:
-        raise InvalidRequestError("json_schema is required.", param="response_format.json_schema")
 
 
-def _unsupported(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter")
+def _check_tool_choice(choice: ToolChoice, names: set[str]) -> None:
+    match choice.type:
+        case "function" if choice.function is not None:
+            chosen = [choice.function.name]
+        case "allowed_tools" if choice.allowed_tools is not None:
+            chosen = [tool.function.name if tool.function else "" for tool in choice.allowed_tools.tools]
+        case _:
+            raise unsupported("tool_choice.type", "can only be function or allowed_tools")
+    if not names.issuperset(chosen):
+        text = "tool_choice names a function that is not among the tools."
+        raise InvalidRequestError(text, param="tool_choice")
 
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 _DECODERS: Final[dict[type, Callable[[bytes], Any]]] = {
     kind: msgspec.json.Decoder(kind).decode for kind in (ChatRequest, CompletionRequest)
 }
-_MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
 def decode(body: bytes, kind: type[RequestT]) -> RequestT:
@@ -386,27 +394,3 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     request: RequestT = decode_json(body, _DECODERS[kind])
     request.check()
     return request
-
-
-def decode_json(body: bytes, decoder: Callable[[bytes], Any]) -> Any:
-    """`decoder(body)`, with every way in which bytes fail to be its type as an InvalidRequestError."""
-    try:
-        return decoder(body)
-    except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
-    except RecursionError:
-        raise InvalidRequestError("The body is nested too deeply.") from None
-
-
-def _validation_error(text: str) -> InvalidRequestError:
-    """msgspec says "Expected `int`, got `str` - at `$.max_tokens`"; the path becomes `param`."""
-    reason, _, path = text.partition(" - at `")
-    param = path.rstrip("`").removeprefix("$").removeprefix(".")
-    if missing := _MISSING.search(reason):
-        param = f"{param}.{missing[1]}" if param else missing[1]
-        reason = f"{missing[1]} is required"
-    if not param:
-        return InvalidRequestError(f"The body must be a JSON object: {reason}.")
-    return InvalidRequestError(f"{param}: {reason}.", param=param)

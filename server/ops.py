@@ -18,13 +18,13 @@ from starlette.types import ASGIApp
 
 from cache.index import Candidate
 from server.app import PublicApi, json_response
+from server.decoding import decode_json
 from server.errors import InvalidRequestError
 from server.generation import prompt_hashes, route_request
 from server.identity import DEFAULT_TENANT, Identity
 from server.job import Job
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
-from server.openai_types import decode_json
 from server.router.placement import RouteRequest
 
 MAX_BODY_BYTES: Final = 32 << 20

@@ -12,7 +12,8 @@ import msgspec
 from server.detokenizer import TextRules
 from server.errors import ContextLengthError, InvalidRequestError
 from server.models import ServedModel
-from server.openai_types import ResponseFormat, SamplingFields, StructuredOutputs
+from server.openai_parts import ResponseFormat, StructuredOutputs
+from server.openai_types import SamplingFields
 from worker.wire import Grammar, SamplingParams
 
 _SEED_MASK: Final = 2**63 - 1
@@ -52,7 +53,7 @@ def sampling_params(
     *,
     max_tokens: int,
     logprobs: int | None,
-    grammar: Grammar | None = None,
+    grammar: Grammar | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Raises InvalidRequestError."""
@@ -77,7 +78,7 @@ def sampling_params(
         stop_token_ids=_in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
-        grammar=grammar or grammar_of(request.response_format, request.structured_outputs),
+        grammar=grammar,
     )
 
 
@@ -124,6 +125,11 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
     if structured.choice is not None:
         return Grammar("choice", _json(structured.choice))
     return Grammar("json_object", "")
+
+
+def grammar_param(request: SamplingFields) -> str:
+    """The field that an error of the request's grammar is about."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
 def _json(value: object) -> str:

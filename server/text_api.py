@@ -8,12 +8,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.chat import render_chat
+from server.decoding import decode_json
 from server.errors import InvalidRequestError
 from server.identity import Identity
 from server.job import encode_json
 from server.logprobs import token_text
 from server.models import Models, ServedModel
-from server.openai_types import ChatRequest, TokenId, decode, decode_json
+from server.openai_types import ChatRequest, TokenId, decode
 from server.sampling import check_vocabulary
 
 

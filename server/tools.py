@@ -5,6 +5,9 @@ none          told of no tool       content
 auto          free                  its family's format
 required      held to a list        list
 one function  held to its schema    that function's arguments
+
+A response_format holds the answer. With tools in `auto` the model may call them instead: it is held to either the
+format or to calls as its family writes them.
 """
 
 from __future__ import annotations
@@ -13,64 +16,99 @@ import json
 from typing import Any, Final
 
 from server.models import ServedModel
-from server.openai_types import ChatRequest, NamedTool, Tool
+from server.openai_parts import Tool
+from server.openai_types import ChatRequest
 from server.parsing.output import THINK, OutputRules, ReasoningStart
+from server.sampling import grammar_of, grammar_param
 from worker.wire import Grammar
+
+_SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,40}"}
 
 
 def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> OutputRules:
     """`prompt` is the rendered text: it may have opened the model's thoughts already."""
-    reasoning = _reasoning(model, prompt)
-    choice = request.tool_choice
-    if not request.tools or choice == "none":
-        return OutputRules(reasoning=reasoning)
+    mode = request.tool_mode
+    if mode == "named":
+        return OutputRules(forced=request.named_tool.name)
     parallel = request.parallel_tool_calls is not False
-    if isinstance(choice, NamedTool):
-        assert choice.function is not None, "checked with the request"
-        return OutputRules(forced=choice.function.name)
-    if choice == "required":
+    if mode == "required":
         return OutputRules(tools="list", parallel=parallel)
-    names = frozenset(tool.function.name for tool in request.tools if tool.function is not None)
+    reasoning = _reasoning(model, prompt) if answer_grammar(request) is None else "none"
+    if mode == "none":
+        return OutputRules(reasoning=reasoning)
+    names = frozenset(tool.name for tool in request.usable_tools)
     return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel)
 
 
-def tool_grammar(request: ChatRequest) -> Grammar | None:
-    """What a forced call has to look like."""
-    choice = request.tool_choice
-    if not request.tools or choice is None or choice in ("none", "auto"):
-        return None
-    if isinstance(choice, NamedTool):
-        named = next(tool for tool in request.tools if _name(tool) == (choice.function and choice.function.name))
-        return Grammar("json_schema", json.dumps(_parameters(named)))
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(t) for t in request.tools]}}
+def answer_grammar(request: ChatRequest) -> Grammar | None:
+    """What an answer that is no call has to look like."""
+    return grammar_of(request.response_format, request.structured_outputs)
+
+
+def chat_grammar(request: ChatRequest, model: ServedModel) -> tuple[Grammar | None, str]:
+    """What the whole output is held to, and the field to blame when that cannot be compiled."""
+    match request.tool_mode:
+        case "named":
+            return Grammar("json_schema", json.dumps(request.named_tool.parameters)), "tools"
+        case "required":
+            return Grammar("json_schema", json.dumps(_calls_schema(request, "parameters"))), "tools"
+    answer = answer_grammar(request)
+    if answer is None or request.tool_mode == "none":
+        return answer, grammar_param(request)
+    return _answer_or_calls(answer, request, model), "response_format"
+
+
+def _answer_or_calls(answer: Grammar, request: ChatRequest, model: ServedModel) -> Grammar:
+    """In llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
+    schema = json.loads(answer.text) if answer.text else {"type": "object"}
+    more = "" if request.parallel_tool_calls is False else "*"
+    match model.tool_format:
+        case "hermes":
+            start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
+            call = f'{start} "\\n" body "\\n" {end}'
+            calls = f'call ("\\n" call){more}' if more else "call"
+            body = _any_call(request, "arguments")
+        case "llama3":
+            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(request, "parameters")
+        case "mistral":
+            call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
+            body = _calls_schema(request, "arguments")
+    lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
+    return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {_json_rule(body)}", ""]))
+
+
+def _marker(model: ServedModel, text: str) -> str:
+    """Special tokens have no bytes: they are named by their id."""
+    token_id = model.tokenizer.token_id(text)
+    special = token_id is not None and token_id in model.tokenizer.pieces.special_ids
+    return f"<[{token_id}]>" if special else json.dumps(text)
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _SPACES})
+
+
+def _calls_schema(request: ChatRequest, key: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(request, key)}
     if request.parallel_tool_calls is False:
         schema["maxItems"] = 1
-    return Grammar("json_schema", json.dumps(schema))
+    return schema
+
+
+def _any_call(request: ChatRequest, key: str) -> dict[str, Any]:
+    return {"anyOf": [_call(tool, key) for tool in request.usable_tools]}
+
+
+def _call(tool: Tool, key: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, key: tool.parameters},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
 
 
 def _reasoning(model: ServedModel, prompt: str) -> ReasoningStart:
     if not model.thinks:
         return "none"
     return "inside" if prompt.rstrip().endswith(THINK) else "maybe"
-
-
-def _name(tool: Tool) -> str:
-    assert tool.function is not None, "checked with the request"
-    return tool.function.name
-
-
-_ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    assert tool.function is not None, "checked with the request"
-    return tool.function.parameters or _ANY_OBJECT
-
-
-def _call(tool: Tool) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": _name(tool)}, "parameters": _parameters(tool)},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }

@@ -25,6 +25,7 @@ PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
 STATUS_OF: Final = {
     "invalid_request": 400,
+    "invalid_grammar": 400,
     "payload_too_large": 413,
     "wrong_epoch": 409,
     "queue_full": 429,
@@ -103,7 +104,7 @@ class WorkerService:
         try:
             constraints = await parts.grammars.constraints(request)
         except GrammarError as error:
-            raise self._refusal(Failed("invalid_request", str(error), retryable=False)) from error
+            raise self._refusal(Failed("invalid_grammar", str(error), retryable=False)) from error
         stream = parts.streams.open(request)
         if self._tracing is not None:
             stream.trace = self._tracing.begin(request)

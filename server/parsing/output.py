@@ -55,6 +55,9 @@ class OutputParser:
             "after" if rules.reasoning == "none" else rules.reasoning
         )
         self._held = ""
+        self._num_fed = 0
+        self.answer_start = 0
+        """Characters of the text that belong to thoughts, as far as is known."""
         self._num_calls = 0
         self._parallel = rules.parallel
 
@@ -66,6 +69,7 @@ class OutputParser:
         if self._state == "after":
             return self._allowed(self._after(text))
         pieces: list[Piece] = []
+        self._num_fed += len(text)
         text, self._held = self._held + text, ""
         if self._state == "maybe":
             text = self._maybe(text)
@@ -103,10 +107,12 @@ class OutputParser:
     def _inside(self, text: str, pieces: list[Piece]) -> str:
         thought, end, rest = text.partition(END_THINK)
         if not end:
+            self.answer_start = self._num_fed
             keep = ambiguous_len(thought, (END_THINK,))
             thought, self._held = thought[: len(thought) - keep], thought[len(thought) - keep :]
         else:
             self._state = "trim"
+            self.answer_start = self._num_fed - len(rest)
         if thought:
             pieces.append(Reasoning(thought))
         return rest

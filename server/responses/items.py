@@ -22,20 +22,28 @@ class OutputItems:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open = False
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens whose text is not released yet."""
 
-    def add(self, pieces: Iterable[Piece]) -> list[Event]:
+    def add(self, pieces: Iterable[Piece], logprobs: Iterable[dict[str, Any]] = ()) -> list[Event]:
+        """`logprobs` of the pieces' tokens, which go out with the first text of the answer."""
         events: list[Event] = []
+        self._logprobs += logprobs
         for piece in pieces:
             match piece:
                 case Content(text):
                     self._ensure("message", events)
-                    self._part()["text"] += text
-                    events.append(("response.output_text.delta", {**self._place(), "delta": text, "logprobs": []}))
+                    part, fresh = self._part(), self._logprobs
+                    self._logprobs = []
+                    part["text"] += text
+                    part["logprobs"] += fresh
+                    events.append(("response.output_text.delta", {**self._place(), "delta": text, "logprobs": fresh}))
                 case Reasoning(text):
                     self._ensure("reasoning", events)
                     self._part()["text"] += text
                     events.append(("response.reasoning_text.delta", {**self._place(), "delta": text}))
                 case CallStart(name):
+                    self._logprobs = []
                     self.close("completed", events)
                     self._begin("function_call", events, name=name, call_id=call_id(), arguments="")
                 case CallArguments(text):
@@ -58,7 +66,7 @@ class OutputItems:
         else:
             part = self._part()
             kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            extra: dict[str, Any] = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             events.append((f"response.{kind}.done", {**self._place(), "text": part["text"], **extra}))
             events.append(("response.content_part.done", {**self._place(), "part": dict(part)}))
         events.append(("response.output_item.done", {"output_index": index, "item": item}))
@@ -74,7 +82,7 @@ class OutputItems:
             self._begin(kind, events, summary=[], content=[])
             part = {"type": "reasoning_text", "text": ""}
         self.items[-1]["content"].append(part)
-        events.append(("response.content_part.added", {**self._place(), "part": dict(part)}))
+        events.append(("response.content_part.added", {**self._place(), "part": {**part}}))
 
     def _begin(self, kind: str, events: list[Event], **fields: Any) -> None:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]

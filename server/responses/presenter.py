@@ -9,17 +9,21 @@ from typing import Any
 import msgspec
 
 from server.answer import Answer, CollectedChoice
-from server.choice import ChoiceDelta
+from server.choice import ChoiceDelta, TokenEntry
 from server.errors import ApiError
 from server.job import encode_json
+from server.logprobs import chat_logprobs
 from server.parsing.output import OutputParser, OutputRules
+from server.pieces import PieceTable
 from server.responses.items import Event, OutputItems
 from server.responses.types import ResponsesRequest
 
 
 class ResponsesPresenter:
-    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules) -> None:
+    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, pieces: PieceTable) -> None:
         self._id = id_
+        self._pieces = pieces
+        self._num_top = request.num_top_logprobs
         self._request = request
         self._parser = OutputParser(rules)
         self._items = OutputItems()
@@ -30,7 +34,8 @@ class ResponsesPresenter:
 
     def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> bytes:
         (choice,) = choices
-        self._items.add(self._parser.feed(choice.text) + self._parser.finish())
+        pieces = self._parser.feed(choice.text) + self._parser.finish()
+        self._items.add(pieces, self._logprobs(choice.entries))
         self._finish(choice.finish_reason)
         return encode_json(self._response(self._status, answer))
 
@@ -44,7 +49,7 @@ class ResponsesPresenter:
             pieces = self._parser.feed(delta.text)
             if delta.finish_reason is not None:
                 pieces += self._parser.finish()
-            events += self._items.add(pieces)
+            events += self._items.add(pieces, self._logprobs(delta.entries))
             if delta.finish_reason is not None:
                 events += self._finish(delta.finish_reason)
         return b"".join([self._event(*event) for event in events])
@@ -54,6 +59,14 @@ class ResponsesPresenter:
 
     def error_event(self, error: ApiError) -> bytes:
         return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
+        """Of the answer's tokens, not of the thoughts before it."""
+        if self._num_top is None:
+            return []
+        shown = [entry for entry in entries if entry.start >= self._parser.answer_start]
+        content: list[dict[str, Any]] = chat_logprobs(self._pieces, shown, self._num_top)["content"]
+        return content
 
     @property
     def _status(self) -> str:
@@ -97,7 +110,7 @@ class ResponsesPresenter:
             "text": {"format": _written(text_format) if text_format is not None else {"type": "text"}},
             "tool_choice": _written(request.tool_choice) or "auto",
             "tools": [{"parameters": None, "strict": None, **_written(tool)} for tool in request.tools or ()],
-            "top_logprobs": 0,
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": _usage(answer) if answer is not None else None,

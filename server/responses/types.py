@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from server.decoding import decode_json, unsupported
 from server.errors import InvalidRequestError
-from server.openai_types import (
-    ChatRequest,
+from server.openai_parts import (
+    AllowedTool,
+    AllowedTools,
     FunctionCall,
     FunctionDefinition,
     JsonSchemaFormat,
     Message,
     NamedFunction,
-    NamedTool,
-    Probability,
     ResponseFormat,
-    ShortText,
     TextPart,
     Tool,
     ToolCall,
-    decode_json,
 )
+from server.openai_parts import ToolChoice as ChatToolChoice
+from server.openai_types import ChatRequest, ModelFields, ReasoningEffort
+
+LOGPROBS: Final = "message.output_text.logprobs"
 
 
 class InputItem(Struct, kw_only=True):
@@ -46,9 +50,18 @@ class FunctionTool(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ToolChoice(Struct, kw_only=True):
+class ChosenTool(Struct, kw_only=True):
     type: str
     name: str | None = None
+
+
+class ToolChoice(Struct, kw_only=True):
+    """One function (`type` function), or some of the tools (`type` allowed_tools)."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ChosenTool] | None = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -65,91 +78,101 @@ class TextOptions(Struct, kw_only=True):
 
 
 class ReasoningOptions(Struct, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True):
-    model: Annotated[str, Meta(min_length=1, max_length=1024)]
+class ResponsesRequest(ModelFields, kw_only=True):
+    """`max_output_tokens` and `text.format` are called max_completion_tokens and response_format in chats."""
+
+    hints: ClassVar[frozenset[str]] = ModelFields.hints | {"include", "stream_options"}
+    refused: ClassVar[Mapping[str, str]] = {
+        **ModelFields.refused,
+        "background": "needs stored responses, which this server does not keep",
+        "context_management": "is not offered: send what the model shall see",
+        "conversation": "needs stored conversations, which this server does not keep: send the whole input",
+        "max_tool_calls": "concerns built-in tools, which are not offered",
+        "previous_response_id": "needs stored responses, which this server does not keep: send the whole input",
+        "prompt": "needs stored prompts, which this server does not keep: send instructions and input",
+    }
+
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    stream: bool | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    store: bool | None = None
-    include: list[str] | None = None
-    stream_options: Any = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    include: list[str] | None = None
+    stream_options: dict[str, Any] | None = None
 
-    previous_response_id: Any = None
+    background: Any = None
+    context_management: Any = None
     conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
     max_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """None: no log probabilities are asked for."""
+        asked = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if asked else None
 
 
 _DECODER: Final = msgspec.json.Decoder(ResponsesRequest)
-_STATEFUL: Final = {
-    "previous_response_id": "needs stored responses, which this server does not keep: send the whole input",
-    "conversation": "needs stored conversations, which this server does not keep: send the whole input",
-    "prompt": "needs stored prompts, which this server does not keep: send instructions and input",
-    "max_tool_calls": "concerns built-in tools, which are not offered",
+_SHARED: Final = tuple(field for field in ModelFields.__struct_fields__ if field not in ModelFields.refused)
+FIELD_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
 }
+"""What chats call it, and what it is called here."""
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
     """The request and the chat request that it stands for. Raises InvalidRequestError."""
     request: ResponsesRequest = decode_json(body, _DECODER.decode)
-    for field, why in _STATEFUL.items():
-        if getattr(request, field) is not None:
-            raise _unsupported(field, why)
-    if request.background:
-        raise _unsupported("background", "needs stored responses, which this server does not keep")
+    request.check_fields()
     if request.truncation == "auto":
-        raise _unsupported("truncation", "can only be disabled")
-    if request.top_logprobs or (request.include and "message.output_text.logprobs" in request.include):
-        raise _unsupported("top_logprobs", "is not offered here: use /v1/chat/completions")
+        raise unsupported("truncation", "can only be disabled")
     chat = _chat_request(request)
-    chat.check()
+    with errors_renamed():
+        chat.check()
     return request, chat
+
+
+@contextmanager
+def errors_renamed() -> Iterator[None]:
+    """Errors of the chat request name the fields of this route."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        name, dot, rest = (error.param or "").partition(".")
+        name, bracket, index = name.partition("[")
+        error.param = f"{FIELD_NAMES.get(name, name)}{bracket}{index}{dot}{rest}" or None
+        raise
 
 
 def _chat_request(request: ResponsesRequest) -> ChatRequest:
     tools = [_tool(tool, index) for index, tool in enumerate(request.tools or ())]
+    num_top = request.num_top_logprobs
+    without_tools = request.tool_choice if request.tool_choice not in ("auto", "none") else None
     return ChatRequest(
-        model=request.model,
+        **{field: getattr(request, field) for field in _SHARED},
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        stream=request.stream,
         tools=tools or None,
-        tool_choice=_tool_choice(request.tool_choice) if tools else None,
+        tool_choice=_tool_choice(request.tool_choice if tools else without_tools),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        metadata=request.metadata,
-        cache_salt=request.cache_salt,
-        prompt_cache_key=request.prompt_cache_key,
-        safety_identifier=request.safety_identifier,
-        user=request.user,
-        seed=request.seed,
-        service_tier=request.service_tier,
+        logprobs=num_top is not None,
+        top_logprobs=num_top,
     )
 
 
@@ -179,7 +202,7 @@ def _messages(request: ResponsesRequest) -> list[Message]:
             case "reasoning":
                 continue  # templates drop the thoughts of earlier turns
             case _:
-                raise _unsupported(f"input[{index}].type", "can be message, function_call or function_call_output")
+                raise unsupported(f"input[{index}].type", "can be message, function_call or function_call_output")
     if not messages:
         raise InvalidRequestError("input holds no message.", param="input")
     return messages
@@ -195,7 +218,7 @@ def _add_call(messages: list[Message], call: ToolCall) -> None:
 
 def _tool(tool: FunctionTool, index: int) -> Tool:
     if tool.type != "function" or not tool.name:
-        raise _unsupported(f"tools[{index}].type", "can only be function, with a name")
+        raise unsupported(f"tools[{index}].type", "can only be function, with a name")
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     try:
         function = msgspec.convert(fields, FunctionDefinition)
@@ -204,12 +227,15 @@ def _tool(tool: FunctionTool, index: int) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _tool_choice(choice: str | ToolChoice | None) -> str | NamedTool | None:
+def _tool_choice(choice: str | ToolChoice | None) -> str | ChatToolChoice | None:
     if not isinstance(choice, ToolChoice):
         return choice
-    if choice.type != "function" or not choice.name:
-        raise _unsupported("tool_choice.type", "can only be function, with a name")
-    return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    if choice.type == "function" and choice.name:
+        return ChatToolChoice(type="function", function=NamedFunction(name=choice.name))
+    if choice.type != "allowed_tools" or not choice.tools:
+        raise unsupported("tool_choice.type", "can only be function or allowed_tools")
+    named = [AllowedTool(type=tool.type, function=NamedFunction(name=tool.name or "")) for tool in choice.tools]
+    return ChatToolChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode or "auto", tools=named))
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
@@ -223,7 +249,3 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
     return ResponseFormat(
         type="json_schema", json_schema=JsonSchemaFormat(name=formatted.name, schema=formatted.schema)
     )
-
-
-def _unsupported(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Refuse, ScriptedWorker
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import MESSAGES, chat, client, post
-from worker.wire import Grammar, TokenizerBundle
+from worker.grammar import GrammarCompiler, GrammarConstraint
+from worker.wire import Frame, GenerateRequest, Grammar, TokenizerBundle
 
 WEATHER: Any = {
     "type": "function",
@@ -154,3 +156,110 @@ async def test_structured_output_reaches_the_worker(
         status, _, raw = await post(target.url, chat(**fields))
     assert status == 200, raw
     assert worker.received[0].sampling.grammar == grammar
+
+
+OTHER: Any = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+
+
+async def test_allowed_tools_are_all_that_the_model_is_told_of(says: Says) -> None:
+    worker = says(CALL)
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, chat(tools=[OTHER, WEATHER], tool_choice=choice))
+        assert status == 200, raw
+        assert worker.received[-1].sampling.grammar is None
+        allowed["mode"] = "required"
+        await post(target.url, chat(tools=[OTHER, WEATHER], tool_choice=choice))
+        allowed["tools"] = [{"type": "function", "function": {"name": "none"}}]
+        status, _, raw = await post(target.url, chat(tools=[OTHER, WEATHER], tool_choice=choice))
+    assert (status, json.loads(raw)["error"]["param"]) == (400, "tool_choice")
+    assert '"name": "other"' not in says.prompt(worker)
+    grammar = worker.received[-1].sampling.grammar
+    assert grammar is not None
+    assert [call["properties"]["name"]["const"] for call in json.loads(grammar.text)["items"]["anyOf"]] == [
+        "get_weather"
+    ]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        ("{# tools <tool_call> #}x", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "K"}}\n</tool_call>'),
+        ("{# tools <|python_tag|> #}x", '{"name": "get_weather", "parameters": {"city": "K"}}'),
+        ("{# tools [TOOL_CALLS] #}x", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "K"}}]'),
+    ],
+)
+async def test_a_format_beside_tools_leaves_calls_possible(says: Says, template: str, call: str) -> None:
+    """The grammar takes the answer, and a call in the family's own form, and nothing else."""
+    worker = says('{"a": 1}', chat_template=template)
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, chat(tools=[WEATHER], response_format=FORMAT))
+        assert json.loads(raw)["choices"][0]["message"]["content"] == '{"a": 1}'
+    assert status == 200
+    request = worker.received[0]
+    compiler = GrammarCompiler(worker.bundle)
+    try:
+        tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
+        for text, taken in (('{"a": 1}', True), (call, True), ("hello", False), ('{"b": 1}', False)):
+            constraint = (await compiler.constraints(request))[0]
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            assert follows(constraint, ids) == taken, text
+    finally:
+        compiler.close()
+
+
+def follows(constraint: GrammarConstraint, token_ids: list[int]) -> bool:
+    for token_id in token_ids:
+        mask: Any = constraint.allowed()
+        if not (int(mask[token_id // 32]) >> (token_id % 32)) & 1:
+            return False
+        constraint.advance(token_id)
+    return True
+
+
+async def test_structured_outputs_beside_tools_are_refused(says: Says) -> None:
+    async with gateway(says("x")) as target:
+        body = chat(tools=[WEATHER], structured_outputs={"regex": "a"})
+        status, _, raw = await post(target.url, body)
+        assert (status, json.loads(raw)["error"]["param"]) == (400, "structured_outputs")
+        status, _, _ = await post(target.url, {**body, "tool_choice": "none"})
+        assert status == 200
+
+
+async def test_a_format_is_no_thought(says: Says) -> None:
+    """A template that opens the thoughts, and a grammar that allows none: the text is the answer."""
+    worker = says('{"a": 1}', chat_template="{{ messages[0].content }}<think>")
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(response_format=FORMAT))
+    assert json.loads(raw)["choices"][0]["message"]["content"] == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "response_format": FORMAT}, "response_format"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}, "tools"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+async def test_a_grammar_that_no_worker_compiles_names_its_field(
+    says: Says, path: str, fields: dict[str, Any], param: str
+) -> None:
+    worker = says("x")
+
+    async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
+        raise Refuse(400, "invalid_grammar", retryable=False)
+        yield
+
+    worker.behave = refuse
+    async with gateway(worker) as target:
+        for stream in (False, True):
+            status, _, raw = await post(target.url, {"model": "tiny", "stream": stream, **fields}, path)
+            assert (status, json.loads(raw)["error"]["param"]) == (400, param)

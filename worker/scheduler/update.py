@@ -10,7 +10,7 @@ from worker.wire import Failed, Finished, FinishReason, PromptLogprobs, Tokens
 def failed_by(error: Exception) -> Failed:
     """What the client hears of an error that its own request has caused."""
     if isinstance(error, ConstraintError):
-        return Failed("invalid_request", str(error), retryable=False)
+        return Failed("invalid_grammar", str(error), retryable=False)
     return Failed("internal_error", "the request cannot be computed", retryable=False)
 
 

@@ -110,6 +110,11 @@ async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> 
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"model": "none"}, "model"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": "word " * 3000}, "input"),
+        ({"max_output_tokens": 5000}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
     ],
 )
 async def test_what_is_not_offered_is_said(says: Says, fields: dict[str, Any], param: str) -> None:
@@ -119,3 +124,29 @@ async def test_what_is_not_offered_is_said(says: Says, fields: dict[str, Any], p
     assert status in (400, 404)
     assert json.loads(raw)["error"]["param"] == param
     assert worker.received == []
+
+
+async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:
+    worker = says("<think>Hm.</think>Yes, 4. \U0001f389", chat_template="{{ messages[0].content }}{# <think> #}")
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.responses.create(model="tiny", input="x", top_logprobs=2)
+        async with sdk.responses.stream(model="tiny", input="x", include=["message.output_text.logprobs"]) as stream:
+            final = await stream.get_final_response()
+    for response, num_top in ((answer, 2), (final, 0)):
+        message: Any = response.output[-1]
+        logprobs = message.content[0].logprobs
+        *text, end = [bytes(token.bytes) for token in logprobs]
+        assert b"".join(text).decode() == message.content[0].text == "Yes, 4. \U0001f389"
+        assert end == b"<|im_end|>"
+        assert {len(token.top_logprobs) for token in logprobs} == {num_top}
+
+
+async def test_sampling_fields_reach_the_worker(says: Says) -> None:
+    worker = says("one two three")
+    fields = {"top_k": 3, "stop": "two", "frequency_penalty": 1.5, "logit_bias": {"5": 2}, "min_p": 0.1}
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, {"model": "tiny", "input": "x", **fields}, "/v1/responses")
+    sampling = worker.received[0].sampling
+    assert (sampling.top_k, sampling.frequency_penalty, sampling.min_p) == (3, 1.5, 0.1)
+    assert sampling.logit_bias == ((5, 2.0),)
+    assert json.loads(raw)["output"][0]["content"][0]["text"] == "one "
