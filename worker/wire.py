@@ -5,7 +5,8 @@
     GET  /state      WorkerState                                  GET /bundle   TokenizerBundle
 
 A refusal before the stream is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429
-`queue_full`, 503 `draining`, 400 `invalid_request` (a request that no worker can serve), 400 `invalid_grammar`. `max_tokens` and `min_tokens`
+`queue_full`, 503 `draining`, 400 `invalid_request` (a request that no worker can serve), 400
+`invalid_grammar`. `max_tokens` and `min_tokens`
 count a resumed choice's `output_ids` too. Closing the connection aborts the request.
 A stream that ends without End or Failed is a dead worker. Frames are msgpack arrays whose first item is a tag; a
 reader feeds bytes to `FrameReader` as they arrive, however they are cut.
