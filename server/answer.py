@@ -108,6 +108,23 @@ class Answer:
             await asyncio.gather(*pumps, return_exceptions=True)
 
 
+class OpenAnswers:
+    """The answers being written now, for those who look."""
+
+    def __init__(self) -> None:
+        self._answers: set[Answer] = set()
+
+    def add(self, answer: Answer) -> None:
+        self._answers.add(answer)
+
+    def discard(self, answer: Answer) -> None:
+        self._answers.discard(answer)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(generation.num_output_tokens for answer in self._answers for generation in answer.generations)
+
+
 async def _pump(generation: Generation, queue: asyncio.Queue[list[ChoiceDelta] | Exception | None]) -> None:
     try:
         async with aclosing(generation.deltas()) as batches:

@@ -11,11 +11,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
-from server.answer import Answer
+from server.answer import Answer, OpenAnswers
 from server.authentication import lease_of
 from server.errors import as_api_error
 from server.generation import Backend, Generation
@@ -37,6 +37,7 @@ class EndpointServices:
     heart: Heart
     request_timeout_s: float
     tracing: Tracing | None = None
+    open_answers: OpenAnswers = field(default_factory=OpenAnswers)
 
 
 class GenerateEndpoint:
@@ -62,12 +63,14 @@ class GenerateEndpoint:
         answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
         self._services.backend.metrics.prompt_tokens.inc(num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
+        self._services.open_answers.add(answer)
         try:
             if job.stream:
                 await self._stream(job, answer, context, receive, send)
             else:
                 await self._answer(job, answer, receive, send)
         finally:
+            self._services.open_answers.discard(answer)
             generations = answer.generations
             num_tokens = sum(generation.num_output_tokens for generation in generations)
             self._services.backend.metrics.output_tokens.inc(num_tokens)

@@ -3,7 +3,7 @@
 index reader ---+
 fleet ----------+--> router --> generations --> workers
 models ---------+                   |
-public app (OpenAI, health) --------+        ops app (metrics, workers, explain, drain)
+public app (OpenAI, health) --------+        ops app (metrics, workers, explain, drain; console: pages and live feed)
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +36,9 @@ from cache.types import GatewayId
 from server.api_keys import KeyFile
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.config import GatewayConfig, parse
+from server.console.feed import Feed, FeedSources
+from server.console.traffic import Totals, buckets, total
+from server.console.workers import FleetSources
 from server.endpoint import EndpointServices
 from server.failed_auth import FailedAuth
 from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
@@ -48,9 +53,11 @@ from server.ops import OpsServices, ops_app
 from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.router import HeadstartRouter, RouterSettings
+from server.router.watcher import DecisionWatcher
 from server.stream import Heart
 from server.tracing import open_tracing
 from server.watch import StallWatch
+from server.worker_actions import WorkerActions
 from server.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -113,8 +120,9 @@ class Gateway:
             self.metrics,
             self.router.report_failure,
         )
-        endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
-        services = PublicServices(endpoint, self.models, self.lifecycle, self.fleet.live_workers)
+        self._endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
+        self.feed = Feed(self._feed_sources(gateway_id))
+        services = PublicServices(self._endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
         admission = Admission(identities, RateLimits(LimitTable.private()), config.max_body_bytes)
         self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
@@ -128,6 +136,9 @@ class Gateway:
                 candidates=self._candidates,
                 index_state=self.router.index_state,
                 drain=self.drain,
+                actions=WorkerActions(self._client.session, self.fleet.workers),
+                feed=self.feed,
+                public=self.public,
             )
         )
         self._servers: list[_Server] = []
@@ -157,6 +168,7 @@ class Gateway:
                     for server, sock in zip(self._servers, (public, ops), strict=True)
                 )
                 await served
+                self.feed.close()
                 self._servers[1].should_exit = True
                 await ops_served
                 for task in tasks:
@@ -185,6 +197,47 @@ class Gateway:
         """The live workers of every model."""
         models = {worker.model for worker in self.fleet.workers()}
         return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
+
+    def _feed_sources(self, gateway_id: GatewayId) -> FeedSources:
+        index, router, metrics = self._index, self.router, self.metrics
+
+        def totals(num_decisions: int) -> Totals:
+            return Totals(
+                at_s=time.monotonic(),
+                num_decisions=num_decisions,
+                prompt_tokens=total(metrics.prompt_tokens),
+                cached_tokens=total(metrics.cached_tokens),
+                output_tokens=total(metrics.output_tokens) + self._endpoint.open_answers.num_output_tokens,
+                in_flight=total(metrics.in_flight),
+                ttft_counts=buckets(metrics.ttft_s)[1],
+            )
+
+        def health() -> dict[str, Any]:
+            shards = index.health() if isinstance(index, RedisIndex) else []
+            return {**asdict(router.index_state()), "shards": [asdict(shard) for shard in shards]}
+
+        def watch(watcher: DecisionWatcher | None) -> None:
+            router.watcher = watcher
+
+        async def prefixes() -> None:
+            return None
+
+        return FeedSources(
+            about={"version": version("headstart"), "gateway": gateway_id, "policy": self._config.policy},
+            fleet=FleetSources(
+                members=self.fleet.workers,
+                candidates=self._candidates,
+                broken=self.fleet.broken,
+                entries=index.seen_entries if isinstance(index, RedisIndex) else list,
+                hit_rate=lambda worker_id: router.hits.rate(worker_id, router.clock()),
+            ),
+            totals=totals,
+            ttft_bounds_s=buckets(metrics.ttft_s)[0],
+            index=health,
+            draining=lambda: self.lifecycle.draining,
+            prefixes=prefixes,
+            watch=watch,
+        )
 
     def _open_index(self) -> RedisIndex | NoIndex:
         config = self._config

@@ -1,6 +1,7 @@
 """The ops port: for operators, never for clients.
 
-GET /metrics /workers /health/live /health/ready      POST /route/explain /drain
+GET /metrics /workers /events /health/live /health/ready      POST /route/explain /drain /workers/{id}/drain|purge
+GET /dashboard /chat /pages/...                               /chat/api/...: the public API, for the chat page
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from starlette.types import ASGIApp
 
 from cache.index import Candidate
 from server.app import PublicApi, json_response
+from server.console.events import EventsEndpoint
+from server.console.feed import Feed
+from server.console.forward import ForwardMiddleware
+from server.console.origin import SameOriginMiddleware
+from server.console.pages import Pages
 from server.decoding import decode_json
 from server.errors import InvalidRequestError
 from server.generation import prompt_hashes, route_request
@@ -26,6 +32,7 @@ from server.job import Job
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.router.placement import RouteRequest
+from server.worker_actions import ACTIONS, WorkerActions
 
 MAX_BODY_BYTES: Final = 32 << 20
 
@@ -42,6 +49,9 @@ class OpsServices:
     candidates: Callable[[], Sequence[Candidate]]
     index_state: Callable[[], Any]
     drain: Callable[[], None]
+    actions: WorkerActions
+    feed: Feed
+    public: ASGIApp
 
 
 class OpsApi:
@@ -54,6 +64,9 @@ class OpsApi:
             Route("/workers", self.workers, methods=["GET"]),
             Route("/route/explain", self.explain, methods=["POST"]),
             Route("/drain", self.drain, methods=["POST"]),
+            *(Route(f"/workers/{{worker_id}}/{action}", self._act(action), methods=["POST"]) for action in ACTIONS),
+            Route("/events", EventsEndpoint(self._services.feed), methods=["GET"]),
+            *Pages().routes(),
             Route("/health/live", self._services.api.live, methods=["GET"]),
             Route("/health/ready", self._services.api.ready, methods=["GET"]),
         ]
@@ -92,6 +105,12 @@ class OpsApi:
         self._services.drain()
         return json_response({"draining": True})
 
+    def _act(self, action: str) -> Callable[[Request], Awaitable[Response]]:
+        async def act(request: Request) -> Response:
+            return json_response(await self._services.actions.act(request.path_params["worker_id"], action))
+
+        return act
+
 
 def _fields(value: Any) -> dict[str, Any]:
     fields: dict[str, Any] = asdict(value)
@@ -102,4 +121,5 @@ def ops_app(services: OpsServices) -> ASGIApp:
     app: ASGIApp = Router(routes=OpsApi(services).routes(), redirect_slashes=False)
     app = BodyLimitMiddleware(app, MAX_BODY_BYTES)
     app = ErrorMiddleware(app, services.metrics)
-    return RequestContextMiddleware(app, services.metrics)
+    app = RequestContextMiddleware(app, services.metrics)
+    return SameOriginMiddleware(ForwardMiddleware(app, services.public))

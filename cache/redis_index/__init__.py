@@ -6,7 +6,15 @@ schema               the keys and records, untrusted when read   script.LOOKUP  
 """
 
 from cache.redis_index.link import LinkDownError
-from cache.redis_index.reader import ReaderSettings, RedisIndex, RegistryEntry
+from cache.redis_index.reader import ReaderSettings, RedisIndex, RegistryEntry, ShardHealth
 from cache.redis_index.writer import IndexWriter, WriterSettings
 
-__all__ = ["IndexWriter", "LinkDownError", "ReaderSettings", "RedisIndex", "RegistryEntry", "WriterSettings"]
+__all__ = [
+    "IndexWriter",
+    "LinkDownError",
+    "ReaderSettings",
+    "RedisIndex",
+    "RegistryEntry",
+    "ShardHealth",
+    "WriterSettings",
+]

@@ -82,6 +82,11 @@ class Link:
     def up(self) -> bool:
         return self._connection is not None
 
+    @property
+    def label(self) -> str:
+        """Where it leads, without a password."""
+        return self._endpoint.label
+
     def pack(self, commands: Iterable[Sequence[Argument]]) -> bytes:
         """Commands in the form in which they travel; may be kept and submitted many times."""
         return b"".join(pack_command(command) for command in commands)

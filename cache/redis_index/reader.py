@@ -87,6 +87,16 @@ class RegistryEntry:
     age_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ShardHealth:
+    """Whether lookups reach one shard."""
+
+    redis: str
+    """Its address, without a password."""
+    connected: bool
+    breaker_open: bool
+
+
 class _Shard:
     """One connection, the members behind it, and its breaker."""
 
@@ -272,7 +282,12 @@ class _Shard:
         """The registry now, lapsed entries included. Raises LinkDownError."""
         await self._refresh()
         (now,) = await self.link.call(("TIME",), timeout_s=2.0)
-        now_ms = int(now[0]) * 1000 + int(now[1]) // 1000
+        self._redis_now_ms = int(now[0]) * 1000 + int(now[1]) // 1000
+        return self.seen_entries()
+
+    def seen_entries(self) -> list[RegistryEntry]:
+        """The registry as the last lookup saw it: nothing is asked."""
+        now_ms = self._redis_now_ms
         return [
             RegistryEntry(
                 worker.member,
@@ -396,6 +411,13 @@ class RedisIndex:
         """The registry read now. Raises LinkDownError."""
         answers = [await shard.entries() for shard in self._shards]
         return [entry for answer in answers for entry in answer]
+
+    def seen_entries(self) -> list[RegistryEntry]:
+        """The registry as lookups saw it last, at most `poll_s` ago while Redis answers; nothing is asked."""
+        return [entry for shard in self._shards for entry in shard.seen_entries()]
+
+    def health(self) -> list[ShardHealth]:
+        return [ShardHealth(shard.link.label, shard.link.up, shard.breaker_open) for shard in self._shards]
 
     async def ping(self) -> None:
         """One PING on the first shard's connection: the yardstick of `headstart bench index`."""

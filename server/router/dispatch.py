@@ -122,11 +122,12 @@ class Dispatcher:
         now_s: float,
         *,
         trace: list[Choice] | None = None,
+        book: bool = True,
     ) -> Assignment | None:
-        """Choose and book; None when every candidate is guarded.
+        """Choose and book; None when every candidate is guarded, or nothing shall be booked.
 
-        `guards` has one entry a candidate, None where nothing speaks against it. With `trace`, nothing is booked: it
-        receives one Choice a candidate, and the result is None.
+        `guards` has one entry a candidate, None where nothing speaks against it. `trace` receives one Choice a
+        candidate.
         """
         self.overlay.expire(now_s)
         rate = self._common_rate(candidates)
@@ -141,13 +142,12 @@ class Dispatcher:
         if open_options:
             recent_s = sum(option.recent_s for option in options)
             fleet = FleetView(self.settings.cost, recent_s, len(options))
-            if trace is None:
+            if book:
                 fleet = FleetView(self.settings.cost, recent_s, len(options), self._rng.random)
             scores = self._policy.scores(request, open_options, fleet)
         if trace is not None:
             self._explain(trace, candidates, options, matches, guards, scores)
-            return None
-        if not open_options:
+        if not (open_options and book):
             return None
         best = min(scores)
         ties = [option for option, score in zip(open_options, scores, strict=True) if score == best]

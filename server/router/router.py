@@ -22,9 +22,11 @@ from cache.types import GatewayId, WorkerId
 from server.fleet import Fleet
 from server.router.dispatch import Assignment, Choice, Dispatcher, DispatchSettings
 from server.router.foresight import Foresight
+from server.router.hits import HitRates
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.policies import make_policy
 from server.router.recent import RecentPlacements
+from server.router.watcher import Decision, DecisionWatcher
 
 _BREAKER = "breaker open"
 
@@ -70,7 +72,7 @@ class HeadstartPlacement:
     def prefill_started(self, num_cached_tokens: int) -> None:
         if self._assignment.num_cached_tokens is None:
             self._assignment.prefill_started(num_cached_tokens, self._router.clock())
-            self._router.foresight.add(self.promised_tokens, num_cached_tokens)
+            self._router.found(self._request, self.worker, self.promised_tokens, num_cached_tokens)
 
     def first_token(self) -> None:
         if not self._saw_token:
@@ -101,6 +103,9 @@ class HeadstartRouter:
         self._settings = settings
         self.clock = clock
         self.foresight = Foresight()
+        self.hits = HitRates()
+        self.watcher: DecisionWatcher | None = None
+        """Set while somebody looks: told of decisions as they are made."""
         self._dispatcher = Dispatcher(
             settings.gateway_id, make_policy(settings.policy), settings.dispatch, rng or random.Random()
         )
@@ -117,14 +122,18 @@ class HeadstartRouter:
         candidates = self._candidates(request, found)
         guards = self._guards(request, candidates)
         now_s = self.clock()
-        assignment = self._dispatcher.dispatch(request, candidates, guards, now_s)
+        trace: list[Choice] | None = [] if self.watcher is not None and self.watcher.wants(now_s) else None
+        assignment = self._dispatcher.dispatch(request, candidates, guards, now_s, trace=trace)
         if assignment is None and _BREAKER in guards:
             # Better a worker that failed a moment ago than none.
             guards = [None if guard == _BREAKER else guard for guard in guards]
-            assignment = self._dispatcher.dispatch(request, candidates, guards, now_s)
+            trace = None if trace is None else []
+            assignment = self._dispatcher.dispatch(request, candidates, guards, now_s, trace=trace)
         if assignment is None:
             raise self._no_worker(request, candidates, guards)
         self._observe("choose", self.clock() - found_s)
+        if trace is not None and self.watcher is not None:
+            self.watcher.decided(Decision(request, assignment.option, trace, index_answered=found is not None))
         return HeadstartPlacement(self, request, assignment)
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
@@ -133,7 +142,7 @@ class HeadstartRouter:
         candidates = self._candidates(request, found)
         trace: list[Choice] = []
         guards = self._guards(request, candidates)
-        self._dispatcher.dispatch(request, candidates, guards, self.clock(), trace=trace)
+        self._dispatcher.dispatch(request, candidates, guards, self.clock(), trace=trace, book=False)
         scores = [choice.score for choice in trace if choice.score is not None]
         best = min(scores, default=None)
         return {
@@ -160,6 +169,13 @@ class HeadstartRouter:
     def num_booked(self) -> int:
         """Requests that were placed and have not ended."""
         return self._dispatcher.num_outstanding
+
+    def found(self, request: RouteRequest, member: WorkerMember, promised_tokens: int, num_cached_tokens: int) -> None:
+        """For placements: the worker has said how much of the prompt it holds."""
+        self.foresight.add(promised_tokens, num_cached_tokens)
+        self.hits.add(member.worker_id, request.num_prompt_tokens, num_cached_tokens, self.clock())
+        if self.watcher is not None:
+            self.watcher.started(request.request_id, num_cached_tokens)
 
     def index_state(self) -> IndexState:
         """For readiness and metrics."""

@@ -1,0 +1,6 @@
+"""What people see of a gateway: two pages on the ops port, and the live feed behind the dashboard and `headstart top`.
+
+feed        one producer for all viewers; nothing runs while nobody looks
+decisions   the routing decisions, sampled            workers    a row for every worker
+traffic     rates and quantiles from the counters     pages      the files of `server/pages/`
+"""

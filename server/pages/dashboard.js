@@ -1,0 +1,99 @@
+// The dashboard: one stream from the gateway, shown as it comes.
+
+import { byId, setAttribute, setText } from "./dom.js";
+import { Decisions } from "./decisions.js";
+import { askForKey, headers } from "./key.js";
+import { Prefixes } from "./prefixes.js";
+import { readEvents } from "./sse.js";
+import { Tiles } from "./tiles.js";
+import { Workers } from "./workers.js";
+
+const SILENT_MS = 4000;
+const FIRST_RETRY_MS = 500;
+const MAX_RETRY_MS = 8000;
+
+const announce = (text) => setText(byId("announce"), text);
+const notice = byId("notice");
+
+function complain(text) {
+  notice.hidden = !text;
+  setText(notice, text);
+}
+
+const tiles = new Tiles();
+const workers = new Workers(announce, complain);
+const decisions = new Decisions((name) => workers.flash(name));
+const prefixes = new Prefixes();
+
+const on = {
+  hello(hello) {
+    tiles.begin(hello.history);
+    decisions.begin(hello.policy, hello.decisions);
+    setText(byId("about"), `Headstart ${hello.version} \u00b7 gateway ${hello.gateway} \u00b7 policy ${hello.policy}`);
+  },
+  snapshot(snapshot) {
+    tiles.show(snapshot.at, snapshot.traffic, snapshot.index);
+    workers.show(snapshot.workers);
+    decisions.setRate(snapshot.traffic.decisions_per_s);
+    if (snapshot.draining) link("Draining", "warn");
+  },
+  decisions(news) {
+    decisions.add(news.decisions, news.found);
+  },
+  prefixes(tree) {
+    prefixes.show(tree);
+  },
+};
+
+function link(text, tone) {
+  setText(byId("link"), text);
+  setAttribute(byId("link-dot"), "class", `dot ${tone}`);
+}
+
+/** Follows one connection to its end; throws what ended it. */
+async function follow() {
+  const abort = new AbortController();
+  let silence = 0;
+  const heard = () => {
+    clearTimeout(silence);
+    silence = setTimeout(() => abort.abort(new Error("it has gone silent")), SILENT_MS);
+  };
+  heard();
+  try {
+    const response = await fetch("events", { headers: headers(), signal: abort.signal });
+    if (response.status === 401 && (await askForKey("The gateway wants its ops key."))) return true;
+    if (!response.ok) throw new Error(`it answered ${response.status}`);
+    for await (const { event, data } of readEvents(response)) {
+      heard();
+      if (event === "hello") {
+        link("Live", "good");
+        complain("");
+      }
+      on[event]?.(JSON.parse(data));
+    }
+    throw new Error("it has closed the connection");
+  } finally {
+    clearTimeout(silence);
+  }
+}
+
+async function run() {
+  let retryMs = FIRST_RETRY_MS;
+  for (;;) {
+    const began = performance.now();
+    try {
+      await follow();
+      continue;
+    } catch (error) {
+      link("Disconnected", "bad");
+      const reason = error instanceof TypeError ? "it cannot be reached" : error.message;
+      complain(`No connection to the gateway: ${reason}. What you see is old. Trying again; is the gateway running?`);
+    }
+    if (performance.now() - began > 5000) retryMs = FIRST_RETRY_MS;
+    await new Promise((resolve) => setTimeout(resolve, retryMs));
+    retryMs = Math.min(MAX_RETRY_MS, 2 * retryMs);
+  }
+}
+
+byId("key").addEventListener("click", () => askForKey());
+run();

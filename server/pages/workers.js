@@ -1,0 +1,176 @@
+// The table of workers: a row each, changed in place.
+
+import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
+import { NONE, count, percent, plural, rate, seconds } from "./format.js";
+import { callOps } from "./key.js";
+
+const TONES = { serving: "good", draining: "warn", broken: "bad", lost: "" };
+const WORDS = { serving: "Serving", draining: "Draining", broken: "Failing", lost: "Lost" };
+const CONFIRM = {
+  drain: {
+    title: (name) => `Drain ${name}?`,
+    text: "It finishes what it has and takes nothing new until its process is started again.",
+    go: "Drain",
+  },
+  purge: {
+    title: (name) => `Purge the cache of ${name}?`,
+    text: "It forgets every cached block. Open requests go on; the next ones compute their prompts in full.",
+    go: "Purge",
+  },
+};
+
+export class Workers {
+  constructor(announce, complain) {
+    this.announce = announce;
+    this.complain = complain;
+    this.rows = new Map();
+    this.first = true;
+  }
+
+  show(workers) {
+    const body = byId("workers");
+    const seen = new Set();
+    const models = new Set(workers.map((worker) => worker.model));
+    const oneModel = models.size === 1;
+    workers.forEach((worker, position) => {
+      seen.add(worker.worker);
+      let row = this.rows.get(worker.worker);
+      if (row === undefined) this.rows.set(worker.worker, (row = new Row(worker.worker, (name, action) => this.act(name, action))));
+      if (!this.first && row.state !== worker.state) this.announce(`${worker.worker} is ${WORDS[worker.state].toLowerCase()}`);
+      row.show(worker, oneModel);
+      if (body.children[position] !== row.element) body.insertBefore(row.element, body.children[position] ?? null);
+    });
+    for (const [name, row] of this.rows) {
+      if (seen.has(name)) continue;
+      row.element.remove();
+      this.rows.delete(name);
+    }
+    this.first = false;
+    this.count(workers, models);
+  }
+
+  count(workers, models) {
+    const serving = workers.filter((worker) => worker.state === "serving").length;
+    const model = models.size === 1 ? [...models][0] : plural(models.size, "model");
+    setText(byId("workers-count"), workers.length ? `${serving} of ${workers.length} serving ${model}` : "");
+    byId("workers-empty").hidden = workers.length > 0;
+    byId("workers").parentElement.hidden = workers.length === 0;
+  }
+
+  /** A request has just been sent there. */
+  flash(name) {
+    const element = this.rows.get(name)?.element;
+    if (!element || element.classList.contains("flash")) return;
+    element.classList.add("flash");
+    setTimeout(() => element.classList.remove("flash"), 900);
+  }
+
+  async act(name, action) {
+    if (!(await confirmed(name, CONFIRM[action]))) return;
+    try {
+      await callOps(`workers/${encodeURIComponent(name)}/${action}`, { method: "POST" });
+      this.announce(action === "drain" ? `${name} drains` : `The cache of ${name} is purged`);
+      this.complain("");
+    } catch (error) {
+      this.complain(`${CONFIRM[action].go} of ${name} failed: ${error.message}`);
+    }
+  }
+}
+
+function confirmed(name, words) {
+  const dialog = byId("confirm");
+  setText(byId("confirm-title"), words.title(name));
+  setText(byId("confirm-text"), words.text);
+  setText(byId("confirm-go"), words.go);
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "go"), { once: true });
+  });
+}
+
+class Row {
+  constructor(name, act) {
+    this.state = "";
+    const cell = (attributes = {}, ...children) => h("td", { role: "cell", ...attributes }, ...children);
+    const number = (label) => cell({ class: "number", "data-label": label });
+    this.dot = h("span", { class: "dot" });
+    this.word = h("span");
+    this.numerics = h("span", { class: "model" });
+    this.used = h("i", { class: "used" });
+    this.cached = h("i", { class: "cached" });
+    this.blocks = h("span", { class: "muted" });
+    this.meter = h("span", { class: "meter", role: "img" }, this.used, this.cached);
+    this.cells = {
+      running: number("Running"),
+      waiting: number("Waiting"),
+      hits: number("Cache hits"),
+      prefill: number("Prefill"),
+      queued: number("Queued"),
+      lease: number("Lease"),
+    };
+    this.buttons = ["drain", "purge"].map((action) =>
+      h(
+        "button",
+        { class: "button small", type: "button", "aria-label": `${CONFIRM[action].go} ${name}`, onclick: () => act(name, action) },
+        CONFIRM[action].go,
+      ),
+    );
+    this.element = h(
+      "tr",
+      { role: "row", "data-worker": name },
+      cell({}, h("span", { class: "name" }, name), this.numerics),
+      cell({}, h("span", { class: "state" }, this.dot, this.word)),
+      this.cells.running,
+      this.cells.waiting,
+      cell({}, h("span", { class: "blocks" }, this.meter, this.blocks)),
+      this.cells.hits,
+      this.cells.prefill,
+      this.cells.queued,
+      this.cells.lease,
+      cell({}, h("span", { class: "actions" }, ...this.buttons)),
+    );
+  }
+
+  show(worker, oneModel) {
+    const load = worker.load;
+    this.state = worker.state;
+    setAttribute(this.element, "class", this.element.classList.contains("flash") ? `${worker.state} flash` : worker.state);
+    setAttribute(this.dot, "class", `dot ${TONES[worker.state]}`);
+    setText(this.word, WORDS[worker.state]);
+    setText(this.numerics, oneModel ? worker.numerics : worker.model);
+    setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics}, ${worker.url}, epoch ${worker.epoch}`);
+    setText(this.cells.running, count(load?.running));
+    setText(this.cells.waiting, count(load?.waiting));
+    setText(this.cells.hits, percent(worker.hit_rate));
+    setText(this.cells.prefill, load?.prefill_tokens_per_s ? `${rate(load.prefill_tokens_per_s)} tok/s` : NONE);
+    setText(this.cells.queued, load ? seconds(load.queued_s) : NONE);
+    setText(this.cells.lease, lease(worker.lease_left_s));
+    this.showBlocks(worker, load);
+    const [drain, purge] = this.buttons;
+    drain.disabled = worker.state === "lost" || worker.state === "draining";
+    purge.disabled = worker.state === "lost";
+  }
+
+  showBlocks(worker, load) {
+    if (!load?.blocks) {
+      setText(this.blocks, NONE);
+      setStyle(this.used, "width", "0%");
+      setStyle(this.cached, "width", "0%");
+      setAttribute(this.meter, "aria-label", "blocks not known");
+      return;
+    }
+    const used = load.blocks - load.free_blocks;
+    const cached = Math.max(0, Math.min(load.free_blocks, (worker.published_blocks ?? 0) - used));
+    setStyle(this.used, "width", `${((100 * used) / load.blocks).toFixed(1)}%`);
+    setStyle(this.cached, "width", `${((100 * cached) / load.blocks).toFixed(1)}%`);
+    setText(this.blocks, `${count(used + cached)} of ${count(load.blocks)}`);
+    setAttribute(this.meter, "aria-label", `${count(used)} blocks in use, ${count(cached)} cached, of ${count(load.blocks)}`);
+  }
+}
+
+/** What is left of the lease; a lease that is over is told by its age. */
+function lease(leftS) {
+  if (leftS === null) return NONE;
+  return leftS > 0 ? `${leftS.toFixed(1)}\u202fs left` : "over";
+}
