@@ -60,7 +60,7 @@ class Traffic:
 
 
 def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
-    """By linear interpolation within a bucket, as Prometheus does it. `counts` are cumulative; the last bound is inf."""
+    """By linear interpolation within a bucket, as Prometheus has it. `counts` are cumulative, the last bound is inf."""
     if not counts or counts[-1] <= 0:
         return None
     rank = q * counts[-1]
