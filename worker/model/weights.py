@@ -10,8 +10,10 @@ from torch import Tensor
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.model.linear import Linear, TiledLinear, dense_linear
+from worker.model.linear import Linear, OneDnnLinear, TiledLinear, dense_linear
 from worker.model.llama import DecoderWeights, LayerWeights
+from worker.model.mlp import Mlp, OneDnnMlp, PlainMlp
+from worker.model.norm import RmsNorm, rms_norm
 from worker.model.options import LoadOptions
 from worker.model.packed import PACKABLE, PackedLinear, is_packable
 from worker.model.rope import rope_table
@@ -57,22 +59,42 @@ class WeightLoader:
 
     def _layer(self, prefix: str) -> LayerWeights:
         config, hidden = self._config, self._config.hidden_size
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
         sizes = (config.query_size, config.kv_size, config.kv_size)
-        inner = config.intermediate_size
         return LayerWeights(
             input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
             qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], sizes, hidden),
             qk_norm=self._qk_norm(attention),
             output=self._linear([f"{attention}.o_proj"], (hidden,), config.query_size),
             post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], (inner, inner), hidden),
-            down=self._linear([f"{mlp}.down_proj"], (hidden,), inner),
+            mlp=self._mlp(f"{prefix}.mlp"),
         )
 
-    def _norm(self, name: str) -> Tensor:
+    def _mlp(self, prefix: str) -> Mlp:
+        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
+        if self._fuses_mlp:
+            gate, up = (self._linear([name], (inner,), hidden) for name in names)
+            down = self._linear([f"{prefix}.down_proj"], (hidden,), inner)
+            if isinstance(gate, OneDnnLinear) and isinstance(up, OneDnnLinear) and isinstance(down, OneDnnLinear):
+                return OneDnnMlp(gate, up, down)
+        gate_up = self._linear(names, (inner, inner), hidden)
+        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner))
+
+    @property
+    def _fuses_mlp(self) -> bool:
+        """Not in float32, where the plain form rounds as the reference does; not for tiled or packed products."""
+        options = self._options
+        return (
+            self._dtype == torch.bfloat16
+            and self._device.type == "cpu"
+            and options.weights == "dense"
+            and not options.deterministic
+        )
+
+    def _norm(self, name: str) -> RmsNorm:
         weight = self._tensor(name, (self._config.hidden_size,))
-        return weight.float() if self._device.type == "cpu" else weight
+        return rms_norm(weight, self._config.rms_norm_eps, deterministic=self._options.deterministic)
 
     def _qk_norm(self, attention: str) -> Tensor | None:
         config = self._config
