@@ -35,6 +35,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_free_blocks: _Count = 0
     num_blocks: _Count = 0
     draining: bool = False
+    start_interval_s: _Seconds = 0.0
+    """Mean time between two requests that leave the queue while others wait; 0.0 while none has waited."""
 
 
 @dataclass(frozen=True, slots=True)

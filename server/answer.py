@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -36,9 +37,15 @@ class CollectedChoice:
 class Answer:
     """The generations of one request, one a prompt."""
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
+    def __init__(self, generations: Sequence[Generation], deadline_s: float) -> None:
+        """`deadline_s` is on the monotonic clock."""
         assert generations
         self.generations = generations
+        self._deadline_s = deadline_s
+
+    def left_s(self) -> float:
+        """Until the deadline."""
+        return max(0.0, self._deadline_s - time.monotonic())
 
     @property
     def first(self) -> Generation:

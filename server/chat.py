@@ -58,6 +58,7 @@ async def chat_spec(
         rules=text_rules(request, model, rules.markers()),
         params=ParamNames(prompt=field_names.get("messages", "messages"), grammar=field_names.get(blamed, blamed)),
         priority=allowed_priority(identity, request.priority),
+        tenant=identity.tag,
         affinity_key=request.prompt_cache_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
     )

@@ -68,6 +68,7 @@ async def completion_job(request: CompletionRequest, model: ServedModel, identit
                 params=params,
                 first_index=index * num_drawn,
                 priority=allowed_priority(identity, request.priority),
+                tenant=identity.tag,
                 affinity_key=request.prompt_cache_key,
             )
         )

@@ -46,6 +46,7 @@ class GatewayConfig:
     keepalive_s: float = 15.0
     drain_grace_s: float = 30.0
     stall_s: float = 5.0
+    max_queued_tokens: int = 1 << 22
     log_level: str = "info"
     log_format: LogFormat = "text"
     access_log: bool = False
@@ -65,6 +66,8 @@ class GatewayConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}")
+        if self.max_queued_tokens < 1:
+            raise ValueError(f"--max-queued-tokens must be at least 1, got {self.max_queued_tokens}")
         if self.drain_grace_s < 0:
             raise ValueError(f"--drain-grace-s must not be negative, got {self.drain_grace_s}")
         if self.redis_shards < 1:
@@ -125,6 +128,10 @@ def parser() -> argparse.ArgumentParser:
         "--stall-s", type=float, default=defaults.stall_s, help="silence after which a worker is asked (5)"
     )
     net.add_argument("--drain-grace-s", type=float, default=defaults.drain_grace_s, help="time for open requests (30)")
+
+    net.add_argument(
+        "--max-queued-tokens", type=int, default=defaults.max_queued_tokens, help="prompt tokens that may wait (4M)"
+    )
 
     fleet = p.add_argument_group("workers")
     fleet.add_argument("--redis", metavar="URL", help="the registry and prefix index")

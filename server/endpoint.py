@@ -51,6 +51,7 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         context.route = self._route
+        deadline_s = time.monotonic() + self._services.request_timeout_s
         if self._services.tracing is not None:
             context.trace = self._services.tracing.begin(scope["path"], scope["headers"], context.request_id)
         body = await read_body(receive)
@@ -60,7 +61,7 @@ class GenerateEndpoint:
         num_prompt_tokens = sum(len(spec.prompt_ids) for spec in job.specs)
         if lease is not None:
             lease.take_tokens(num_prompt_tokens)
-        answer = Answer([Generation(spec, self._services.backend) for spec in job.specs])
+        answer = Answer([Generation(spec, self._services.backend, deadline_s) for spec in job.specs], deadline_s)
         self._services.backend.metrics.prompt_tokens.inc(num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         self._services.open_answers.add(answer)
@@ -81,7 +82,7 @@ class GenerateEndpoint:
             context.worker = ",".join(dict.fromkeys(g.worker.worker_id for g in generations if g.worker is not None))
 
     async def _answer(self, job: Job, answer: Answer, receive: Receive, send: Send) -> None:
-        async with asyncio.timeout(self._services.request_timeout_s), CancelOnDisconnect(receive):
+        async with asyncio.timeout(answer.left_s()), CancelOnDisconnect(receive):
             choices = await answer.collect()
         body = job.presenter.body(answer, choices)
         headers = [
@@ -95,7 +96,7 @@ class GenerateEndpoint:
     async def _stream(self, job: Job, answer: Answer, context: RequestContext, receive: Receive, send: Send) -> None:
         sink = SseSink(send, answer.headers)
         try:
-            async with asyncio.timeout(self._services.request_timeout_s), CancelOnDisconnect(receive):
+            async with asyncio.timeout(answer.left_s()), CancelOnDisconnect(receive):
                 with self._services.heart.keeping(sink):
                     await self._relay(job, answer, context, sink)
             await sink.write(job.presenter.last_events(answer), more=False)

@@ -50,12 +50,14 @@ from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
+from server.quarantine import Quarantine
 from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.router import HeadstartRouter, RouterSettings
 from server.router.watcher import DecisionWatcher
 from server.stream import Heart
 from server.tracing import open_tracing
+from server.waiting_room import WaitingRoom
 from server.watch import StallWatch
 from server.worker_actions import WorkerActions
 from server.worker_client import WorkerClient
@@ -118,6 +120,8 @@ class Gateway:
             self._watch,
             RetryBudget(),
             self.metrics,
+            Quarantine(),
+            WaitingRoom(config.max_queued_tokens),
             self.router.report_failure,
         )
         self._endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -34,11 +35,14 @@ from server.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from server.losses import Losses
 from server.metrics import GatewayMetrics
 from server.models import ServedModel
+from server.quarantine import Quarantine
 from server.retry import RetryBudget
-from server.router.placement import NoWorkerError, Placement, Router, RouteRequest
+from server.router.placement import Boot, NoWorkerError, Placement, Router, RouteRequest
 from server.tracing import attempt, stage
+from server.waiting_room import Place, WaitingRoom
 from server.watch import StallWatch
 from server.worker_client import GenerateStream, StaleConnection, WorkerClient, WorkerLost, WorkerRefused
 from worker.wire import (
@@ -56,9 +60,8 @@ from worker.wire import (
 
 log = logging.getLogger(__name__)
 
-MAX_LOSSES: Final = 3
-"""A request that was on this many dying workers is suspected of killing them."""
-MAX_REFUSALS: Final = 8
+SECOND_CHANCE_S: Final = 0.25
+"""Before a worker that was lost with a request is asked again, because there is no other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +74,8 @@ class Backend:
     watch: StallWatch
     budget: RetryBudget
     metrics: GatewayMetrics
+    quarantine: Quarantine
+    waiting_room: WaitingRoom
     report_failure: Callable[[WorkerId], None]
     """Tells the fleet that a worker could not be reached, or was lost."""
 
@@ -99,6 +104,8 @@ class GenerationSpec:
     first_index: int = 0
     """What the first choice is called in the answer; the deltas' `choice` counts from here."""
     priority: int = 0
+    tenant: str = ""
+    """What workers know the tenant by."""
     affinity_key: str | None = None
     end_of_thought_id: int | None = None
     """The token that ends the model's thoughts, when it has any and this is one token."""
@@ -115,8 +122,10 @@ class WorkerFailed(Exception):
 class Generation:
     """Iterate `deltas` once; close the iterator, at whatever point, to abort what still runs."""
 
-    def __init__(self, spec: GenerationSpec, backend: Backend) -> None:
+    def __init__(self, spec: GenerationSpec, backend: Backend, deadline_s: float | None = None) -> None:
+        """`deadline_s`: on the monotonic clock, when whoever reads stops to."""
         self.spec = spec
+        self._deadline_s = deadline_s
         self.worker: WorkerMember | None = None
         """The worker that took it first."""
         self.promised_tokens = 0
@@ -136,10 +145,10 @@ class Generation:
         ]
         self._hashes = prompt_hashes(spec)
         self._numerics: str | None = None
-        self._excluded: set[WorkerId] = set()
-        self._num_losses = 0
-        self._num_refusals = 0
-        self._last_refusal: WorkerRefused | None = None
+        self._losses = Losses()
+        self._begun = False
+        """In this attempt the worker has begun, and no token has come."""
+        self._place: Place | None = None
         self._stopped_early = False
         """A choice ended here, so that the last one's end is not followed by the worker's End at once."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -159,8 +168,21 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What each choice gained, as it arrives. Raises ApiError."""
         self._backend.budget.earn()
+        spec = self.spec
+        if self._backend.quarantine.holds(spec.root, spec.prompt_ids, spec.sampling):
+            raise InternalError("This request has failed a moment ago and is not tried again.")
+        self._place = self._backend.waiting_room.enter(spec.tenant, len(spec.prompt_ids))
+        try:
+            async with aclosing(self._attempts()) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._place.leave()
+
+    async def _attempts(self) -> AsyncGenerator[list[ChoiceDelta]]:
         while not self._finished():
-            placement = await self._place()
+            placement = await self._choose()
+            self._begun = False
             ok = False
             try:
                 async with aclosing(self._attempt(placement)) as batches:
@@ -174,9 +196,7 @@ class Generation:
                     return
                 self._lost(placement.worker, error)
             except WorkerFailed as error:
-                if not error.failed.retryable:
-                    raise error_of(error.failed, self.spec.params) from error
-                self._lost(placement.worker, error)
+                self._failed(placement.worker, error)
             finally:
                 placement.close(ok=ok)
             if not ok:
@@ -189,30 +209,28 @@ class Generation:
     def _finished(self) -> bool:
         return all(choice.done for choice in self.choices)
 
-    async def _place(self) -> Placement:
+    async def _choose(self) -> Placement:
         """A worker for this attempt. Raises ApiError."""
         resumed = any(choice.output_ids for choice in self.choices)
+        numerics = self._numerics if resumed else None
+        excluded = frozenset(self._losses.excluded)
         try:
             with stage("route") as span:
-                placement = await self._backend.router.place(
-                    route_request(
-                        self.spec, self._hashes, self._numerics if resumed else None, frozenset(self._excluded)
-                    )
-                )
+                placement = await self._backend.router.place(route_request(self.spec, self._hashes, numerics, excluded))
                 if span is not None:
                     span.set_attribute("headstart.worker", placement.worker.worker_id)
                     span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
         except NoWorkerError as error:
-            if not resumed:
-                raise self._no_worker(error) from error
-            if self.committed:
+            if resumed and not self.committed:
+                self._restart()
+            elif self._losses.second_chance():
+                await asyncio.sleep(SECOND_CHANCE_S)
+            elif resumed:
                 message = "The worker was lost and no other can continue its answer."
                 raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
-            for choice in self.choices:
-                choice.reset()
-            self.num_restarts += 1
-            self._backend.metrics.restarted.inc()
-            return await self._place()
+            else:
+                raise self._no_worker(error) from error
+            return await self._choose()
         if self.worker is None or not self.committed:
             self.worker = placement.worker
             self.promised_tokens = placement.promised_tokens
@@ -221,12 +239,19 @@ class Generation:
         self._numerics = placement.worker.numerics
         return placement
 
+    def _restart(self) -> None:
+        """Begin again, on any worker: the client has seen nothing."""
+        for choice in self.choices:
+            choice.reset()
+        self.num_restarts += 1
+        self._backend.metrics.restarted.inc()
+
     def _no_worker(self, error: NoWorkerError) -> ApiError:
         """Workers that refused or died say more than the router, which was told to leave them out."""
-        if self._num_losses:
+        if self._losses.num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
-        if self._last_refusal is not None:
-            return error_of(self._last_refusal.failed, self.spec.params, self._last_refusal.status)
+        if (refusal := self._losses.last_refusal) is not None:
+            return error_of(refusal.failed, self.spec.params, refusal.status)
         if error.contended:
             return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         return UnavailableError(str(error), retry_after_s=error.retry_after_s)
@@ -241,6 +266,9 @@ class Generation:
             choices=tuple(choice.state() for choice in self.choices if not choice.done),
             sampling=self.spec.sampling,
             priority=self.spec.priority,
+            tenant=self.spec.tenant,
+            deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
+            is_suspect=self._losses.is_suspect,
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
         )
@@ -257,6 +285,8 @@ class Generation:
                         if not first_token and any(choice.output_ids for choice in self.choices):
                             first_token = True
                             placement.first_token()
+                            assert self._place is not None
+                            self._place.leave()
                             if trace is not None:
                                 trace.first_token(self.num_cached_tokens)
                         if batch := self._drain():
@@ -265,6 +295,9 @@ class Generation:
     def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:
         for frame in frames:
             if type(frame) is Tokens:
+                if self._begun:
+                    self._begun = False
+                    self._losses.cleared()
                 choice = self._choice(frame.choice)
                 if not choice.done and choice.take(frame):
                     self._stopped_here(choice, placement.worker)
@@ -276,6 +309,7 @@ class Generation:
                     raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
                 choice.finish(frame)
             elif isinstance(frame, Started):
+                self._begun = True
                 placement.prefill_started(frame.num_cached_tokens)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
@@ -318,38 +352,53 @@ class Generation:
 
     def _refused(self, worker: WorkerMember, error: WorkerRefused) -> None:
         """Nothing was begun. Raises ApiError when it shall not be tried again."""
-        metrics = self._backend.metrics
-        metrics.refused(error.status)
-        self._num_refusals += 1
-        self._last_refusal = error
+        self._backend.metrics.refused(error.status)
         if error.status not in (409, 429, 502, 503, 504):
             raise error_of(error.failed, self.spec.params, error.status) from error
-        if error.status != 409 or self._num_refusals > 1:
-            self._excluded.add(worker.worker_id)
-        if self._num_refusals > MAX_REFUSALS or not self._backend.budget.spend():
+        if not self._losses.refused(worker, error) or not self._backend.budget.spend():
             raise error_of(error.failed, self.spec.params, error.status) from error
         log.info("%s: worker %s refused: %s", self.spec.request_id, worker.worker_id, error)
+
+    def _failed(self, worker: WorkerMember, error: WorkerFailed) -> None:
+        """The worker said that it gives the request up. Raises ApiError when it shall not be tried again."""
+        if not error.failed.retryable:
+            failure = error_of(error.failed, self.spec.params)
+            if isinstance(failure, InternalError):
+                self._quarantine()
+            raise failure from error
+        if error.failed.code == "draining":
+            log.info("%s: worker %s hands it over", self.spec.request_id, worker.worker_id)
+            self._losses.exclude(worker)
+            return
+        self._lost(worker, error)
 
     def _lost(self, worker: WorkerMember, error: Exception) -> None:
         """The worker is gone, or gave up. Raises ApiError when the request shall not be tried again."""
         self._backend.metrics.lost.inc()
         log.warning("%s: worker %s lost: %s", self.spec.request_id, worker.worker_id, error)
-        if isinstance(error, StaleConnection) and self._num_refusals == 0:
-            self._num_refusals += 1
+        if isinstance(error, StaleConnection) and self._losses.num_refusals == 0:
+            self._losses.num_refusals += 1
             return
         if isinstance(error, WorkerLost):
             self._backend.report_failure(worker.worker_id)
-        self._num_losses += 1
-        self._excluded.add(worker.worker_id)
-        if self._num_losses >= MAX_LOSSES:
-            raise InternalError("The request failed on several workers and is not tried again.") from error
+        failure = self._losses.lost(worker, suspicious=self._begun)
+        if failure is not None:
+            if isinstance(failure, InternalError):
+                self._quarantine()
+            raise failure from error
+
+    def _quarantine(self) -> None:
+        spec = self.spec
+        log.error("%s: the request is quarantined: it has failed on its own", spec.request_id)
+        self._backend.quarantine.add(spec.root, spec.prompt_ids, spec.sampling)
+        self._backend.metrics.quarantined.inc()
 
 
 def route_request(
     spec: GenerationSpec,
     hashes: Sequence[BlockHash],
     numerics: str | None = None,
-    excluded: frozenset[WorkerId] = frozenset(),
+    excluded: frozenset[Boot] = frozenset(),
 ) -> RouteRequest:
     return RouteRequest(
         request_id=spec.request_id,
@@ -374,7 +423,8 @@ def error_of(failed: Failed, params: ParamNames, status: int | None = None) -> A
         case "invalid_grammar":
             return InvalidRequestError(failed.message, param=params.grammar)
         case "queue_full" | "queue_timeout" | "no_room" | "overloaded":
-            return OverloadedError(failed.message, code="queue_full", retry_after_s=1.0)
+            retry_after_s = 1.0 if failed.retry_after_s is None else failed.retry_after_s
+            return OverloadedError(failed.message, code="queue_full", retry_after_s=retry_after_s)
         case "draining" | "wrong_epoch" | "not_ready":
             return UnavailableError("The worker is not ready; try again.", retry_after_s=1.0)
         case "payload_too_large":

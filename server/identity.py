@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Final, Protocol
 
 from starlette.types import Scope
@@ -43,6 +44,11 @@ class Identity:
     limits: KeyLimits = NO_LIMITS
     key_digest: bytes = field(default=b"", repr=False)
     """Of the key that was presented: what its limits are counted under. Empty without keys."""
+
+    @property
+    def tag(self) -> str:
+        """What workers know the tenant by: it tells tenants apart and nothing of them."""
+        return blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
 
     def may_use(self, *names: str) -> bool:
         """Whether one of a model's names is among those of the key."""

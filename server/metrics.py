@@ -73,6 +73,9 @@ class GatewayMetrics:
         self.lost = Counter("headstart_workers_lost", "Attempts whose worker was lost.", registry=self.registry)
         self.resumed = Counter("headstart_resumed", "Answers continued on another worker.", registry=self.registry)
         self.restarted = Counter("headstart_restarted", "Answers begun again elsewhere.", registry=self.registry)
+        self.quarantined = Counter(
+            "headstart_quarantined", "Requests that broke a worker and are refused for a while.", registry=self.registry
+        )
         self.disconnects = Counter("headstart_client_disconnects", "Clients gone early.", registry=self.registry)
         self.index_events = Counter(
             "headstart_index_events",

@@ -48,6 +48,8 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_waiting_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    max_queue_s: float = 120.0
     aging_s: float = 30.0
     watermark: float = 0.01
     max_batch_prefill_tokens: int | None = None
@@ -66,7 +68,7 @@ class WorkerConfig:
         for name in ("threads", "block_size", "num_blocks", "kv_cache_memory", "max_model_len", "redis_shards"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        for name in ("drain_grace_s", "max_step_s", "aging_s"):
+        for name in ("drain_grace_s", "max_step_s", "aging_s", "max_queue_s"):
             if (value := getattr(self, name)) < 0.0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
@@ -82,6 +84,8 @@ class WorkerConfig:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_waiting_requests=self.max_waiting_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            max_queue_s=self.max_queue_s,
             aging_s=self.aging_s,
             watermark=self.watermark,
             await_prefixes=self.prefix_cache != "off",
@@ -164,6 +168,10 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="choices in a step (64)")
     batch.add_argument("--max-num-batched-tokens", type=int, help="tokens in a step (default: 512 on a CPU, else 4096)")
     batch.add_argument("--max-waiting-requests", type=int, default=defaults.max_waiting_requests, help="queue (1024)")
+    batch.add_argument(
+        "--max-queued-tokens", type=int, default=defaults.max_queued_tokens, help="prompt tokens that may wait (1M)"
+    )
+    batch.add_argument("--max-queue-s", type=float, default=defaults.max_queue_s, help="refuse beyond this wait (120)")
     batch.add_argument("--aging-s", type=float, default=defaults.aging_s, help="waiting worth one priority (30)")
     batch.add_argument("--watermark", type=float, default=defaults.watermark, help="part of the pool kept free (0.01)")
     batch.add_argument("--max-batch-prefill-tokens", type=int, help="prefill tokens in a step (as TGI)")

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
@@ -214,11 +214,15 @@ class Engine:
 
     def _step(self) -> None:
         begun_s = time.monotonic()
+        self._deliver(self._scheduler.expire(begun_s))
         plan = self._scheduler.schedule(begun_s)
+        if plan is None and not self._scheduler.has_work:
+            return
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")
         metrics = self._parts.metrics
         metrics.count_started(plan.started)
+        self._parts.load_report.starts.note(len(plan.started), len(self._scheduler.waiting), begun_s)
         self._deliver([Emission(request.key, Started(request.num_cached_tokens)) for request in plan.started])
         self.step_started_s = started_s = time.monotonic()
         if self._step_logs:
@@ -262,9 +266,23 @@ class Engine:
                 self._step_logs.add(part, self.step_started_s, time.monotonic())
                 self._deliver(self._scheduler.update(part, results, time.monotonic()))
         if not any_returned:
-            self._probe()
+            self._probe_or_blame(request for request, _ in failed)
         for request, cause in failed:
             self._deliver(self._scheduler.fail(request, failed_by(cause)))
+
+    def _probe_or_blame(self, suspects: Iterable[Request]) -> None:
+        """The device may be broken for good, and then by the one request of the step whose prefill it was.
+
+        Raises EngineDeadError; before that, the culprit is failed, lest another worker computes it.
+        """
+        try:
+            self._probe()
+        except EngineDeadError:
+            newcomers = [request for request in suspects if request.first_token_s is None]
+            if len(newcomers) == 1:
+                failed = Failed("poisonous", "the request has broken the device", retryable=False)
+                self._deliver(self._scheduler.fail(newcomers[0], failed))
+            raise
 
     def _probe(self) -> None:
         """One token in the null block, which is nobody's. Raises EngineDeadError."""

@@ -17,6 +17,8 @@ from worker.scheduler.scheduler import Scheduler
 
 _MEMORY_S = 20.0
 """Seconds of prefilling after which a measurement weighs half."""
+_MEMORY_STARTS = 32
+"""Starts after which a measurement weighs half."""
 
 
 class PrefillRate:
@@ -43,13 +45,43 @@ class PrefillRate:
         return num_tokens * self._duration_s / self._num_tokens if self._num_tokens > 0.0 else 0.0
 
 
+class StartInterval:
+    """Mean time between two starts while requests wait: how fast the queue drains, whatever the device does."""
+
+    __slots__ = ("_backlog_s", "_duration_s", "_num_started")
+
+    def __init__(self) -> None:
+        self._num_started = 0.0
+        self._duration_s = 0.0
+        self._backlog_s: float | None = None
+        """Since when requests have waited without one that started."""
+
+    def note(self, num_started: int, num_waiting: int, now_s: float) -> None:
+        """After a step's admission."""
+        if num_started and self._backlog_s is not None:
+            duration_s = now_s - self._backlog_s
+            fade = 0.5 ** (num_started / _MEMORY_STARTS)
+            self._num_started = fade * self._num_started + num_started
+            self._duration_s = fade * self._duration_s + duration_s
+        if num_waiting == 0:
+            self._backlog_s = None
+        elif num_started or self._backlog_s is None:
+            self._backlog_s = now_s
+
+    @property
+    def mean_s(self) -> float:
+        """0.0 while nothing has been measured."""
+        return self._duration_s / self._num_started if self._num_started else 0.0
+
+
 class LoadReport:
     """Keeps the counters of one epoch; used by the engine's thread."""
 
-    __slots__ = ("_assigned_s", "rate")
+    __slots__ = ("_assigned_s", "rate", "starts")
 
     def __init__(self, rate: PrefillRate) -> None:
         self.rate = rate
+        self.starts = StartInterval()
         self._assigned_s = 0.0
 
     def begin_epoch(self) -> None:
@@ -79,6 +111,7 @@ class LoadReport:
             num_free_blocks=scheduler.allocator.num_free_blocks,
             num_blocks=scheduler.allocator.num_blocks,
             draining=draining,
+            start_interval_s=self.starts.mean_s,
         )
 
 

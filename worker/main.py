@@ -35,6 +35,7 @@ from worker.publisher import Publisher
 from worker.service import ServingParts, WorkerService
 from worker.streams import Streams
 from worker.tracing import Tracing, open_tracing
+from worker.waiting import Waiting
 
 if TYPE_CHECKING:
     from worker.assembly import Assembly
@@ -158,7 +159,7 @@ class Worker:
             logger.debug("loading failed", exc_info=error)
             raise _StartError(f"cannot serve {self._config.model or 'the default model'}: {error}") from error
         loop = asyncio.get_running_loop()
-        streams = Streams(loop)
+        streams = Streams(loop, Waiting(assembly.limits))
 
         def die(error: BaseException) -> None:
             loop.call_soon_threadsafe(self._die)

@@ -193,9 +193,9 @@ class WorkerService:
         vocab_size = parts.bundle.vocab_size
         if (failed := refusal(request, parts.limits, parts.pool_tokens, vocab_size)) is not None:
             raise self._refusal(failed)
-        if parts.streams.num_waiting >= parts.limits.max_waiting_requests:
-            message = f"{parts.streams.num_waiting} requests wait already"
-            raise self._refusal(Failed("queue_full", message, retryable=True))
+        interval_s = parts.engine.load.start_interval_s
+        if (failed := parts.streams.waiting.refusal(request, interval_s)) is not None:
+            raise self._refusal(failed)
 
     def _refusal(self, failed: Failed) -> Refusal:
         self.metrics.refusals.labels(failed.code).inc()

@@ -13,6 +13,7 @@ from typing import Final
 from worker.scheduler.plan import Emission
 from worker.scheduler.request import RequestKey
 from worker.tracing import StreamTrace
+from worker.waiting import Waiting
 from worker.wire import End, Failed, Frame, GenerateRequest, Started, pack_frame
 
 MAX_COALESCED_FRAMES: Final = 4096
@@ -57,13 +58,13 @@ class Stream:
 class Streams:
     """Owner of the open streams; lives in the event loop, only `deliver` is called from the engine's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, waiting: Waiting) -> None:
         self._loop = loop
+        self.waiting = waiting
+        """Of the open streams, those whose prefill has not begun."""
         self._open: dict[RequestKey, Stream] = {}
         self._keys = itertools.count()
         self._on_empty: list[Callable[[], None]] = []
-        self.num_waiting = 0
-        """Streams whose prefill has not begun."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -71,7 +72,7 @@ class Streams:
     def open(self, request: GenerateRequest) -> Stream:
         stream = Stream(RequestKey(next(self._keys)), request)
         self._open[stream.key] = stream
-        self.num_waiting += 1
+        self.waiting.add(request)
         return stream
 
     def close(self, stream: Stream) -> bool:
@@ -119,7 +120,7 @@ class Streams:
     def _start(self, stream: Stream) -> None:
         if not stream.started:
             stream.started = True
-            self.num_waiting -= 1
+            self.waiting.remove(stream.request)
 
     def _end(self, stream: Stream) -> None:
         self._start(stream)

@@ -98,6 +98,12 @@ class GenerateRequest:
     """W3C trace context of the gateway's span, and below its vendors' part; empty: not traced."""
     tracestate: str = ""
     protocol: int = PROTOCOL_VERSION
+    tenant: str = ""
+    """An opaque tag: requests of one tenant have the same. The worker shares its time out by it."""
+    deadline_s: float | None = None
+    """Seconds from now after which nobody wants the answer."""
+    is_suspect: bool = False
+    """It was on a worker that died: its steps are run alone until its first token is out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,8 @@ class Failed:
     code: str
     message: str
     retryable: bool
+    retry_after_s: float | None = None
+    """With `queue_full`: when the queue will have drained."""
 
 
 Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed
@@ -240,6 +248,8 @@ def unpack_request(data: bytes) -> GenerateRequest:
 def pack_frame(frame: Frame) -> bytes:
     if type(frame) is Tokens and frame.logprobs is None:  # the frame of every token: no generic conversion
         return _packb((1, frame.choice, frame.token_ids, None))
+    if type(frame) is Failed and frame.retry_after_s is None:  # as a peer without that field has it
+        return _packb((_TAGS[Failed], frame.code, frame.message, frame.retryable))
     return _packb((_TAGS[type(frame)], *dataclasses.astuple(frame)))
 
 
@@ -274,10 +284,10 @@ def _frame(message: Any) -> Frame:
 def _build(kind: type[T], values: Sequence[object]) -> T:
     """A frame from its fields in order; msgspec checks and converts the nested ones."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    if len(values) != len(names):
+    if len(values) > len(names):
         raise WireError(f"{kind.__name__} has {len(names)} fields, got {len(values)}")
-    converted = (_nested(kind, name, value) for name, value in zip(names, values, strict=True))
-    return msgspec.convert(dict(zip(names, converted, strict=True)), kind)
+    converted = {name: _nested(kind, name, value) for name, value in zip(names, values, strict=False)}
+    return msgspec.convert(converted, kind)
 
 
 def _nested(kind: type, name: str, value: object) -> object:

@@ -136,9 +136,6 @@ class Link:
         self._outbox.clear()
         self._wake.clear()
         self.num_connects += 1
-        if self._reported_down:
-            logger.info("connected to Redis at %s again", self._endpoint.label)
-            self._reported_down = False
         self._on_change(True)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._write(connection))
@@ -164,13 +161,21 @@ class Link:
                 if isinstance(error, ReadOnlyError):
                     raise LinkDownError("connected to a read-only replica") from None
                 reply = error
-            self._answered = True
+            if not self._answered:
+                self._begin_answered()
             call = pending[0]
             call.replies.append(reply)
             if len(call.replies) == call.num_replies:
                 pending.popleft()
                 if not call.future.done():
                     call.future.set_result(call.replies)
+
+    def _begin_answered(self) -> None:
+        """The first reply of a connection: that it was accepted means little behind a proxy."""
+        self._answered = True
+        if self._reported_down:
+            logger.info("connected to Redis at %s again", self._endpoint.label)
+            self._reported_down = False
 
     async def _watch(self) -> None:
         """A server that has stopped answering keeps its socket open: notice it, so that pending stays bounded."""

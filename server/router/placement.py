@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cache.index import WorkerMember
-from cache.types import BlockHash, WorkerId
+from cache.types import BlockHash, Epoch, WorkerId
+
+Boot = tuple[WorkerId, Epoch]
+"""One life of a worker."""
 
 
 class NoWorkerError(Exception):
@@ -34,8 +37,8 @@ class RouteRequest:
     """The prompt's full blocks; the last token is always computed, so a match never covers the whole prompt."""
     numerics: str | None = None
     """Only workers of this numerics class (a resumed stream)."""
-    excluded: frozenset[WorkerId] = frozenset()
-    """Workers that have already failed this request."""
+    excluded: frozenset[Boot] = frozenset()
+    """Boots of workers that have already failed this request; a worker that has been restarted may have it."""
     affinity_key: str | None = None
 
 

@@ -199,7 +199,7 @@ class HeadstartRouter:
 
     def _guard(self, request: RouteRequest, candidate: Candidate) -> str | None:
         member = candidate.member
-        if member.worker_id in request.excluded:
+        if (member.worker_id, member.epoch) in request.excluded:
             return "has failed this request"
         if request.numerics is not None and member.numerics != request.numerics:
             return "another numerics class"

@@ -18,10 +18,12 @@ from server.identity import Identities, SingleTenant
 from server.limit_table import LimitTable
 from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
+from server.quarantine import Quarantine
 from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.placement import NoWorkerError, RouteRequest
 from server.stream import Heart
+from server.waiting_room import WaitingRoom
 from server.watch import StallWatch
 from server.worker_client import WorkerClient
 from tests.server.scripted_worker import ScriptedWorker, listening
@@ -55,7 +57,7 @@ class PlainRouter:
 
     async def place(self, request: RouteRequest) -> RecordedPlacement:
         for member in self.members:
-            if member.worker_id not in request.excluded and request.numerics in (None, member.numerics):
+            if (member.worker_id, member.epoch) not in request.excluded and request.numerics in (None, member.numerics):
                 placement = RecordedPlacement(member, request, self.promised_tokens)
                 self.placements.append(placement)
                 return placement
@@ -98,7 +100,17 @@ async def gateway(
             await models.admit(member)
         watch = StallWatch(client, silent_s=silent_s, interval_s=silent_s / 5)
         heart = Heart(keepalive_s)
-        backend = Backend(GatewayId("g0"), router, client, watch, RetryBudget(), metrics, router.failed.append)
+        backend = Backend(
+            GatewayId("g0"),
+            router,
+            client,
+            watch,
+            RetryBudget(),
+            metrics,
+            Quarantine(),
+            WaitingRoom(1 << 20),
+            router.failed.append,
+        )
         endpoint = EndpointServices(backend, heart, request_timeout_s)
         api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))
         limits = RateLimits(LimitTable.private())

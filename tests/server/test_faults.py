@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,6 +15,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from cache.types import Epoch
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker, until
 from tests.server.sse_grammar import GrammarError, check_chat, events
@@ -49,6 +51,20 @@ def dies_after(worker: ScriptedWorker, num_tokens: int) -> Script:
     return behave
 
 
+def gone_after(worker: ScriptedWorker, num_tokens: int) -> Script:
+    """As `dies_after`, and never again a token."""
+    dies, lives = dies_after(worker, num_tokens), iter([True])
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        if not next(lives, False):
+            yield Started(0)
+            raise Die
+        async for frame in dies(request):
+            yield frame
+
+    return behave
+
+
 def refuses(status: int, code: str, *, retryable: bool = True) -> Script:
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
         raise Refuse(status, code, retryable=retryable)
@@ -73,7 +89,7 @@ async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, str
         first, second = target.router.placements
         assert first.calls[-1] == "close False"
         assert second.calls == ["started 0", "first token", "close True"]
-        assert second.request.excluded == {dying.worker_id}
+        assert second.request.excluded == {(dying.worker_id, dying.member().epoch)}
         assert second.request.numerics == (dying.numerics if num_tokens else None)
 
 
@@ -88,7 +104,7 @@ async def test_n_choices_are_resumed_each_where_it_was(make: MakeWorker) -> None
 
 async def test_no_worker_of_the_numerics_class_means_an_error_event(make: MakeWorker) -> None:
     dying, other = make(), make(numerics="cuda-bfloat16")
-    dying.behave = dies_after(dying, 5)
+    dying.behave = gone_after(dying, 5)
     async with gateway(dying, other) as target:
         status, _, raw = await post(target.url, chat(stream=True))
         assert status == 200
@@ -99,6 +115,7 @@ async def test_no_worker_of_the_numerics_class_means_an_error_event(make: MakeWo
         assert set(last["error"]) == {"message", "type", "param", "code"}
         assert b"[DONE]" not in raw
         assert other.received == []
+        dying.behave = gone_after(dying, 5)
         async with client(target) as sdk:
             with pytest.raises(openai.APIError) as raised:
                 async for _ in await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True):
@@ -164,14 +181,64 @@ async def test_refused_by_all_is_a_status(
         assert headers.get("x-should-retry") == {429: "true", 500: "false"}.get(got)
 
 
-async def test_a_request_that_kills_workers_is_stopped(make: MakeWorker) -> None:
+async def test_a_request_that_kills_workers_is_stopped_and_quarantined(make: MakeWorker) -> None:
     workers = [make() for _ in range(5)]
     for worker in workers:
         worker.behave = dies_after(worker, 0)
     async with gateway(*workers) as target:
-        status, headers, _ = await post(target.url, chat())
-    assert (status, headers["x-should-retry"]) == (500, "false")
-    assert [len(worker.received) for worker in workers] == [1, 1, 1, 0, 0]
+        for _ in range(2):
+            status, headers, _ = await post(target.url, chat(seed=1))
+            assert (status, headers["x-should-retry"]) == (500, "false")
+        assert [len(worker.received) for worker in workers] == [1, 1, 0, 0, 0]
+        assert [worker.received[0].is_suspect for worker in workers[:2]] == [False, True]
+        for worker in workers:
+            worker.behave = None
+        status, _, _ = await post(target.url, chat(seed=1, temperature=0.5))
+        assert status == 200, "another request is not in quarantine"
+
+
+async def test_a_worker_that_says_so_is_believed(make: MakeWorker) -> None:
+    blaming, other = make(), make()
+
+    async def blame(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Failed("poisonous", "the request has broken the device", retryable=False)
+
+    blaming.behave = blame
+    async with gateway(blaming, other) as target:
+        for _ in range(2):
+            status, headers, _ = await post(target.url, chat(seed=1))
+            assert (status, headers["x-should-retry"]) == (500, "false")
+        assert (len(blaming.received), len(other.received)) == (1, 0)
+
+
+async def test_a_stream_outlives_many_handovers_and_gets_a_lost_worker_back(make: MakeWorker) -> None:
+    """Workers that stop hand over, which is no loss; a worker that was lost is asked again when there is no other."""
+    worker = make()
+    tries = count()
+
+    async def flaky(request: GenerateRequest) -> AsyncIterator[Frame]:
+        done = len(request.choices[0].output_ids)
+        number = next(tries)
+        if number == 4:
+            async for frame in worker.answer(request):
+                yield frame
+            return
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[done : done + 1]))
+        if number < 3:
+            target.router.members[0] = replace(worker.member(), epoch=Epoch(f"boot {number}"))
+            yield Failed("draining", "the worker stops", retryable=True)
+            return
+        await asyncio.sleep(0.02)  # let what was sent be read
+        raise Die
+
+    worker.behave = flaky
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert next(tries) == 5
+        assert len(target.router.placements) == 5
 
 
 async def test_failed_frames(make: MakeWorker) -> None:

@@ -26,6 +26,7 @@ from worker.scheduler.scheduler import Scheduler
 from worker.service import ServingParts, WorkerService
 from worker.step import Runner
 from worker.streams import Streams
+from worker.waiting import Waiting
 from worker.wire import FrameReader, GenerateRequest, TokenizerBundle, pack_request
 
 BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)
@@ -86,9 +87,9 @@ async def live_worker(
 ) -> AsyncIterator[LiveWorker]:
     metrics = WorkerMetrics()
     service = WorkerService(metrics)
-    streams = Streams(asyncio.get_running_loop())
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
+    streams = Streams(asyncio.get_running_loop(), Waiting(batch_limits))
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
     loop = asyncio.get_running_loop()

@@ -140,7 +140,9 @@ async def test_a_full_queue_is_429(runner: SlowRunner) -> None:
     runner.free_running.clear()
     async with live_worker(runner, NUM_BLOCKS, 4, max_num_seqs=1, max_waiting_requests=2) as worker:
         tasks = [asyncio.create_task(worker.generate(generate(range(4), 2)))]
-        await worker.until(lambda: worker.service.num_open == 1 and worker.service.parts.streams.num_waiting == 0)
+        await worker.until(
+            lambda: worker.service.num_open == 1 and worker.service.parts.streams.waiting.num_requests == 0
+        )
         tasks += [asyncio.create_task(worker.generate(generate(range(4), 2))) for _ in range(2)]
         await worker.until(lambda: worker.service.num_open == 3)
         status, got = await worker.generate(generate(range(4), 2))
@@ -318,4 +320,4 @@ async def assert_idle(worker: LiveWorker) -> None:
     await asyncio.wrap_future(worker.engine.call(allocator.check_integrity))
     assert allocator.num_free_blocks == NUM_BLOCKS - 1
     assert len(worker.scheduler.running) == len(worker.scheduler.waiting) == 0
-    assert worker.service.parts.streams.num_waiting == 0
+    assert worker.service.parts.streams.waiting.num_requests == 0

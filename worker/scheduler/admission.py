@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from cache.allocator import Allocator
@@ -23,15 +24,15 @@ class Admission:
         self._limits = limits
 
     def admit(
-        self, waiting: OrderedSequences, running: OrderedSequences, budget: PrefillBudget
+        self, waiting: Iterable[Sequence], num_waiting: int, running: OrderedSequences, budget: PrefillBudget
     ) -> list[tuple[Sequence, int]]:
-        """Allocate for the sequences that join, in order, and grant each the tokens of its first chunk.
+        """Allocate for the sequences that join, in the order given, and grant each the tokens of its first chunk.
 
         The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence whose prefix
         is being computed right now waits for that, and lets others pass: it will find the prefix cached.
         """
         min_newcomers = self.gate.min_newcomers(len(running))
-        if min_newcomers is not None and len(waiting) < min_newcomers:
+        if min_newcomers is not None and num_waiting < min_newcomers:
             return []
         admitted: list[tuple[Sequence, int]] = []
         load = _Load.of(running, self._allocator.block_size)
@@ -53,6 +54,8 @@ class Admission:
         return admitted
 
     def _has_to_wait(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+        if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):
+            return True  # one at a time, so that a death has one culprit
         if not sequence.reuse:  # the logprobs of a prompt are collected by one sequence at a time
             return any(other.request is sequence.request for other in prefilling)
         return self._limits.await_prefixes and self._is_computed_now(sequence, prefilling)

@@ -24,6 +24,10 @@ class BatchLimits:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     max_waiting_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    """Prompt tokens that may wait, cached ones included."""
+    max_queue_s: float = 120.0
+    """A request that would wait longer is refused."""
     aging_s: float = 30.0
     """Seconds of waiting that make up for one step of priority."""
     watermark: float = 0.01
@@ -40,7 +44,13 @@ class BatchLimits:
     """TGI: ... unless this many steps have passed without an admission."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting_requests"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "max_waiting_requests",
+            "max_queued_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_batch_prefill_tokens", "max_batch_total_tokens"):

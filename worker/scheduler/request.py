@@ -7,6 +7,7 @@ Request --+-- Choice 0 --+                      before the first token: one sequ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Request:
     """Prompt tokens that its prefill was estimated to compute when it arrived."""
     started_s: float | None = None
     first_token_s: float | None = None
+    deadline_s: float = math.inf
+    """When nobody wants the answer any more; after its start, ending it is the gateway's business."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
 
@@ -135,6 +138,7 @@ def new_request(
         ],
         arrival_s=arrival_s,
         order_s=arrival_s + wire.priority * aging_s,
+        deadline_s=math.inf if wire.deadline_s is None else arrival_s + wire.deadline_s,
         prompt_logprobs=None if wire.sampling.prompt_logprobs is None else [],
     )
 

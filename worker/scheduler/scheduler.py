@@ -9,6 +9,7 @@ preempted and alone always fits (a larger request is refused at the door), so ev
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
@@ -18,6 +19,7 @@ from cache.types import BlockHash
 from worker.logs import about
 from worker.scheduler.admission import Admission, num_shared_blocks
 from worker.scheduler.budget import BatchLimits, PrefillBudget
+from worker.scheduler.fair_share import FairShare
 from worker.scheduler.plan import Emission, Plan, PlannedChunk
 from worker.scheduler.queue import OrderedSequences
 from worker.scheduler.request import Choice, Request, RequestKey, split_into_sequences
@@ -48,6 +50,8 @@ class Scheduler:
         self._admission = Admission(allocator, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._owed_copies: list[BlockCopy] = []
+        self._shares = FairShare()
+        self._next_expiry_s = math.inf
 
     @property
     def has_work(self) -> bool:
@@ -67,6 +71,8 @@ class Scheduler:
         for sequence in request.sequences:
             self.waiting.add(sequence)
         self.requests[request.key] = request
+        self._shares.enter(request.wire.tenant)
+        self._next_expiry_s = min(self._next_expiry_s, request.deadline_s)
         return emissions + self._end_if_finished(request, request.arrival_s)
 
     def abort(self, request: Request, choice_index: int | None = None, *, now_s: float) -> list[Emission]:
@@ -81,11 +87,21 @@ class Scheduler:
 
     def fail(self, request: Request, failed: Failed) -> list[Emission]:
         """End the whole request without an answer."""
-        if self.requests.pop(request.key, None) is None:
+        if not self._forget(request):
             return []
         for sequence in request.sequences.copy():
             self._drop(sequence)
         return [Emission(request.key, failed)]
+
+    def expire(self, now_s: float) -> list[Emission]:
+        """End the requests that have waited past their deadline."""
+        if now_s < self._next_expiry_s:
+            return []
+        late = [r for r in self.requests.values() if r.started_s is None and r.deadline_s <= now_s]
+        emissions = [e for r in late for e in self.fail(r, Failed("deadline", "it waited too long", retryable=False))]
+        waiting = (r.deadline_s for r in self.requests.values() if r.started_s is None)
+        self._next_expiry_s = min(waiting, default=math.inf)
+        return emissions
 
     def preempt_all(self) -> None:
         """Give back every block, as for a reset of the cache; everything is computed again afterwards."""
@@ -182,7 +198,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: PrefillBudget) -> list[TokenSequence]:
         """Move from waiting to running what fits, in order, and plan its first chunk."""
-        admitted = self._admission.admit(self.waiting, self.running, budget)
+        admitted = self._admission.admit(self._shares.order(self.waiting), len(self.waiting), self.running, budget)
         if admitted:
             plan.growth = self._admission.gate.reason(len(self.running))
         for sequence, num_tokens in admitted:
@@ -244,6 +260,7 @@ class Scheduler:
             return []
         assert sequence.allocation is not None
         draws = chunk.draws
+        self._shares.charge(request.wire.tenant, chunk.num_tokens, len(draws))
         sequence.num_computed = chunk.stop
         sequence.allocation.commit(sequence.token_ids, chunk.stop)
         emissions = []
@@ -311,10 +328,17 @@ class Scheduler:
         holder = self.running if sequence in self.running else self.waiting
         holder.remove(sequence)
 
+    def _forget(self, request: Request) -> bool:
+        """False: it was forgotten before."""
+        if self.requests.pop(request.key, None) is None:
+            return False
+        self._shares.leave(request.wire.tenant)
+        return True
+
     def _end_if_finished(self, request: Request, now_s: float) -> list[Emission]:
         if any(choice.finished is None for choice in request.choices):
             return []
-        if self.requests.pop(request.key, None) is None:
+        if not self._forget(request):
             return []
         started_s = now_s if request.started_s is None else request.started_s
         first_token_s = now_s if request.first_token_s is None else request.first_token_s

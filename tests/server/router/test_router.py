@@ -60,6 +60,10 @@ def member(name: str, epoch: str = "e", **changes: object) -> WorkerMember:
     return WorkerMember(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def boots(*names: str) -> frozenset[tuple[WorkerId, Epoch]]:
+    return frozenset((WorkerId(name), Epoch("e")) for name in names)
+
+
 def chain(length: int) -> list[BlockHash]:
     return [BlockHash(os.urandom(16)) for _ in range(length)]
 
@@ -190,9 +194,9 @@ async def test_guards_are_per_candidate(three: Fleets, changes: dict[str, Worker
 async def test_excluded_and_foreign_numerics_are_not_chosen(three: Fleets) -> None:
     three.index.register(member("c", numerics="cuda"))
     assert await three.worker(chain(3), numerics="cuda") == "c"
-    assert await three.worker(chain(3), excluded=frozenset({WorkerId("a"), WorkerId("c")})) == "b"
+    assert await three.worker(chain(3), excluded=boots("a", "c")) == "b"
     with pytest.raises(NoWorkerError) as error:
-        await three.place(chain(3), numerics="cuda", excluded=frozenset({WorkerId("c")}))
+        await three.place(chain(3), numerics="cuda", excluded=boots("c"))
     assert not error.value.contended
 
 
@@ -213,7 +217,7 @@ async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fl
     await three.fleet.poll()
     three.router.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
-    assert await three.worker(hashes, excluded=frozenset({WorkerId("a"), WorkerId("c")})) == "b"
+    assert await three.worker(hashes, excluded=boots("a", "c")) == "b"
     three.clock.now_s += 1.1
     assert await three.worker(hashes) == "b"
 
@@ -303,7 +307,7 @@ async def test_a_restarted_worker_is_another_one(three: Fleets) -> None:
     assert again.promised_tokens == 0
     again.close(ok=False)
     three.index.away = True
-    assert (await three.place(hashes, excluded=frozenset({WorkerId(home)}))).promised_tokens == 0
+    assert (await three.place(hashes, excluded=boots(home))).promised_tokens == 0
 
 
 @pytest.mark.parametrize("target", ["foo", "ftp://x", "dns:name", "dns::80", "http://"])

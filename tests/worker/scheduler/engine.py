@@ -41,6 +41,9 @@ def generate(
         prompt_ids=list(prompt_ids),
         choices=tuple(ChoiceState(i, 100 + i, tuple(outputs.get(i, ()))) for i in range(n)),
         priority=params.pop("priority", 0),
+        tenant=params.pop("tenant", ""),
+        deadline_s=params.pop("deadline_s", None),
+        is_suspect=params.pop("is_suspect", False),
         sampling=SamplingParams(max_tokens=max_tokens, **params),
     )
 
