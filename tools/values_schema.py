@@ -237,6 +237,16 @@ VALUES: Final = group(
         existingSecret=name("Secret that holds it; empty: one is generated and kept over upgrades."),
         key=text("Its key in the Secret.", minLength=1),
     ),
+    apiKeys=group(
+        "Who may use the API.",
+        enabled=flag("Whether the API asks for a key; without, whoever reaches a gateway may use it."),
+        existingSecret=name("Secret with the file of keys; empty: one key is generated and kept over upgrades."),
+        key=text("The key file's key in the Secret: TOML with digests, as `headstart keys` makes it.", minLength=1),
+        plainKey=text(
+            "Key of the Secret with one API key as clients send it, for `helm test`; gateways never see it.",
+            minLength=1,
+        ),
+    ),
     models=array(
         "The models; each gets a StatefulSet of workers.",
         group(

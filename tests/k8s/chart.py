@@ -46,6 +46,7 @@ EVERYTHING_ON: Final[Values] = {
     "nameOverride": "llm",
     "commonLabels": {"owner": "serving"},
     "imagePullSecrets": [{"name": "pull"}],
+    "apiKeys": _ON,
     "models": [
         _MODEL
         | {
@@ -127,6 +128,7 @@ MATRIX: Final[dict[str, Values]] = {
     "ipv6": {"ipFamily": "IPv6"},
     "existing-secrets": {
         "clusterSecret": {"existingSecret": "ours", "key": "cluster"},
+        "apiKeys": _ON | {"existingSecret": "ours-too", "key": "who.toml", "plainKey": "one"},
         "redis": {"existingSecret": "ours", "gatewayPasswordKey": "g", "workerPasswordKey": "w"},
     },
     "sentinel": {

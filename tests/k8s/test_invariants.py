@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from server import config as gateway_config
+from server.api_keys import digest_text, parse_keys
 from tests.k8s import chart
 from tests.k8s.chart import Document, containers, of_kind, pod_templates, render
 from worker import config as worker_config
@@ -20,7 +22,7 @@ PRE_STOP = re.compile(r"time\.sleep\((\d+)\)")
 EXTERNAL = {
     "everything-on": {"Secret/hub", "Secret/redis-tls", "PersistentVolumeClaim/models"},
     "everything-off": {"PersistentVolumeClaim/models"},
-    "existing-secrets": {"Secret/ours"},
+    "existing-secrets": {"Secret/ours", "Secret/ours-too"},
     "sentinel": {"Secret/redis"},
     "cluster-tls": {"Secret/redis", "Secret/redis-ca"},
 }
@@ -211,6 +213,38 @@ def test_container_arguments_parse_with_the_real_command_lines(name: str, monkey
 def test_the_command_line_can_refuse() -> None:
     with pytest.raises((SystemExit, ValueError, argparse.ArgumentError)):
         worker_config.parse(["--tensor-parallel-size=2"])
+
+
+def test_the_generated_key_is_the_one_that_the_key_file_lets_in() -> None:
+    documents = render("everything-on")
+    (secret,) = [d for d in of_kind(documents, "Secret") if d["metadata"]["name"].endswith("-api-keys")]
+    data = {key: base64.b64decode(value) for key, value in secret["data"].items()}
+    (entry,) = parse_keys(data["keys.toml"].decode())
+    assert len(data["api-key"]) > 40
+    assert entry.digest == digest_text(data["api-key"])
+    assert data["api-key"] not in data["keys.toml"]
+
+
+@pytest.mark.parametrize("name", ["everything-on", "existing-secrets"])
+def test_gateways_are_given_the_key_file_and_the_test_a_key(name: str) -> None:
+    items = {
+        own: {item["path"]: (volume["secret"]["secretName"], item["key"])
+              for volume in pod["spec"].get("volumes", []) if volume["name"] in ("api-keys", "api-key")
+              for item in volume["secret"]["items"]}
+        for own, pod in pod_templates(render(name))
+    }  # fmt: skip
+    secret, file, plain = {
+        "everything-on": ("rel-llm-api-keys", "keys.toml", "api-key"),
+        "existing-secrets": ("ours-too", "who.toml", "one"),
+    }[name]
+    (gateway,) = [own for own in items if own.endswith("-gateway")]
+    (test,) = [own for own in items if own.endswith("-test")]
+    assert items.pop(gateway) == {"keys.toml": (secret, file)}
+    assert items.pop(test) == {"api-key": (secret, plain)}
+    assert not any(items.values())
+    (pod,) = [pod for own, pod in pod_templates(render(name)) if own == gateway]
+    config = gateway_config.parse(pod["spec"]["containers"][0]["args"])
+    assert config.api_keys == "/etc/headstart/api-keys/keys.toml"
 
 
 @each_render

@@ -148,6 +148,9 @@ def context_of(path: str) -> dict[str, Any]:
         put("redis.mode", "external")
         put("redis.external.url", "rediss://redis.example:6379")
         put("redis.external.caSecret", "ca")
+    elif parent == "apiKeys":
+        put("apiKeys.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
+        put("apiKeys.existingSecret", "" if path.endswith("existingSecret") else "some")
     elif path == "redis.mode":
         put("redis.external.url", "")
     elif path in ("clusterSecret.key", "worker.huggingFaceToken.key"):
@@ -224,6 +227,7 @@ REFUSED = [
     ({"worker": {"volume": {"readOnly": True}}}, "volume.readOnly"),
     ({"worker": {"volume": {"existingClaim": "a", "readOnly": True}}}, "download"),
     ({"worker": {"image": {"digest": "latest"}}}, "worker.image.digest"),
+    ({"apiKeys": {"plainKey": "keys.toml"}}, "apiKeys.plainKey"),
     ({"ipFamily": "both"}, "ipFamily"),
 ]
 

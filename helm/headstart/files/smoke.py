@@ -1,12 +1,16 @@
 """`helm test`: every model that the gateway names answers a chat completion. Standard library alone."""
 
 import json
+import pathlib
 import sys
 import urllib.request
 
 
 def call(url: str, body: object = None) -> dict:
     headers = {"content-type": "application/json"}
+    key = pathlib.Path("/etc/headstart/test/api-key")
+    if key.exists():
+        headers["authorization"] = "Bearer " + key.read_text().strip()
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120) as answer:
         return json.load(answer)

@@ -3,7 +3,7 @@
 {{- $names := list -}}
 {{- range .Values.models -}}
 {{- if has .name $names }}{{ fail (printf "models: the name %q stands twice" .name) }}{{ end -}}
-{{- if has .name (list "gateway" "gateway-ops" "redis" "cluster" "test") }}{{ fail (printf "models: the name %q is taken by a part of the chart" .name) }}{{ end -}}
+{{- if has .name (list "gateway" "gateway-ops" "redis" "cluster" "api-keys" "test") }}{{ fail (printf "models: the name %q is taken by a part of the chart" .name) }}{{ end -}}
 {{- $names = append $names .name -}}
 {{- $worker := include "headstart.worker" (dict "root" $ "model" .) | fromYaml -}}
 {{- if and $worker.volume.existingClaim $worker.volume.size -}}
@@ -16,6 +16,7 @@
 {{- fail (printf "models.%s.download: the volume is read only; set download: false" .name) -}}
 {{- end -}}
 {{- end -}}
+{{- if eq .Values.apiKeys.key .Values.apiKeys.plainKey }}{{ fail "apiKeys.plainKey: gateways would be given the key itself; name another key than apiKeys.key" }}{{ end -}}
 {{- with .Values.redis -}}
 {{- if and (eq .mode "external") (not .external.url) }}{{ fail "redis.external.url: mode external needs the address of a Redis" }}{{ end -}}
 {{- if and (ne .mode "external") .external.url }}{{ fail "redis.external.url: it is set, but redis.mode is not external" }}{{ end -}}

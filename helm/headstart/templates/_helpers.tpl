@@ -135,13 +135,17 @@ preStop:
 {{- default (printf "%s-cluster" (include "headstart.fullname" .)) .Values.clusterSecret.existingSecret -}}
 {{- end -}}
 
-{{/* The value kept in a Secret of ours from an earlier install, else a new one. (dict "root" $ "secret" ... "key" ...) */}}
+{{- define "headstart.apiKeysSecretName" -}}
+{{- default (printf "%s-api-keys" (include "headstart.fullname" .)) .Values.apiKeys.existingSecret -}}
+{{- end -}}
+
+{{/* The value kept in a Secret of ours from an earlier install, else a new one. (dict "root" $ "secret" ... "key" ... "prefix" "") */}}
 {{- define "headstart.generated" -}}
 {{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret -}}
 {{- if and $old (hasKey (default dict $old.data) .key) -}}
 {{- index $old.data .key -}}
 {{- else -}}
-{{- randAlphaNum 48 | b64enc -}}
+{{- printf "%s%s" (default "" .prefix) (randAlphaNum 48) | b64enc -}}
 {{- end -}}
 {{- end -}}
 
