@@ -97,3 +97,13 @@ def test_a_failed_step_is_not_seen_in_any_token(model: LoadedModel, alone, monke
     assert run(flaky, [wire for wire in REQUESTS if len(wire.choices) == 1]) == [
         tokens for wire, tokens in zip(REQUESTS, alone, strict=True) if len(wire.choices) == 1
     ]
+
+
+def test_deterministic_bfloat16_alone_and_among_sixteen_others(tmp_path: Path) -> None:
+    write_family("llama3", tmp_path)
+    model = load_model(str(tmp_path), LoadOptions(dtype="bfloat16", deterministic=True))
+    wire = generate([i * 5 % 99 for i in range(37)], 24, temperature=0.0)
+    others = [generate([i * k % 99 for i in range(3 * k)], 8 + k, temperature=1.0) for k in range(1, 17)]
+    [want] = run(engine(model), [wire])
+    crowd = engine(model, max_num_batched_tokens=50, max_num_seqs=20)
+    assert run(crowd, [*others[:8], wire, *others[8:]])[8] == want

@@ -136,6 +136,18 @@ def test_a_short_request_overtakes_a_long_prefill() -> None:
     assert 0 in engine.answer(short).tokens
 
 
+def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps() -> None:
+    engine = HandEngine(num_blocks=2500, max_num_batched_tokens=2048, max_model_len=9000)
+    engine.submit(generate([i % 50 for i in range(8000)]))
+    engine.step()
+    short = engine.submit(generate(range(20)))
+    num_steps = 0
+    while 0 not in engine.answer(short).tokens:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 2
+
+
 def test_a_newcomer_gets_its_part_beside_many_long_prefills() -> None:
     engine = HandEngine(num_blocks=2000, max_num_batched_tokens=64, max_num_seqs=16)
     for seed in range(10):
