@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-k8s test-faults check bench test-deep format clean
+.PHONY: install serve test test-k8s test-faults test-browser check bench test-deep format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,7 +25,7 @@ serve: install ## one gateway, two workers and Redis on this machine: http://127
 	@$(BIN)/headstart serve $(ARGS)
 
 test: install ## the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not deep and not gpu and not k8s and not faults" $(ARGS)
+	@$(BIN)/python -m pytest -m "not deep and not gpu and not k8s and not faults and not browser" $(ARGS)
 
 test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
 	@$(BIN)/python tools/install_k8s_tools.py
@@ -33,6 +33,10 @@ test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it 
 
 test-faults: install ## faults of every kind against real processes: make test-faults SEED=n (at most 30 minutes)
 	@$(BIN)/python -m pytest -m faults tests/faults --fault-seed $(or $(SEED),1) $(ARGS)
+
+test-browser: install ## dashboard and chat page in a real Chromium (apt-get install chromium)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/browser.txt
+	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 test-deep: install ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)

@@ -28,6 +28,7 @@ COVERED: Final = {
     r"make (test|check|bench|install)\b": ".ci/run",
     r"make test-k8s": ".ci/run",
     r"make test-(faults|soak)": "tests/faults",
+    r"make test-browser": "tests/browser/test_console.py",
     r"make test-deep": "tests/cache/test_allocator_machine.py",
     r"headstart serve": "tests/e2e/serving.py",
     r"headstart (gateway|worker)": "tests/e2e/test_main_job.py",

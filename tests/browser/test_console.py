@@ -1,0 +1,149 @@
+"""The dashboard and the chat page in a real Chromium, over a real `headstart serve`.
+
+`make test-browser ARGS="--screenshots docs/images"` writes the pictures of the docs anew.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import Serve
+
+pytestmark = pytest.mark.browser
+
+playwright_api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it")
+axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make test-browser installs it")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
+ANSWERED_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Serve]:
+    with Serve() as running:
+        yield running
+
+
+class Pages:
+    """Both pages side by side, and everything that their consoles complained of."""
+
+    def __init__(self, browser: Any, serve: Serve) -> None:
+        context = browser.new_context(viewport=WIDE)
+        self.problems: list[str] = []
+        self.chat, self.dashboard = context.new_page(), context.new_page()
+        for page in (self.chat, self.dashboard):
+            page.on("console", self._heard)
+            page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.dashboard.goto(f"{serve.ops_url}/dashboard")
+        self.chat.goto(f"{serve.ops_url}/chat")
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(message.text)
+
+    def limit_answers(self, num_tokens: int) -> None:
+        self.chat.click("#settings summary")
+        self.chat.fill("#max-tokens", str(num_tokens))
+        self.chat.press("#max-tokens", "Tab")
+        self.chat.click("#settings summary")
+
+    def ask(self, text: str) -> None:
+        """Return while it is being answered."""
+        self.chat.fill("#prompt", text)
+        self.chat.keyboard.press("Enter")
+        self.chat.wait_for_selector("#stop:visible")
+
+    def wait_answered(self) -> None:
+        self.chat.wait_for_selector("#send:visible", timeout=ANSWERED_MS)
+
+    def cached(self, num_answers: int) -> list[int]:
+        self.chat.wait_for_function(f"document.querySelectorAll('[data-cached]').length >= {num_answers}")
+        return [int(e.get_attribute("data-cached")) for e in self.chat.query_selector_all("[data-cached]")]
+
+    def worker_row(self, worker: str, state: str = "") -> Any:
+        return self.dashboard.wait_for_selector(f'tr[data-worker="{worker}"]{state}', timeout=20_000)
+
+
+@pytest.fixture(scope="module")
+def pages(serve: Serve) -> Iterator[Pages]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH: apt-get install chromium")
+    with playwright_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield Pages(browser, serve)
+        browser.close()
+
+
+def test_the_second_turn_finds_the_first_cached(pages: Pages) -> None:
+    pages.limit_answers(40)
+    for text in ("What is the capital of France?", "And which river runs through it?"):
+        pages.ask(text)
+        pages.wait_answered()
+    first, second = pages.cached(2)
+    assert first == 0
+    assert second >= 16
+
+
+def test_both_workers_and_the_decisions_are_on_the_dashboard(pages: Pages) -> None:
+    for worker in ("worker-0", "worker-1"):
+        assert worker in pages.worker_row(worker).inner_text()
+    assert len(pages.dashboard.query_selector_all("#decisions li")) >= 2
+    assert re.search(r"worker-\d", pages.dashboard.inner_text("#verdict"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(pages: Pages, scheme: str) -> None:
+    for page in (pages.dashboard, pages.chat):
+        page.emulate_media(color_scheme=scheme)
+        violations = axe_api.Axe().run(page).response["violations"]
+        assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
+
+
+def test_a_phone_needs_no_sideways_scrolling_and_pictures_are_taken(pages: Pages, screenshots: Path | None) -> None:
+    for name, page in (("dashboard", pages.dashboard), ("chat", pages.chat)):
+        for scheme, size in (("light", WIDE), ("dark", WIDE), ("phone", PHONE)):
+            page.emulate_media(color_scheme="light" if scheme == "phone" else scheme)
+            page.set_viewport_size(size)
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= size["width"]
+            if screenshots is not None:
+                page.screenshot(path=screenshots / f"{name}-{scheme}.png")
+        page.set_viewport_size(WIDE)
+
+
+def test_a_stream_goes_on_when_its_worker_is_killed(pages: Pages, serve: Serve) -> None:
+    pages.limit_answers(200)
+    num_answers = len(pages.cached(2))
+    pages.ask("Tell me a long story about a ship that sails around the world.")
+    pages.chat.wait_for_function(
+        "n => (document.querySelectorAll('.message, article, li').length, document.body.innerText.length) > n",
+        arg=len(pages.chat.inner_text("body")) + 40,
+    )
+    decision = pages.dashboard.inner_text("#verdict")
+    found = re.search(r"worker-\d", decision)
+    assert found is not None, decision
+    before = pages.chat.inner_text("body")
+    serve.child(found[0]).kill()
+    pages.worker_row(found[0], ":not(.serving)")
+    pages.wait_answered()
+    assert len(pages.cached(num_answers + 1)) == num_answers + 1
+    assert len(pages.chat.inner_text("body")) > len(before)
+
+
+def test_a_worker_is_drained_by_button(pages: Pages, serve: Serve) -> None:
+    serve.wait_ready(2)
+    pages.worker_row("worker-1", ".serving")
+    pages.dashboard.click('tr[data-worker="worker-1"] button:has-text("Drain")')
+    pages.dashboard.click("#confirm-go")
+    assert "Draining" in pages.worker_row("worker-1", ".draining").inner_text()
+
+
+def test_the_consoles_are_silent(pages: Pages) -> None:
+    assert pages.problems == []
