@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.index import WorkerMember
 from server.authentication import AuthenticationMiddleware
@@ -58,14 +58,19 @@ class PublicApi:
         self._models = services.models
         self._text = TextApi(services.models)
 
+    def endpoints(self) -> dict[str, GenerateEndpoint]:
+        """The generating endpoints by path; all take POST."""
+        services = self._services.endpoint
+        return {
+            "/v1/chat/completions": GenerateEndpoint("chat", self.prepare_chat, services),
+            "/v1/completions": GenerateEndpoint("completions", self.prepare_completion, services),
+            "/v1/responses": GenerateEndpoint("responses", self.prepare_response, services),
+        }
+
     def routes(self) -> list[Route]:
-        chat = GenerateEndpoint("chat", self.prepare_chat, self._services.endpoint)
-        completions = GenerateEndpoint("completions", self.prepare_completion, self._services.endpoint)
-        responses = GenerateEndpoint("responses", self.prepare_response, self._services.endpoint)
+        generating = [Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints().items()]
         return [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
+            *generating,
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -166,9 +171,21 @@ class Admission:
     max_body_bytes: int
 
 
+class HotPaths:
+    """POSTs to exactly these paths go straight to their endpoint; Starlette's router has everything else."""
+
+    def __init__(self, endpoints: Mapping[str, ASGIApp], router: ASGIApp) -> None:
+        self._endpoints = endpoints
+        self._router = router
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = self._endpoints.get(scope["path"]) if scope.get("method") == "POST" else None
+        return (endpoint or self._router)(scope, receive, send)
+
+
 def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
-    app: ASGIApp = Router(routes=api.routes(), redirect_slashes=False)
+    app: ASGIApp = HotPaths(api.endpoints(), Router(routes=api.routes(), redirect_slashes=False))
     app = BodyLimitMiddleware(app, admission.max_body_bytes)
     app = AuthenticationMiddleware(app, admission.identities, admission.limits)
     app = ErrorMiddleware(app, metrics)

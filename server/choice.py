@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from server.detokenizer import Detokenizer, TextRules
 from server.pieces import PieceTable
-from worker.wire import ChoiceState, Finished, TokenLogprobs, Tokens
+from worker.wire import ChoiceState, Finished, Frame, TokenLogprobs, Tokens
 
 StopReason = Literal["stop", "length"]
 
@@ -33,6 +33,26 @@ class ChoiceDelta:
     finish_reason: StopReason | None
     stop_reason: str | int | None = None
     """The stop string, or the id of the stop token, that ended the choice (vLLM's extension)."""
+
+
+def merged(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """The same with runs of tokens of one choice made one frame: a reader that lags gets many at once."""
+    run: list[int] = []
+    choice = -1
+    for frame in frames:
+        if type(frame) is Tokens and frame.logprobs is None:
+            if run and frame.choice != choice:
+                yield Tokens(choice, tuple(run))
+                run = []
+            choice = frame.choice
+            run += frame.token_ids
+            continue
+        if run:
+            yield Tokens(choice, tuple(run))
+            run = []
+        yield frame
+    if run:
+        yield Tokens(choice, tuple(run))
 
 
 class Choice:

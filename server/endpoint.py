@@ -22,7 +22,7 @@ from server.generation import Backend, Generation
 from server.identity import Identity, identity_of
 from server.job import Job
 from server.middleware import RequestContext, context_of
-from server.stream import CancelOnDisconnect, ClientGoneError, Heart, SseSink
+from server.stream import AnswerGuard, ClientConnection, ClientGoneError, Heart, SseSink, client_of
 from server.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -67,9 +67,9 @@ class GenerateEndpoint:
         self._services.open_answers.add(answer)
         try:
             if job.stream:
-                await self._stream(job, answer, context, receive, send)
+                await self._stream(job, answer, context, client_of(scope), send)
             else:
-                await self._answer(job, answer, receive, send)
+                await self._answer(job, answer, client_of(scope), send)
         finally:
             self._services.open_answers.discard(answer)
             generations = answer.generations
@@ -81,8 +81,8 @@ class GenerateEndpoint:
             context.num_cached_tokens = sum(generation.num_cached_tokens or 0 for generation in generations)
             context.worker = ",".join(dict.fromkeys(g.worker.worker_id for g in generations if g.worker is not None))
 
-    async def _answer(self, job: Job, answer: Answer, receive: Receive, send: Send) -> None:
-        async with asyncio.timeout(answer.left_s()), CancelOnDisconnect(receive):
+    async def _answer(self, job: Job, answer: Answer, client: ClientConnection, send: Send) -> None:
+        with AnswerGuard(client, answer.left_s()):
             choices = await answer.collect()
         body = job.presenter.body(answer, choices)
         headers = [
@@ -93,12 +93,13 @@ class GenerateEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, job: Job, answer: Answer, context: RequestContext, receive: Receive, send: Send) -> None:
+    async def _stream(
+        self, job: Job, answer: Answer, context: RequestContext, client: ClientConnection, send: Send
+    ) -> None:
         sink = SseSink(send, answer.headers)
         try:
-            async with asyncio.timeout(answer.left_s()), CancelOnDisconnect(receive):
-                with self._services.heart.keeping(sink):
-                    await self._relay(job, answer, context, sink)
+            with AnswerGuard(client, answer.left_s()), self._services.heart.keeping(sink):
+                await self._relay(job, answer, context, sink)
             await sink.write(job.presenter.last_events(answer), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise

@@ -22,7 +22,7 @@ from typing import Final
 from cache.hashing import hash_chain
 from cache.index import WorkerMember
 from cache.types import BlockHash, GatewayId, WorkerId
-from server.choice import Choice, ChoiceDelta
+from server.choice import Choice, ChoiceDelta, merged
 from server.detokenizer import TextRules
 from server.errors import (
     ApiError,
@@ -293,7 +293,7 @@ class Generation:
                             yield batch
 
     def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:
-        for frame in frames:
+        for frame in frames if len(frames) == 1 else merged(frames):
             if type(frame) is Tokens:
                 if self._begun:
                     self._begun = False

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import ApiError, HeaderTooLargeError, InvalidRequestError
 from server.middleware import new_request_id
+from server.stream import CLIENT, ClientConnection
 
 LINGER_S: Final = 1.0
 
@@ -27,10 +28,19 @@ class GatewayProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _unparsed_bytes = 0
     _refused = False
+    _connection: ClientConnection
 
     @property
     def _max_head_bytes(self) -> int:
         return self.config.h11_max_incomplete_event_size or 65_536
+
+    def connection_made(self, transport: Any) -> None:
+        self._connection = ClientConnection()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._connection.lose()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -43,6 +53,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._head_bytes = 0
         super().on_message_begin()
+        scope: Any = self.scope
+        scope[CLIENT] = self._connection
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

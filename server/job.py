@@ -5,8 +5,8 @@ body --decode--> request --prepare--> Job --Answer--> deltas --Presenter--> byte
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -68,7 +68,7 @@ class AnswerHead:
 
 
 def answer_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def system_fingerprint(answer: Answer) -> str | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -118,7 +118,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def new_request_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
+    return f"req_{secrets.token_hex(16)}"
 
 
 class BodyLimitMiddleware:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
-from starlette.types import Receive, Send
+from starlette.types import Scope, Send
 
 PING: Final = b": ping\n\n"
+CLIENT: Final = "headstart.client"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -94,33 +95,68 @@ class Heart:
                     sink.ping()
 
 
-class CancelOnDisconnect:
-    """While inside, a client that goes away cancels the current task; outside that is a ClientGoneError.
+class ClientConnection:
+    """A client's connection, as the HTTP protocol knows it; one answer at a time watches it."""
 
-    Enter it when the whole body has been read, leave it before the last part of the response is sent: a server
-    reports a finished response as a disconnect, too.
+    __slots__ = ("_on_lost", "lost")
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._on_lost: Callable[[], None] | None = None
+
+    def lose(self) -> None:
+        """For the protocol: the connection has ended."""
+        self.lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        self._on_lost = on_lost
+
+
+def client_of(scope: Scope) -> ClientConnection:
+    """What `server.http_protocol` has put there: a callback costs less, a request and a stream, than a task that waits
+    for ASGI's `receive`."""
+    client: ClientConnection = scope[CLIENT]
+    return client
+
+
+class AnswerGuard:
+    """While inside, a client that goes away and the deadline cancel the current task.
+
+    Outside the first is a ClientGoneError, the second a TimeoutError. Leave it before the last part of the response
+    is sent: what is complete shall not be cancelled.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._gone = False
+    __slots__ = ("_client", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
 
-    async def __aenter__(self) -> Self:
+    def __init__(self, client: ClientConnection, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._reason: type[ClientGoneError | TimeoutError] | None = None
+
+    def __enter__(self) -> None:
+        if self._client.lost:
+            raise ClientGoneError
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watcher = asyncio.create_task(self._watch())
-        return self
+        self._num_cancels = task.cancelling()
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel, TimeoutError)
+        self._client.watch(self._gone)
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watcher.cancel()
-        if self._gone and self._task.uncancel() == 0:
-            raise ClientGoneError from error
+        self._timer.cancel()
+        self._client.watch(None)
+        if self._reason is not None and self._task.uncancel() <= self._num_cancels:
+            raise self._reason from error
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._task.cancel()
+    def _gone(self) -> None:
+        self._cancel(ClientGoneError)
+
+    def _cancel(self, reason: type[ClientGoneError | TimeoutError]) -> None:
+        if self._reason is None:
+            self._reason = reason
+            self._task.cancel()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
@@ -196,6 +196,7 @@ class WorkerState:
 
 
 T = TypeVar("T")
+_REQUEST_FIELDS: Final = tuple(field.name for field in dataclasses.fields(GenerateRequest))
 
 
 def _packb(message: object) -> bytes:
@@ -221,8 +222,10 @@ def pack_request(request: GenerateRequest) -> bytes:
     prompt_ids = array("I", request.prompt_ids)
     if sys.byteorder == "big":
         prompt_ids.byteswap()
-    message = msgspec.to_builtins(dataclasses.replace(request, prompt_ids=()), builtin_types=(bytes,))
+    message = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     message["prompt_ids"] = prompt_ids.tobytes()
+    message["choices"] = msgspec.to_builtins(request.choices)
+    message["sampling"] = msgspec.to_builtins(request.sampling)
     return _packb(message)
 
 
@@ -254,22 +257,33 @@ def pack_frame(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames: `feed` what has arrived, iterate what is complete. Raises WireError."""
+    """Cuts a byte stream into frames: `feed` what has arrived, take what is complete. Raises WireError."""
 
-    __slots__ = ("_unpacker",)
+    __slots__ = ("_num_fed", "_unpacker")
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=4096, use_list=False)
+        self._unpacker: msgpack.Unpacker | None = None
+        """Kept only while a frame is incomplete: it takes 41 KB, and a thousand streams are open at once."""
+        self._num_fed = 0
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> list[Frame]:
+        unpacker = self._unpacker
+        if unpacker is None:
+            unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=4096, use_list=False)
+            self._num_fed = 0
         try:
-            self._unpacker.feed(data)
-            for message in self._unpacker:
-                yield _frame(message)
+            unpacker.feed(data)
+            self._num_fed += len(data)
+            frames, end = [], 0
+            for message in unpacker:
+                frames.append(_frame(message))
+                end = unpacker.tell()
         except WireError:
             raise
-        except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException, RecursionError) as error:
             raise WireError(f"not a frame: {error}") from error
+        self._unpacker = None if end == self._num_fed else unpacker
+        return frames
 
 
 def _frame(message: Any) -> Frame:
@@ -281,18 +295,27 @@ def _frame(message: Any) -> Frame:
     raise WireError(f"not a frame: {message!r:.80}")
 
 
-def _build(kind: type[T], values: Sequence[object]) -> T:
+_FIELDS: Final = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _FRAMES}
+
+
+def _build(kind: type[Frame], values: Sequence[object]) -> Frame:
     """A frame from its fields in order; msgspec checks and converts the nested ones."""
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names = _FIELDS[kind]
     if len(values) > len(names):
         raise WireError(f"{kind.__name__} has {len(names)} fields, got {len(values)}")
-    converted = {name: _nested(kind, name, value) for name, value in zip(names, values, strict=False)}
-    return msgspec.convert(converted, kind)
+    fields = dict(zip(names, values, strict=False))
+    for name in _NESTED.get(kind, ()):
+        fields[name] = _nested(fields.get(name))
+    return msgspec.convert(fields, kind)
 
 
-def _nested(kind: type, name: str, value: object) -> object:
-    """TokenLogprobs travel as pairs (logprob, top)."""
-    if value is None or (kind, name) not in ((Tokens, "logprobs"), (PromptLogprobs, "positions")):
-        return value
-    assert isinstance(value, tuple)
+_NESTED: Final[dict[type[Frame], tuple[str, ...]]] = {Tokens: ("logprobs",), PromptLogprobs: ("positions",)}
+"""TokenLogprobs travel as pairs (logprob, top)."""
+
+
+def _nested(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, tuple):
+        raise TypeError(f"log probabilities are an array, got {value!r:.80}")
     return tuple(None if item is None else TokenLogprobs(item[0], item[1]) for item in value)

@@ -112,8 +112,10 @@ async def throughput(url: str, bodies: Sequence[bytes], num_connections: int) ->
             events += connection.num_events
 
     started_s = time.perf_counter()
-    await asyncio.gather(*(work(connection) for connection in connections))
-    elapsed_s = time.perf_counter() - started_s
-    for connection in connections:
-        connection.transport.close()
+    try:
+        await asyncio.gather(*(work(connection) for connection in connections))
+        elapsed_s = time.perf_counter() - started_s
+    finally:
+        for connection in connections:
+            connection.transport.close()
     return Throughput(len(bodies) / elapsed_s, events)

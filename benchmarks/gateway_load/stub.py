@@ -23,6 +23,7 @@ from worker.wire import (
     PROTOCOL_VERSION,
     End,
     Finished,
+    GenerateRequest,
     Started,
     TokenizerBundle,
     Tokens,
@@ -59,9 +60,17 @@ class Worker:
         self.bundle = bundle
         self.pace_s = pace_s
         self.member: WorkerMember | None = None
+        self.computed: list[GenerateRequest] = []
+        """Prompts that the index has not heard of: hashed when they are published, since an answer comes at once."""
         self.held: dict[IndexEntry, None] = {}
         self.streams: dict[Connection, tuple[int, bytes, bytes]] = {}
         """Frames left, the frame, and the end of paced streams."""
+
+    def hold_computed(self) -> None:
+        requests, self.computed = self.computed, []
+        for request in requests:
+            hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self.bundle.block_size)
+            self.held.update(dict.fromkeys(map(index_entry, hashes)))
 
     async def tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -108,8 +117,7 @@ class Connection(asyncio.Protocol):
         match path:
             case b"/generate":
                 request = unpack_request(body)
-                hashes = hash_chain(BlockHash(request.root), request.prompt_ids, worker.bundle.block_size)
-                worker.held.update(dict.fromkeys(map(index_entry, hashes)))
+                worker.computed.append(request)
                 self._stream(request.sampling.max_tokens, b"application/msgpack", _STARTED, _TOKEN_FRAME, _END)
             case b"/v1/chat/completions":
                 asked = json.loads(body)
@@ -153,6 +161,7 @@ async def _publish(worker: Worker, redis: str, member: WorkerMember) -> None:
     published = 0
     try:
         while True:
+            worker.hold_computed()
             if writer.in_doubt:
                 held = list(worker.held)
                 if await writer.rewrite(held, _load()):
