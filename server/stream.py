@@ -122,7 +122,7 @@ def client_of(scope: Scope) -> ClientConnection:
 
 
 class AnswerGuard:
-    """While inside, a client that goes away and the deadline cancel the current task.
+    """While inside, a client that goes away and the deadline (None: there is none) cancel the current task.
 
     Outside the first is a ClientGoneError, the second a TimeoutError. Leave it before the last part of the response
     is sent: what is complete shall not be cancelled.
@@ -130,9 +130,10 @@ class AnswerGuard:
 
     __slots__ = ("_client", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
 
-    def __init__(self, client: ClientConnection, timeout_s: float) -> None:
+    def __init__(self, client: ClientConnection, timeout_s: float | None = None) -> None:
         self._client = client
         self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
         self._reason: type[ClientGoneError | TimeoutError] | None = None
 
     def __enter__(self) -> None:
@@ -142,13 +143,15 @@ class AnswerGuard:
         assert task is not None
         self._task = task
         self._num_cancels = task.cancelling()
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel, TimeoutError)
+        if self._timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel, TimeoutError)
         self._client.watch(self._gone)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._client.watch(None)
         if self._reason is not None and self._task.uncancel() <= self._num_cancels:
             raise self._reason from error

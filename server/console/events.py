@@ -6,7 +6,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.console.feed import Feed
 from server.middleware import context_of
-from server.stream import CancelOnDisconnect, ClientGoneError, SseSink
+from server.stream import AnswerGuard, ClientGoneError, SseSink, client_of
 
 
 class EventsEndpoint:
@@ -20,7 +20,7 @@ class EventsEndpoint:
         sink = SseSink(send, list)
         with self._feed.viewing() as viewer:
             try:
-                async with CancelOnDisconnect(receive):
+                with AnswerGuard(client_of(scope)):
                     async for frames in viewer.frames():
                         await sink.write(frames)
             except ClientGoneError:
