@@ -14,6 +14,7 @@ an allocation that cannot fit evicts nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from cache.allocator_base import AllocatorBase
 from cache.block_table import BlockTable, num_blocks_for
@@ -21,6 +22,7 @@ from cache.event_log import EventLog
 from cache.events import BlockEvent
 from cache.free_list import FreeList
 from cache.hashing import hash_chain
+from cache.prefixes import PrefixRun
 from cache.radix_trie import Key, Match, RadixNode, RadixTrie
 from cache.types import BlockHash, BlockId
 
@@ -112,6 +114,18 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
     def held(self) -> Iterator[BlockHash]:
         return (block_hash for node in self._pool.trie.nodes() for block_hash in node.hashes)
 
+    def prefix_runs(self) -> Iterator[PrefixRun]:
+        trie = self._pool.trie
+        runs = []
+        for node in trie.nodes():
+            if node.parent is not None:
+                above = node.parent.hashes[-1] if node.parent.parent is not None else node.parent.keys[0]
+                idle = 0 if node.num_holders else trie.time - node.last_accessed
+                runs.append(
+                    PrefixRun(cast(BlockHash, above), tuple(node.hashes), node.num_holders, node.num_hits, idle)
+                )
+        return iter(runs)
+
     def check_integrity(self) -> None:
         trie = self._pool.trie
         trie.check_integrity([allocation.node for allocation in self._live])
@@ -136,6 +150,9 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
 
     def _evictions(self) -> int:
         return self._pool.evictions
+
+    def _num_accesses(self) -> int:
+        return self._pool.trie.time
 
     def _lru_tail_age(self) -> int:
         oldest = self._pool.trie.oldest_access()

@@ -51,6 +51,7 @@ from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
+from server.prefixes import FleetPrefixes, fleet_prefixes
 from server.quarantine import Quarantine
 from server.rate_limits import RateLimits
 from server.retry import RetryBudget
@@ -141,6 +142,7 @@ class Gateway:
                 explain=self.router.explain,
                 candidates=self._candidates,
                 index_state=self.router.index_state,
+                prefixes=self._prefixes,
                 drain=self.drain,
                 actions=WorkerActions(self._client.session, self.fleet.workers),
                 feed=self.feed,
@@ -245,6 +247,9 @@ class Gateway:
             prefixes=prefixes,
             watch=watch,
         )
+
+    async def _prefixes(self, limit: int, model: str | None) -> FleetPrefixes:
+        return await fleet_prefixes(self.fleet.live_workers(model), self._client.prefixes, limit)
 
     def _open_index(self) -> RedisIndex | NoIndex:
         config = self._config

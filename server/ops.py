@@ -1,6 +1,7 @@
 """The ops port: for operators, never for clients.
 
-GET /metrics /workers /events /health/live /health/ready      POST /route/explain /drain /workers/{id}/drain|purge
+GET /metrics /workers /prefixes /events /health/live /health/ready
+POST /route/explain /drain /workers/{id}/drain|purge
 GET /dashboard /chat /pages/...                               /chat/api/...: the public API, for the chat page
 """
 
@@ -31,6 +32,7 @@ from server.identity import DEFAULT_TENANT, Identity
 from server.job import Job
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
+from server.prefixes import MAX_LIMIT, FleetPrefixes
 from server.router.placement import RouteRequest
 from server.worker_actions import ACTIONS, WorkerActions
 
@@ -48,6 +50,8 @@ class OpsServices:
     explain: Callable[[RouteRequest], Awaitable[dict[str, Any]]]
     candidates: Callable[[], Sequence[Candidate]]
     index_state: Callable[[], Any]
+    prefixes: Callable[[int, str | None], Awaitable[FleetPrefixes]]
+    """At most so many, of one model or of all."""
     drain: Callable[[], None]
     actions: WorkerActions
     feed: Feed
@@ -62,6 +66,7 @@ class OpsApi:
         return [
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/workers", self.workers, methods=["GET"]),
+            Route("/prefixes", self.prefixes, methods=["GET"]),
             Route("/route/explain", self.explain, methods=["POST"]),
             Route("/drain", self.drain, methods=["POST"]),
             *(Route(f"/workers/{{worker_id}}/{action}", self._act(action), methods=["POST"]) for action in ACTIONS),
@@ -85,6 +90,13 @@ class OpsApi:
             for candidate in self._services.candidates()
         ]
         return json_response({"workers": workers, "index": _fields(self._services.index_state())})
+
+    async def prefixes(self, request: Request) -> Response:
+        """The prefixes that requests share most, over all live workers: ?limit=20&model=NAME."""
+        limit = request.query_params.get("limit", "20")
+        if not limit.isdecimal() or not 0 < int(limit) <= MAX_LIMIT:
+            raise InvalidRequestError(f"limit must be 1 to {MAX_LIMIT}.", param="limit")
+        return json_response(_fields(await self._services.prefixes(int(limit), request.query_params.get("model"))))
 
     async def explain(self, request: Request) -> Response:
         """For a chat or completion body: where it would go now, and what every worker would cost. Nothing is sent.

@@ -23,6 +23,7 @@ from typing import Final, Protocol, TypeVar
 from cache.events import BlockEvent
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import NULL_BLOCK, Epoch
+from worker.access_times import AccessTimes
 from worker.load_report import LoadReport
 from worker.logs import about
 from worker.metrics import WorkerMetrics
@@ -85,6 +86,8 @@ class Engine:
         self._checked_s = 0.0
         self.step_started_s: float | None = None
         """On the monotonic clock; None between steps."""
+        self.access_times = AccessTimes()
+        """To be read by functions given to `call` only."""
         self.member = parts.member
         self.load = WorkerLoad()
         """As reported last. Frozen: any thread may read it."""
@@ -337,6 +340,8 @@ class Engine:
         self._reported_s = time.monotonic()
         report, scheduler = self._parts.load_report, self._scheduler
         self.load = report.report(scheduler, draining=self._draining)
-        self._parts.metrics.set_state(scheduler, scheduler.allocator.stats(), report.rate.tokens_per_s)
+        stats = scheduler.allocator.stats()
+        self.access_times.note(stats.num_accesses, self._reported_s)
+        self._parts.metrics.set_state(scheduler, stats, report.rate.tokens_per_s)
         if self._parts.listener is not None:
             self._parts.listener.offer(events, self.load)

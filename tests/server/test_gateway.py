@@ -93,7 +93,10 @@ async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:
         _, _, explained = await post(gateway.ops, chat(), "/route/explain")
         assert json.loads(explained)["choice"] == ["w0"]
         assert len(worker.received) == 1, "an explanation sends nothing"
-        for path in ("/metrics", "/workers", "/route/explain", "/drain"):
+        _, prefixes = await gateway.get(gateway.ops + "/prefixes?limit=3")
+        assert [each["num_hits"] for each in json.loads(prefixes)["prefixes"]] == [4, 2]
+        assert (await gateway.get(gateway.ops + "/prefixes?limit=none"))[0] == 400
+        for path in ("/metrics", "/workers", "/prefixes", "/route/explain", "/drain"):
             assert (await gateway.get(gateway.url + path))[0] == 404, "operations are not on the public port"
         maps = mapped_files(gateway.process.pid)
         assert "tokenizers" in maps

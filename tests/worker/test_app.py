@@ -23,6 +23,7 @@ from worker.wire import (
     End,
     Failed,
     FrameReader,
+    PrefixReport,
     Started,
     TokenizerBundle,
     Tokens,
@@ -272,6 +273,24 @@ async def test_what_an_operator_reads(worker: LiveWorker, runner: SlowRunner) ->
         state = await response.json()
     assert state["num_requests"] == 0
     assert state["pool"]["num_free_blocks"] == NUM_BLOCKS - 1
+
+
+async def test_the_most_shared_prefixes(worker: LiveWorker) -> None:
+    for last in range(3):
+        await worker.generate(generate([*range(8), 30 + last], 2))
+    async with worker.http.get(worker.url + "/prefixes?limit=5") as response:
+        report = unpack(await response.read(), PrefixReport)
+    assert (report.worker_id, report.epoch, report.block_size) == ("w", "e1", 4)
+    (prefix,) = report.prefixes
+    assert (prefix.num_blocks, prefix.num_hits, prefix.num_references) == (2, 2, 0)
+    assert [len(bytes.fromhex(step)) for step in prefix.path] == [8, 8]
+    assert 0.0 <= prefix.idle_s < 60.0
+    await worker.http.post(worker.url + "/purge")
+    async with worker.http.get(worker.url + "/prefixes") as response:
+        assert unpack(await response.read(), PrefixReport).prefixes == ()
+    for limit in ("0", "-1", "x", "100000"):
+        async with worker.http.get(worker.url + "/prefixes?limit=" + limit) as response:
+            assert response.status == 400
 
 
 async def test_before_the_model_is_loaded() -> None:
