@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
 import msgspec
@@ -55,7 +55,7 @@ class WorkerMember:
     max_model_len: int
     protocol: int
     secret_check: str = ""
-    """HMAC check value of the cluster secret, empty without one."""
+    """`signature` with the cluster secret, empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,22 @@ class WorkerState:
     load: WorkerLoad
 
 
-def secret_check(cluster_secret: bytes) -> str:
-    """For `WorkerMember.secret_check`: tells whether two parts know the same cluster secret, and nothing else of it."""
-    return hmac.digest(cluster_secret, b"headstart-secret-check", "sha256")[:8].hex() if cluster_secret else ""
+def signature(cluster_secret: bytes, member: WorkerMember) -> str:
+    """For `WorkerMember.secret_check`: only who knows the cluster secret can register a worker, or move one.
+
+    All but the epoch, which changes when a worker's cache is cleared, and by which nobody can be misled for long.
+    """
+    if not cluster_secret:
+        return ""
+    numbers = (member.block_size, member.max_model_len, member.protocol)
+    texts = (member.worker_id, member.url, member.model, member.namespace, member.numerics, *map(str, numbers))
+    fields = [text.encode() for text in texts]
+    message = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    return hmac.digest(cluster_secret, b"headstart worker member\0" + message, "sha256")[:16].hex()
+
+
+def signed(cluster_secret: bytes, member: WorkerMember) -> WorkerMember:
+    return replace(member, secret_check=signature(cluster_secret, member))
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

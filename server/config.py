@@ -14,6 +14,7 @@ from typing import Final
 from server.logs import LOG_FORMATS, LogFormat
 from server.parsing.formats import MARKERS, ToolFormat
 from server.router.policies import POLICIES
+from server.worker_networks import DEFAULT_NETWORKS, WorkerNetworks
 
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -39,6 +40,7 @@ class GatewayConfig:
     tool_parser: ToolFormat | None = None
     reasoning: bool | None = None
     cluster_secret_file: str | None = None
+    worker_networks: tuple[str, ...] = DEFAULT_NETWORKS
     api_keys: str | None = None
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
@@ -72,6 +74,7 @@ class GatewayConfig:
             raise ValueError(f"--drain-grace-s must not be negative, got {self.drain_grace_s}")
         if self.redis_shards < 1:
             raise ValueError(f"--redis-shards must be at least 1, got {self.redis_shards}")
+        WorkerNetworks(self.worker_networks)
         if self.policy not in POLICIES:
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if self.redis is None and not self.workers:
@@ -144,6 +147,13 @@ def parser() -> argparse.ArgumentParser:
     )
     fleet.add_argument(
         "--workers", action="extend", nargs="+", default=[], metavar="URL", help="http://HOST:PORT or dns:NAME:PORT"
+    )
+    fleet.add_argument(
+        "--worker-networks",
+        type=lambda text: tuple(text.split(",")),
+        default=defaults.worker_networks,
+        metavar="CIDR,...",
+        help="where workers may be (default: loopback and private addresses)",
     )
     fleet.add_argument("--policy", default=defaults.policy, choices=tuple(POLICIES), help="default headstart")
     fleet.add_argument(

@@ -13,24 +13,27 @@ heard and shrinks by what is seen dead, so an empty registry empties nothing.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember
+from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember, signature
 from cache.types import BlockHash, WorkerId
+from server.worker_networks import WorkerNetworks
 from worker.wire import PROTOCOL_VERSION, WireError, WorkerState, unpack
 
 logger = logging.getLogger(__name__)
 
 Fetch = Callable[[str], Awaitable[WorkerState]]
 """GET /state of a worker's base URL. Raises FetchError."""
+MAX_VERIFIED: Final = 50_000
 _MAX_STATE_BYTES: Final = 256 * 1024
 _DNS: Final = "dns:"
 
@@ -65,8 +68,10 @@ class FleetSettings:
     forget_s: float = 600.0
     first_break_s: float = 1.0
     max_break_s: float = 30.0
-    secret_check: str = ""
-    """The cluster secret's check value: a worker with another one is refused."""
+    cluster_secret: bytes = field(default=b"", repr=False)
+    """A worker whose member is not signed with it is refused."""
+    networks: WorkerNetworks = field(default_factory=WorkerNetworks)
+    """Where workers may be."""
 
 
 class _Known:
@@ -120,6 +125,8 @@ class Fleet:
         self._namespaces = namespaces
         self._known: dict[WorkerId, _Known] = {}
         self._refused: set[tuple[str, str, str]] = set()
+        self._verified: dict[WorkerId, tuple[WorkerMember, str | None]] = {}
+        """What `_objection` said of the very same object, for it is asked at every decision."""
         self._unreachable: set[str] = set()
         self._wake = asyncio.Event()
 
@@ -290,8 +297,8 @@ class Fleet:
         expected = namespaces.get(member.model)
         if member.protocol != PROTOCOL_VERSION:
             reason = f"it speaks protocol {member.protocol}, this gateway {PROTOCOL_VERSION}"
-        elif member.secret_check != self._settings.secret_check:
-            reason = "its cluster secret is not this gateway's"
+        elif (objection := self._objection(member)) is not None:
+            reason = objection
         elif expected is not None and member.namespace != expected:
             reason = f"its namespace is {member.namespace}, that of {member.model} is {expected}"
         else:
@@ -304,13 +311,28 @@ class Fleet:
             logger.error("worker %s at %s is refused: %s", member.worker_id, member.url, reason)
         return False
 
+    def _objection(self, member: WorkerMember) -> str | None:
+        """What speaks against its address or its signature."""
+        kept = self._verified.get(member.worker_id)
+        if kept is not None and kept[0] is member:
+            return kept[1]
+        objection = self._settings.networks.objection(member.url)
+        if not hmac.compare_digest(
+            member.secret_check.encode(), signature(self._settings.cluster_secret, member).encode()
+        ):
+            objection = "its registration is not signed with this gateway's cluster secret"
+        if len(self._verified) > MAX_VERIFIED:
+            self._verified.clear()
+        self._verified[member.worker_id] = (member, objection)
+        return objection
+
 
 def http_fetch(session: aiohttp.ClientSession) -> Fetch:
     """Asks workers over `session`."""
 
     async def fetch(url: str) -> WorkerState:
         try:
-            async with session.get(url + "/state") as response:
+            async with session.get(url + "/state", allow_redirects=False) as response:
                 body = await response.content.read(_MAX_STATE_BYTES)
                 if response.status != 200:
                     raise FetchError(f"status {response.status}")

@@ -31,7 +31,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from cache.index import Candidate, secret_check
+from cache.index import Candidate
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api_keys import KeyFile
@@ -63,6 +63,8 @@ from server.waiting_room import WaitingRoom
 from server.watch import StallWatch
 from server.worker_actions import WorkerActions
 from server.worker_client import WorkerClient
+from server.worker_networks import WorkerNetworks
+from worker.wire import gateway_token
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +94,12 @@ class Gateway:
         self.metrics.follow_tasks(asyncio.get_running_loop())
         self.lifecycle = Lifecycle()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        self._client = WorkerClient.open()
+        networks = WorkerNetworks(config.worker_networks)
+        self._client = WorkerClient.open(gateway_token(secret), networks)
         options = ModelOptions(config.aliases, config.tool_parser, config.reasoning)
         self.models = Models(self._client, self._executor, options)
         self._index = self._open_index()
-        settings = FleetSettings(workers=config.workers, secret_check=secret_check(secret))
+        settings = FleetSettings(workers=config.workers, cluster_secret=secret, networks=networks)
         fetch = http_fetch(self._client.session)
         self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
         router_settings = RouterSettings(gateway_id, policy=config.policy)

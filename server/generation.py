@@ -353,7 +353,7 @@ class Generation:
     def _refused(self, worker: WorkerMember, error: WorkerRefused) -> None:
         """Nothing was begun. Raises ApiError when it shall not be tried again."""
         self._backend.metrics.refused(error.status)
-        if error.status not in (409, 429, 502, 503, 504):
+        if error.status not in (401, 409, 429, 502, 503, 504):
             raise error_of(error.failed, self.spec.params, error.status) from error
         if not self._losses.refused(worker, error) or not self._backend.budget.spend():
             raise error_of(error.failed, self.spec.params, error.status) from error

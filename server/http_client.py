@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from server.worker_networks import WorkerNetworks
 
 HIGH_WATER_BYTES: Final = 256 * 1024
 """Unread bytes at which the worker is told to wait: a slow client shall not fill our memory."""
@@ -183,22 +185,25 @@ class Target:
 
     __slots__ = ("head", "host", "port", "tls")
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str = "") -> None:
         parts = urlsplit(url)
         self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if self.tls else 80)
         self.head = (
             f"POST {parts.path}/generate HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/msgpack\r\n"
-            "content-length: "
+            + (f"authorization: Bearer {token}\r\n" if token else "")
+            + "content-length: "
         ).encode()
 
 
 class ConnectionPool:
     """Idle connections by worker. Owned by the event loop; `close` ends them all."""
 
-    def __init__(self, *, connect_timeout_s: float) -> None:
+    def __init__(self, *, connect_timeout_s: float, token: str = "", networks: WorkerNetworks | None = None) -> None:
         self._connect_timeout_s = connect_timeout_s
+        self._token = token
+        self._networks = networks or WorkerNetworks()
         self._idle: defaultdict[str, list[HttpConnection]] = defaultdict(list)
         self._targets: dict[str, Target] = {}
 
@@ -206,7 +211,7 @@ class ConnectionPool:
         """Send `body` to the worker's /generate. Raises OSError or TimeoutError when there is no connection."""
         target = self._targets.get(url)
         if target is None:
-            target = self._targets[url] = Target(url)
+            target = self._targets[url] = Target(url, self._token)
         connection = self._take(url) or await self._connect(target)
         connection.send(b"%b%d\r\n\r\n%b" % (target.head, len(body), body))
         return connection
@@ -247,8 +252,14 @@ class ConnectionPool:
 
     async def _connect(self, target: Target) -> HttpConnection:
         loop = asyncio.get_running_loop()
+        tls: dict[str, Any] = {"ssl": True, "server_hostname": target.host} if target.tls else {}
+        refused: OSError | None = None
         async with asyncio.timeout(self._connect_timeout_s):
-            _, connection = await loop.create_connection(
-                HttpConnection, target.host, target.port, ssl=True if target.tls else None
-            )
-        return connection
+            for info in await self._networks.addresses(target.host, target.port):
+                try:
+                    _, connection = await loop.create_connection(HttpConnection, *info[4][:2], **tls)
+                    return connection
+                except OSError as error:
+                    refused = error
+        assert refused is not None
+        raise refused

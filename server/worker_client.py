@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from server.http_client import ConnectionBrokenError, ConnectionPool, HttpConnection
+from server.worker_networks import WorkerNetworks
 from worker.wire import (
     CONTENT_TYPE,
     Failed,
@@ -132,22 +133,28 @@ class GenerateStream:
 class WorkerClient:
     """Keep-alive connections to every worker. Owned by the gateway; `close` ends them."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, pool: ConnectionPool) -> None:
         self.session = session
         """For everything but /generate."""
-        self._pool = ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._pool = pool
 
     @classmethod
-    def open(cls) -> Self:
-        """Call inside a running loop."""
+    def open(cls, token: str = "", networks: WorkerNetworks | None = None) -> Self:
+        """Call inside a running loop. `token` is shown to every worker; none outside of `networks` is dialled."""
+        networks = networks or WorkerNetworks()
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=20.0, ttl_dns_cache=5, socket_factory=networks.open_socket
+        )
         return cls(
             aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0, ttl_dns_cache=5),
+                connector=connector,
+                headers={"authorization": f"Bearer {token}"} if token else None,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            )
+            ),
+            ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks),
         )
 
     async def close(self) -> None:
@@ -182,9 +189,11 @@ class WorkerClient:
     async def _exchange(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self.session.request(method, url, data=body, headers=_HEADERS, timeout=timeout) as response:
+            async with self.session.request(
+                method, url, data=body, headers=_HEADERS, timeout=timeout, allow_redirects=False
+            ) as response:
                 data = await response.read()
-                if response.status >= 400:
+                if response.status >= 300:
                     raise WorkerLost(f"{url}: status {response.status}")
                 return data
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -20,8 +20,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from worker.authentication import GatewayOnly
 from worker.debug_state import debug_state
 from worker.prefix_report import prefix_report
 from worker.service import Refusal, WorkerService
@@ -36,15 +37,16 @@ _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: WorkerService) -> Starlette:
-    """The ASGI application over one worker."""
-    return Starlette(
+def make_app(service: WorkerService, token: str = "") -> ASGIApp:
+    """The ASGI application over one worker, for those who show `token`, unless that is empty."""
+    app = Starlette(
         routes=[
             Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
             *(Route(path, endpoint=endpoint, methods=[method]) for method, path, endpoint in _endpoints(service)),
         ],
         exception_handlers={Refusal: _refused},
     )
+    return GatewayOnly(app, token) if token else app
 
 
 class GenerateEndpoint:

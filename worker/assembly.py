@@ -12,7 +12,7 @@ import torch
 
 from cache.factory import make_allocator
 from cache.hashing import Namespace
-from cache.index import WorkerMember, secret_check
+from cache.index import WorkerMember, signed
 from cache.types import BlockId, WorkerId
 from worker.config import WorkerConfig
 from worker.load_report import PrefillRate
@@ -81,8 +81,8 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
         block_size=config.block_size,
         max_model_len=max_model_len,
         protocol=PROTOCOL_VERSION,
-        secret_check=secret_check(config.cluster_secret()),
     )
+    member = signed(config.cluster_secret(), member)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
     return Assembly(scheduler, runner, limits, bundle, member, rate)
 

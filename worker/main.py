@@ -36,6 +36,7 @@ from worker.service import ServingParts, WorkerService
 from worker.streams import Streams
 from worker.tracing import Tracing, open_tracing
 from worker.waiting import Waiting
+from worker.wire import gateway_token
 
 if TYPE_CHECKING:
     from worker.assembly import Assembly
@@ -115,7 +116,7 @@ class Worker:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         return uvicorn.Config(
-            make_app(self._service),
+            make_app(self._service, gateway_token(self._config.cluster_secret())),
             http="h11",
             ws="none",
             lifespan="off",

@@ -16,6 +16,7 @@ reader feeds bytes to `FrameReader` as they arrive, however they are cut.
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import sys
 from array import array
 from collections.abc import Sequence
@@ -32,6 +33,13 @@ CONTENT_TYPE: Final = "application/msgpack"
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+def gateway_token(cluster_secret: bytes) -> str:
+    """What a gateway shows to a worker, as `Authorization: Bearer`; empty without a secret: workers ask for none."""
+    if not cluster_secret:
+        return ""
+    return hmac.digest(cluster_secret, b"headstart gateway to worker\0", "sha256").hex()
 
 
 class WireError(ValueError):

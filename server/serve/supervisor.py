@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -37,6 +39,7 @@ class Supervisor:
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
+        self._secret_options: list[str] = []
 
     async def run(self) -> int:
         """Serve until SIGINT or SIGTERM. Returns the exit code. Raises RedisMissingError and ChildRefusedError."""
@@ -44,6 +47,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop_requested.set)
         with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+            self._secret_options = secret_options(Path(folder))
             starting = asyncio.create_task(self._start(Path(folder)))
             starting.add_done_callback(self._stop_on_error)
             try:
@@ -112,13 +116,13 @@ class Supervisor:
         command += ["--redis", url, "--threads", str(config.threads), "--drain-grace-s", str(DRAIN_GRACE_S)]
         if config.model is not None:
             command += ["--model", config.model]
-        return ChildSpec(name, [*command, *config.worker_args], _relay(name))
+        return ChildSpec(name, [*command, *self._secret_options, *config.worker_args], _relay(name))
 
     def _gateway_spec(self, url: str) -> ChildSpec:
         config = self._config
         command = [sys.executable, "-m", "server.gateway", "--host", config.host, "--port", str(config.port)]
         command += ["--ops-port", str(config.ops_port), "--redis", url, "--drain-grace-s", str(DRAIN_GRACE_S)]
-        command += config.gateway_args
+        command += [*self._secret_options, *config.gateway_args]
         return ChildSpec("gateway", command, _relay("gateway"))
 
     async def _serves_all_workers(self) -> bool:
@@ -150,6 +154,16 @@ class Supervisor:
     def _public_url(self) -> str:
         host = self._config.host
         return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._config.port}"
+
+
+def secret_options(folder: Path) -> list[str]:
+    """What makes workers and gateway trust each other: the user's secret by the environment, else one for this run."""
+    if os.environ.get("HEADSTART_CLUSTER_SECRET"):
+        return []
+    path = folder / "cluster-secret"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return ["--cluster-secret-file", str(path)]
 
 
 async def _until(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import uvicorn
+from starlette.types import ASGIApp
 
 from cache.factory import make_allocator
 from cache.index import WorkerMember
@@ -65,12 +66,12 @@ class LiveWorker:
 
 
 @contextlib.asynccontextmanager
-async def serve(service: WorkerService) -> AsyncIterator[str]:
+async def serve(service: WorkerService, app: ASGIApp | None = None) -> AsyncIterator[str]:
     """The service's application on a free port; its URL."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(1024)
-    config = uvicorn.Config(make_app(service), http="h11", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app or make_app(service), http="h11", lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     task = asyncio.create_task(server.serve(sockets=[sock]))

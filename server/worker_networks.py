@@ -1,0 +1,83 @@
+"""Where workers may be: the gateway dials no other address, whatever the registry says.
+
+Who can write to Redis could otherwise have prompts sent anywhere. The check is made on the address that is dialled, so
+that a name which resolves anew changes nothing. Link-local addresses (a cloud's metadata service) are no default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from typing import Any, Final
+
+DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+_URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?/?")
+
+AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
+
+
+class AddressRefusedError(OSError):
+    """The address is outside of the networks of workers."""
+
+
+class WorkerNetworks:
+    """Immutable."""
+
+    def __init__(self, networks: Iterable[str] = DEFAULT_NETWORKS) -> None:
+        """Raises ValueError for what is no network."""
+        try:
+            self._networks = [ipaddress.ip_network(text.strip()) for text in networks]
+        except ValueError as error:
+            raise ValueError(f"--worker-networks: {error}") from None
+
+    def allows(self, address: str) -> bool:
+        try:
+            ip = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return False
+        if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        return any(ip.version == network.version and ip in network for network in self._networks)
+
+    def objection(self, url: str) -> str | None:
+        """Why a worker's URL is not used, as far as can be told without resolving its name."""
+        match = _URL.fullmatch(url)
+        if match is None:
+            return "its URL is not http://HOST:PORT or https://HOST:PORT"
+        host = match[1].strip("[]")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return None
+        return None if self.allows(host) else f"{host} is outside of --worker-networks"
+
+    def check(self, address: str) -> None:
+        """Raises AddressRefusedError."""
+        if not self.allows(address):
+            raise AddressRefusedError(f"{address} is outside of --worker-networks")
+
+    async def addresses(self, host: str, port: int) -> list[AddressInfo]:
+        """What may be dialled for a host. Raises OSError, also when there is none."""
+        try:
+            family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        except ValueError:
+            pass
+        else:
+            self.check(host)
+            return [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        allowed = [info for info in found if self.allows(str(info[4][0]))]
+        if not allowed:
+            raise AddressRefusedError(f"{host} is outside of --worker-networks")
+        return allowed
+
+    def open_socket(self, info: AddressInfo) -> socket.socket:
+        """For aiohttp: a socket for an address that it is about to dial. Raises AddressRefusedError."""
+        self.check(str(info[4][0]))
+        opened = socket.socket(info[0], info[1], info[2])
+        opened.setblocking(False)
+        return opened
