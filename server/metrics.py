@@ -90,10 +90,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.tasks = Gauge("headstart_asyncio_tasks", "Tasks of the event loop.", registry=self.registry)
-        self._keys_rejected = Gauge(
-            "headstart_api_keys_rejected",
-            "1 while the key file cannot be used and the keys read before still count.",
-            registry=self.registry,
+        self._key_reloads = Counter(
+            "headstart_api_key_reloads", "Times the key file changed.", ("outcome",), registry=self.registry
         )
         for outcome in ("loaded", "rejected"):  # from zero on: an alert on the first increase needs it
             self._key_reloads.labels(outcome)
@@ -130,7 +128,7 @@ class GatewayMetrics:
         self.index_events.labels(event).inc()
 
     def keys_reloaded(self, ok: bool) -> None:
-        self._keys_rejected.set(0 if ok else 1)
+        self._key_reloads.labels("loaded" if ok else "rejected").inc()
 
     def count_prompt(self, promised: int, cached: int) -> None:
         """The index's promise against what the worker found."""
