@@ -7,6 +7,7 @@ that a name which resolves anew changes nothing. Link-local addresses (a cloud's
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import re
 import socket
@@ -57,7 +58,7 @@ class WorkerNetworks:
     def check(self, address: str) -> None:
         """Raises AddressRefusedError."""
         if not self.allows(address):
-            raise AddressRefusedError(f"{address} is outside of --worker-networks")
+            raise AddressRefusedError(errno.EACCES, f"{address} is outside of --worker-networks")
 
     async def addresses(self, host: str, port: int) -> list[AddressInfo]:
         """What may be dialled for a host. Raises OSError, also when there is none."""
@@ -72,7 +73,7 @@ class WorkerNetworks:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         allowed = [info for info in found if self.allows(str(info[4][0]))]
         if not allowed:
-            raise AddressRefusedError(f"{host} is outside of --worker-networks")
+            raise AddressRefusedError(errno.EACCES, f"{host} is outside of --worker-networks")
         return allowed
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
