@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.sampling.errors import NoTokenLeft
 from worker.scheduler.request import Choice, ConstraintError, Request
 from worker.step import Drawn
 from worker.wire import Failed, Finished, FinishReason, PromptLogprobs, Tokens
@@ -11,6 +12,8 @@ def failed_by(error: Exception) -> Failed:
     """What the client hears of an error that its own request has caused."""
     if isinstance(error, ConstraintError):
         return Failed("invalid_grammar", str(error), retryable=False)
+    if isinstance(error, NoTokenLeft):
+        return Failed("invalid_request", str(error), retryable=False)
     return Failed("internal_error", "the request cannot be computed", retryable=False)
 
 
