@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -23,16 +25,21 @@ START_TIMEOUT_S = 120.0
 READY = re.compile(r"headstart: ready in ([\d.]+) s")
 
 
+# Below the range from which the kernel hands out ports (32768 and up on Linux), so that no connection of another test
+# takes one of these between our look and the server's bind.
+PORT_RANGE = range(20_000, 32_000)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE)):
+        if len(ports) == count:
+            return ports
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+    raise OSError(f"no {count} free ports in {PORT_RANGE}")
 
 
 class Serve:

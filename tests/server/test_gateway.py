@@ -18,17 +18,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.config import GatewayConfig, parse
+from tests.e2e.serving import free_ports
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat, post
 from worker.wire import TokenizerBundle
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def mapped_files(pid: int) -> str:
@@ -60,7 +54,7 @@ class Process:
 
 @asynccontextmanager
 async def gateway_process(*arguments: str) -> AsyncIterator[Process]:
-    port, ops_port = free_port(), free_port()
+    port, ops_port = free_ports(2)
     ports = ("--port", str(port), "--ops-port", str(ops_port))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "server.gateway", *ports, *arguments, stderr=asyncio.subprocess.PIPE

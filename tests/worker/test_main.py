@@ -159,7 +159,7 @@ async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) ->
         async with http.post(url + "/generate", data=bad) as response:
             assert response.status == 400
             (failed,) = FrameReader().feed(await response.read())
-            assert failed.code == "invalid_request"
+            assert failed.code == "invalid_grammar"
 
         async with http.post(url + "/generate", data=request(prompt_ids, 300)) as response:
             reader = FrameReader()
