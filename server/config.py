@@ -44,6 +44,9 @@ class GatewayConfig:
     api_keys: str | None = None
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    ops_key_file: str | None = None
     request_timeout_s: float = 3600.0
     keepalive_s: float = 15.0
     drain_grace_s: float = 30.0
@@ -83,6 +86,15 @@ class GatewayConfig:
     def redis_password(self) -> str | None:
         """From --redis-password-file; None: the URL's own, if any. Raises OSError."""
         return None if self.redis_password_file is None else Path(self.redis_password_file).read_text().strip()
+
+    def ops_key(self) -> bytes | None:
+        """From --ops-key-file. Raises OSError, and ValueError for an empty one."""
+        if self.ops_key_file is None:
+            return None
+        key = Path(self.ops_key_file).read_bytes().strip()
+        if not key:
+            raise ValueError(f"--ops-key-file {self.ops_key_file} is empty")
+        return key
 
     def cluster_secret(self) -> bytes:
         """From --cluster-secret-file or the environment; empty: none. Raises OSError."""
@@ -125,6 +137,9 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--ops-port", type=int, default=defaults.ops_port, help="metrics, workers, explain (default 8001)")
     net.add_argument("--max-body", type=num_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="default 32M")
     net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")
+    net.add_argument("--header-timeout-s", type=float, default=defaults.header_timeout_s, help="for a head (10)")
+    net.add_argument("--body-timeout-s", type=float, default=defaults.body_timeout_s, help="for 30 KiB of a body (30)")
+    net.add_argument("--ops-key-file", metavar="FILE", help="what drain and purge need (default: ops port on loopback)")
     net.add_argument("--request-timeout-s", type=float, default=defaults.request_timeout_s, help="default 3600")
     net.add_argument("--keepalive-s", type=float, default=defaults.keepalive_s, help="of silent streams (default 15)")
     net.add_argument(

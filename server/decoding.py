@@ -10,19 +10,39 @@ import msgspec
 
 from server.errors import InvalidRequestError
 
+MAX_DEPTH: Final = 64
+"""Of a body, and of a JSON schema in it: what reads them behind us, the grammar compiler too, is recursive."""
+_ESCAPE: Final = re.compile(rb"\\.")
+_TEXT: Final = re.compile(rb'"[^"]*"')
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
 def decode_json(body: bytes, decoder: Callable[[bytes], Any]) -> Any:
     """`decoder(body)`. Raises InvalidRequestError, whatever the bytes are."""
     try:
-        return decoder(body)
+        decoded = decoder(body)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None
+    if is_deeper(body, MAX_DEPTH):
+        raise InvalidRequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
+    return decoded
+
+
+def is_deeper(body: bytes, depth: int) -> bool:
+    """Whether valid JSON nests its arrays and objects deeper. Linear for a given depth, and quick for few brackets."""
+    if body.count(b"[") + body.count(b"{") <= depth:
+        return False
+    brackets = _TEXT.sub(b"", _ESCAPE.sub(b"", body)).translate(None, _NO_BRACKETS)
+    for _ in range(depth):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    return bool(brackets)
 
 
 def unsupported(field: str, why: str) -> InvalidRequestError:

@@ -44,7 +44,7 @@ from server.endpoint import EndpointServices
 from server.failed_auth import FailedAuth
 from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.generation import Backend
-from server.http_protocol import GatewayProtocol
+from server.http_protocol import protocol_with
 from server.identity import Identities, KeyHolders, SingleTenant
 from server.limit_table import LimitTable
 from server.logs import configure_logging
@@ -150,6 +150,8 @@ class Gateway:
                 actions=WorkerActions(self._client.session, self.fleet.workers),
                 feed=self.feed,
                 public=self.public,
+                key=config.ops_key(),
+                local=is_loopback(config.ops_host),
             )
         )
         self._servers: list[_Server] = []
@@ -286,7 +288,7 @@ class Gateway:
         return _Server(
             uvicorn.Config(
                 app,
-                http=GatewayProtocol,
+                http=protocol_with(self._config.header_timeout_s, self._config.body_timeout_s),
                 ws="none",
                 loop="none",
                 lifespan="off",

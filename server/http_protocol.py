@@ -6,7 +6,9 @@ fields, trailers too) is counted as it is parsed, and so is what has been receiv
 
 from __future__ import annotations
 
-from typing import Any, Final
+import re
+from asyncio import TimerHandle
+from typing import Any, Final, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -15,10 +17,18 @@ from server.middleware import new_request_id
 from server.stream import CLIENT, ClientConnection
 
 LINGER_S: Final = 1.0
+MAX_HEADERS: Final = 100
+MIN_BODY_BYTES: Final = 30 * 1024
+"""Of a body, in each of its timeouts."""
+_HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 
 
 class HeadTooLargeSignal(Exception):
     """Raised inside the parser's callbacks: ends the parsing."""
+
+
+class BadHeadSignal(Exception):
+    """As above: a head that two servers may read in two ways, or that names no host."""
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -29,6 +39,11 @@ class GatewayProtocol(HttpToolsProtocol):
     _unparsed_bytes = 0
     _refused = False
     _connection: ClientConnection
+    _phase: Literal["idle", "head", "body"] = "idle"
+    _timer: TimerHandle | None = None
+    _num_body_bytes = 0
+    header_timeout_s = 10.0
+    body_timeout_s = 30.0
 
     @property
     def _max_head_bytes(self) -> int:
@@ -37,10 +52,12 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
+        self._timer = self.loop.call_later(self.header_timeout_s, self._slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._connection.lose()
+        self._disarm()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -49,9 +66,13 @@ class GatewayProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._unparsed_bytes > self._max_head_bytes and not self._refused:
             self.send_400_response("")
+        if self._phase != "idle" and self._timer is None and not self._refused:
+            timeout_s = self.header_timeout_s if self._phase == "head" else self.body_timeout_s
+            self._timer = self.loop.call_later(timeout_s, self._slow)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._phase = "head"
         super().on_message_begin()
         scope: Any = self.scope
         scope[CLIENT] = self._connection
@@ -62,19 +83,70 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
+        if len(self.headers) >= MAX_HEADERS:
+            self._head_bytes = self._max_head_bytes + 1
+            raise HeadTooLargeSignal
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
+        self._disarm()
+        self._check_head()
+        self._phase, self._num_body_bytes = "body", 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unparsed_bytes = 0
+        self._phase = "idle"
+        self._disarm()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer before the body's end (401, 413): the rest of the body is not waited for."""
+        super().on_response_complete()
+        if self._phase == "body" and self.cycle.response_complete:
+            self.loop.call_later(LINGER_S, self._abandon, self.cycle)
+
+    def _abandon(self, cycle: object) -> None:
+        if self._phase == "body" and self.cycle is cycle:
+            self.transport.close()
+
+    def _check_head(self) -> None:
+        """Raises BadHeadSignal. Source: RFC 9112, 3.2 and 6.1 to 6.3, read as strictly as it allows."""
+        if not self.url.startswith(b"/") and self.url != b"*":
+            raise BadHeadSignal("a target that is no path")
+        values: dict[bytes, list[bytes]] = {b"host": [], b"content-length": [], b"transfer-encoding": []}
+        for name, value in self.headers:
+            if name in values:
+                values[name].append(value.strip())
+        hosts, lengths, codings = values.values()
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            raise BadHeadSignal("one Host is needed")
+        if hosts and _HOST.fullmatch(hosts[0]) is None:
+            raise BadHeadSignal("a Host that is none")
+        if len(lengths) + len(codings) > 1 or (lengths and not lengths[0].isdigit()):
+            raise BadHeadSignal("a length that is not clear")
+        if codings and codings[0].lower() != b"chunked":
+            raise BadHeadSignal("a coding other than chunked")
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _slow(self) -> None:
+        """Too slow a head, or too little of a body; one that we do not read at the moment is not the client's fault."""
+        self._timer = None
+        if self._phase == "body" and (self.flow.read_paused or self._num_body_bytes >= MIN_BODY_BYTES):
+            self._num_body_bytes = 0
+            self._timer = self.loop.call_later(self.body_timeout_s, self._slow)
+        elif not self.transport.is_closing():
+            self.transport.close()
 
     def _count(self, num_bytes: int) -> None:
         self._unparsed_bytes = 0
@@ -96,6 +168,12 @@ class GatewayProtocol(HttpToolsProtocol):
         if transport.can_write_eof():
             transport.write_eof()
         self.loop.call_later(LINGER_S, transport.close)
+
+
+def protocol_with(header_timeout_s: float, body_timeout_s: float) -> type[GatewayProtocol]:
+    """The protocol with these patiences; uvicorn wants a class."""
+    patience = {"header_timeout_s": header_timeout_s, "body_timeout_s": body_timeout_s}
+    return type("GatewayProtocol", (GatewayProtocol,), patience)
 
 
 def _response(error: ApiError) -> bytes:

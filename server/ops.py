@@ -32,6 +32,7 @@ from server.identity import DEFAULT_TENANT, Identity
 from server.job import Job
 from server.metrics import GatewayMetrics
 from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
+from server.ops_key import OpsKeyMiddleware
 from server.prefixes import MAX_LIMIT, FleetPrefixes
 from server.router.placement import RouteRequest
 from server.worker_actions import ACTIONS, WorkerActions
@@ -56,6 +57,10 @@ class OpsServices:
     actions: WorkerActions
     feed: Feed
     public: ASGIApp
+    key: bytes | None = None
+    """What a change through this port needs."""
+    local: bool = True
+    """Only this machine reaches this port."""
 
 
 class OpsApi:
@@ -132,6 +137,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def ops_app(services: OpsServices) -> ASGIApp:
     app: ASGIApp = Router(routes=OpsApi(services).routes(), redirect_slashes=False)
     app = BodyLimitMiddleware(app, MAX_BODY_BYTES)
+    app = OpsKeyMiddleware(app, services.key, local=services.local)
     app = ErrorMiddleware(app, services.metrics)
     app = RequestContextMiddleware(app, services.metrics)
     return SameOriginMiddleware(ForwardMiddleware(app, services.public))

@@ -1,0 +1,221 @@
+"""What the field was attacked with, tried on the public port: refused, and health answers all the while."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from server.decoding import is_deeper
+from server.http_protocol import GatewayProtocol
+from server.ops_key import OpsKeyMiddleware
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import chat, post
+from tests.server.test_authentication import raw
+from worker.wire import TokenizerBundle
+
+HEALTH = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+BODY = json.dumps(chat()).encode()
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
+
+
+def head(*lines: str, target: str = "/v1/chat/completions", host: str = "h") -> bytes:
+    fields = [f"Host: {host}", "Connection: close", *lines]
+    return f"POST {target} HTTP/1.1\r\n{''.join(field + chr(13) + chr(10) for field in fields)}\r\n".encode()
+
+
+SMUGGLED = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
+HEADS = {
+    "CL and TE": head(f"Content-Length: {len(SMUGGLED)}", "Transfer-Encoding: chunked") + SMUGGLED,
+    "TE and CL": head("Transfer-Encoding: chunked", "Content-Length: 5") + SMUGGLED,
+    "two CL": head("Content-Length: 5", "Content-Length: 6") + b"xxxxxx",
+    "equal CL": head(f"Content-Length: {len(BODY)}", f"Content-Length: {len(BODY)}") + BODY,
+    "CL list": head("Content-Length: 5, 5") + b"xxxxx",
+    "signed CL": head("Content-Length: +5") + b"xxxxx",
+    "negative CL": head("Content-Length: -5") + b"xxxxx",
+    "hex CL": head("Content-Length: 0x5") + b"xxxxx",
+    "TE twice": head("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + SMUGGLED,
+    "TE list": head("Transfer-Encoding: gzip, chunked") + SMUGGLED,
+    "TE identity": head("Transfer-Encoding: identity") + SMUGGLED,
+    "TE odd": head("Transfer-Encoding: xchunked") + SMUGGLED,
+    "TE with space": head("Transfer-Encoding : chunked") + SMUGGLED,
+    "absolute form": head(f"Content-Length: {len(BODY)}", target="http://h/v1/chat/completions") + BODY,
+    "authority form": b"CONNECT h:80 HTTP/1.1\r\nHost: h\r\n\r\n",
+    "no Host": b"GET /health/live HTTP/1.1\r\nConnection: close\r\n\r\n",
+    "two Hosts": head("Host: other", "Content-Length: 0"),
+    "bad Host": head("Content-Length: 0", host="x/health/live?a="),
+    "user in Host": head("Content-Length: 0", host="a@b"),
+    "no CR": b"GET /health/live HTTP/1.1\nHost: h\n\n",
+    "NUL in a header": head("X: a\0b", "Content-Length: 0"),
+    "101 headers": head(*(f"X-{n}: 1" for n in range(101))),
+    "huge chunk size": head("Transfer-Encoding: chunked") + b"fffffffffffffffff\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+async def test_heads_that_two_servers_may_read_in_two_ways(worker: ScriptedWorker, name: str) -> None:
+    async with gateway(worker) as target:
+        status, data = await raw(target.url, HEADS[name])
+        assert status in (400, 431) or not data, (name, data)
+        assert data.count(b"HTTP/1.1 ") <= 1, "nothing behind it is answered"
+        assert worker.received == []
+
+
+async def test_what_is_right_still_passes(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        for host in ("h", "example.com:8000", "127.0.0.1", "[::1]:80", "a_b"):
+            assert (await raw(target.url, head(f"Content-Length: {len(BODY)}", host=host) + BODY))[0] == 200
+        chunked = head("Transfer-Encoding: Chunked") + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+        assert (await raw(target.url, chunked))[0] == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, identity"])
+async def test_no_body_is_unpacked(worker: ScriptedWorker, encoding: str) -> None:
+    async with gateway(worker) as target:
+        assert (await post(target.url, BODY, **{"content-encoding": encoding}))[0] == 415
+
+
+async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatewayProtocol, "header_timeout_s", 0.3)
+    monkeypatch.setattr(GatewayProtocol, "body_timeout_s", 0.3)
+    async with gateway(worker) as target:
+        host, _, port = target.url.removeprefix("http://").partition(":")
+
+        async def slow(start: bytes) -> float:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            began_s = time.monotonic()
+            writer.write(start)
+            try:
+                async with asyncio.timeout(20):
+                    while not reader.at_eof():
+                        writer.write(b"x")
+                        try:
+                            await asyncio.wait_for(reader.read(1), 0.1)
+                        except TimeoutError:
+                            continue
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+            return time.monotonic() - began_s
+
+        starts = [b"", b"GET /health/live HTTP/1.1\r\nX: ", head("Content-Length: 100000")]
+        attack = asyncio.gather(*(slow(start) for start in starts * 20))
+        while not attack.done():
+            began_s = time.monotonic()
+            assert (await raw(target.url, b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"))[
+                0
+            ] == 200
+            assert time.monotonic() - began_s < 1.0
+            await asyncio.sleep(0.05)
+        assert max(await attack) < 10.0
+
+
+async def test_endless_input_is_cut_and_costs_no_memory(worker: ScriptedWorker) -> None:
+    async with gateway(worker, max_body_bytes=1 << 20) as target:
+        host, _, port = target.url.removeprefix("http://").partition(":")
+        before = psutil.Process().memory_info().rss
+        for start, piece in (
+            (head("Transfer-Encoding: chunked"), b"10000\r\n" + b"x" * 65536 + b"\r\n"),
+            (b"GET /health/live HTTP/1.1\r\nX: ", b"x" * 65536),
+            (b"GET /health/live HTTP/1.1\r\n", b"X: y\r\n" * 10_000),
+        ):
+            _, writer = await asyncio.open_connection(host, int(port))
+            num_bytes = 0
+            try:
+                writer.write(start)
+                async with asyncio.timeout(20):
+                    while num_bytes < 200 << 20:
+                        writer.write(piece)
+                        await writer.drain()
+                        num_bytes += len(piece)
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+        assert worker.received == []
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
+@pytest.mark.parametrize("depth", [70, 900, 10_000, 150_000])
+async def test_deep_json_is_a_400(worker: ScriptedWorker, opening: str, depth: int) -> None:
+    closing = "".join({"[": "]", "{": "}"}.get(c, "") for c in reversed(opening))
+    nested = opening * depth + "1" + closing * depth
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        for name in ("unknown_field", "metadata", "messages", "chat_template_kwargs"):
+            body = b'{"model":"tiny","%b":%b}' % (name.encode(), nested.encode())
+            assert (await post(target.url, body))[0] == 400
+
+
+def test_depth_is_that_of_brackets_outside_of_texts() -> None:
+    assert not is_deeper(json.dumps({"text": '[{"' * 500 + "\\" * 33}).encode(), 4)
+    assert not is_deeper(json.dumps([{"a": ["\\"]}] * 500).encode(), 4)
+    assert is_deeper(json.dumps([[[[["]"]]]]]).encode() * 100, 4)
+    assert not is_deeper(json.dumps([[[["]"]]]]).encode() * 100, 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 10**9},
+        {"n": -1},
+        {"max_tokens": 10**30},
+        {"seed": 2**64},
+        {"top_k": 10**12},
+        {"stop": ["x"] * 5},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"9" * 5000: 1}},
+        {"temperature": 1e400},
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"tokenize": True}},
+        {"chat_template_kwargs": {"messages": []}},
+        {"kv_transfer_params": {"url": "http://169.254.169.254"}},
+        {"prompt_embeds": "x"},
+    ],
+)
+async def test_fields_that_killed_others(worker: ScriptedWorker, fields: dict[str, object]) -> None:
+    async with gateway(worker) as target:
+        assert (await post(target.url, chat(**fields)))[0] == 400
+        assert worker.received == []
+
+
+@pytest.mark.parametrize(
+    ("key", "local", "shown", "status"),
+    [
+        (None, True, None, 200),
+        (None, False, None, 403),
+        (b"ops", True, None, 401),
+        (b"ops", False, b"Bearer wrong", 401),
+        (b"ops", False, b"Bearer ops", 200),
+        (b"two words", False, b"Bearer two words", 200),
+    ],
+)
+async def test_changes_need_the_ops_key(key: bytes | None, local: bool, shown: bytes | None, status: int) -> None:
+    from server.errors import ApiError
+
+    passed: list[str] = []
+
+    async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        passed.append(scope["path"])
+
+    guard = OpsKeyMiddleware(app, key, local=local)
+    headers = [] if shown is None else [(b"authorization", shown)]
+    got = 200
+    try:
+        await guard({"type": "http", "method": "POST", "path": "/drain", "headers": headers}, None, None)  # type: ignore[arg-type]
+    except ApiError as error:
+        got = error.status
+    assert got == status
+    for method, path in (("GET", "/metrics"), ("POST", "/route/explain")):
+        await guard({"type": "http", "method": method, "path": path, "headers": []}, None, None)  # type: ignore[arg-type]
+    assert passed[-2:] == ["/metrics", "/route/explain"]
