@@ -38,6 +38,7 @@ from server.api_keys import KeyFile
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.config import GatewayConfig, parse
 from server.console.feed import Feed, FeedSources
+from server.console.stems import StemWatch
 from server.console.traffic import Totals, buckets, total
 from server.console.workers import FleetSources
 from server.endpoint import EndpointServices
@@ -233,9 +234,7 @@ class Gateway:
         def watch(watcher: DecisionWatcher | None) -> None:
             router.watcher = watcher
 
-        async def prefixes() -> None:
-            return None
-
+        stems = StemWatch(self.fleet.live_workers, self._client.prefixes, time.monotonic)
         return FeedSources(
             about={"version": version("headstart"), "gateway": gateway_id, "policy": self._config.policy},
             fleet=FleetSources(
@@ -249,7 +248,7 @@ class Gateway:
             ttft_bounds_s=buckets(metrics.ttft_s)[0],
             index=health,
             draining=lambda: self.lifecycle.draining,
-            prefixes=prefixes,
+            prefixes=stems.look,
             watch=watch,
         )
 

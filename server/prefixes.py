@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +33,7 @@ class FleetPrefix:
     idle_s: float
     """Since it was last used anywhere."""
     workers: tuple[str, ...]
-    """Those whose answer names it, the most hits first; others may hold it too."""
+    """Those whose answer names it, by itself or on the way to a longer one, the most hits first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,13 @@ class FleetPrefixes:
 
 async def fleet_prefixes(members: Sequence[WorkerMember], ask: Ask, limit: int) -> FleetPrefixes:
     """Ask every worker at once and merge what they answer; those that do not answer are named."""
+    reports, errors = await ask_all(members, ask, limit)
+    num_cached_blocks = {report.worker_id: report.num_cached_blocks for report in reports}
+    return FleetPrefixes(merged(reports, limit), num_cached_blocks, errors)
+
+
+async def ask_all(members: Sequence[WorkerMember], ask: Ask, limit: int) -> tuple[list[PrefixReport], dict[str, str]]:
+    """The reports of those that answer, and why the others did not."""
     answers = await asyncio.gather(*(ask(member.url, limit) for member in members), return_exceptions=True)
     reports: list[PrefixReport] = []
     errors: dict[str, str] = {}
@@ -57,22 +64,24 @@ async def fleet_prefixes(members: Sequence[WorkerMember], ask: Ask, limit: int) 
             raise answer
         else:
             reports.append(answer)
-    num_cached_blocks = {report.worker_id: report.num_cached_blocks for report in reports}
-    return FleetPrefixes(merged(reports, limit), num_cached_blocks, errors)
+    return reports, errors
 
 
 def merged(reports: Sequence[PrefixReport], limit: int) -> tuple[FleetPrefix, ...]:
     """Equal prefixes as one, those first that spared most tokens."""
     found: dict[tuple[str, str], list[tuple[PrefixReport, PrefixUse]]] = {}
+    holders: dict[tuple[str, str], dict[str, None]] = {}
     for report in reports:
         for use in report.prefixes:
             found.setdefault((report.model, use.path[-1]), []).append((report, use))
-    prefixes = [_joined(uses) for uses in found.values()]
+            for above in use.path[1:-1]:  # who holds a prefix holds all of it
+                holders.setdefault((report.model, above), {})[report.worker_id] = None
+    prefixes = [_joined(uses, holders.get(key, ())) for key, uses in found.items()]
     prefixes.sort(key=lambda prefix: (-prefix.num_hits * prefix.num_tokens, prefix.hash))
     return tuple(prefixes[:limit])
 
 
-def _joined(uses: list[tuple[PrefixReport, PrefixUse]]) -> FleetPrefix:
+def _joined(uses: list[tuple[PrefixReport, PrefixUse]], holders: Iterable[str]) -> FleetPrefix:
     uses = sorted(uses, key=lambda pair: (-pair[1].num_hits, pair[0].worker_id))
     report, first = uses[0]
     return FleetPrefix(
@@ -84,5 +93,5 @@ def _joined(uses: list[tuple[PrefixReport, PrefixUse]]) -> FleetPrefix:
         num_hits=sum(use.num_hits for _, use in uses),
         num_references=sum(use.num_references for _, use in uses),
         idle_s=min(use.idle_s for _, use in uses),
-        workers=tuple(report.worker_id for report, _ in uses),
+        workers=tuple(dict.fromkeys((*(report.worker_id for report, _ in uses), *holders))),
     )

@@ -3,7 +3,7 @@
 event: hello      once: version, policy, what the feed has seen of the last minutes, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
-event: prefixes   every few seconds: the hottest stems and who holds them
+event: prefixes   every few seconds, if they changed: the hottest stems and who holds them
 
 One producer makes each frame once, for all viewers. It starts with the first viewer and ends with the last: while
 nobody looks, nothing runs and the router is not watched. A viewer that does not read loses frames, oldest first.
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
 TICKS_PER_SNAPSHOT: Final = 2
-TICKS_PER_PREFIXES: Final = 12
+PREFIXES_EVERY_S: Final = 2.0
+"""Workers are asked less often."""
 MAX_VIEWERS: Final = 32
 MAX_UNREAD: Final = 32
 """Frames kept for a slow viewer."""
@@ -50,8 +51,8 @@ class FeedSources:
     ttft_bounds_s: tuple[float, ...]
     index: Callable[[], dict[str, Any]]
     draining: Callable[[], bool]
-    prefixes: Callable[[], Awaitable[dict[str, Any] | None]]
-    """The hottest stems; None: not known here."""
+    prefixes: Callable[[], Awaitable[dict[str, Any]]]
+    """The hottest stems."""
     watch: Callable[[DecisionWatcher | None], None]
     """Sets who is told of decisions."""
 
@@ -149,10 +150,13 @@ class Feed:
             viewer.end()
 
     async def _produce(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._produce_prefixes())
+            group.create_task(self._produce_snapshots())
+
+    async def _produce_snapshots(self) -> None:
         tick = 0
         while True:
-            if tick % TICKS_PER_PREFIXES == 0:
-                await self._show_prefixes()
             await asyncio.sleep(TICK_S)
             tick += 1
             news = self._decisions.drain()
@@ -161,11 +165,14 @@ class Feed:
             if tick % TICKS_PER_SNAPSHOT == 0:
                 self._send(self._snapshot())
 
-    async def _show_prefixes(self) -> None:
-        prefixes = await self._sources.prefixes()
-        if prefixes is not None:
-            self._last["prefixes"] = frame = event("prefixes", prefixes)
-            self._send(frame)
+    async def _produce_prefixes(self) -> None:
+        """Beside the snapshots, which do not wait for a slow worker."""
+        while True:
+            frame = event("prefixes", await self._sources.prefixes())
+            if frame != self._last.get("prefixes"):
+                self._last["prefixes"] = frame
+                self._send(frame)
+            await asyncio.sleep(PREFIXES_EVERY_S)
 
     def _send(self, frame: bytes) -> None:
         for viewer in self._viewers:

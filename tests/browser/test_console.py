@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,38 @@ def test_both_workers_and_the_decisions_are_on_the_dashboard(pages: Pages) -> No
         assert worker in pages.worker_row(worker).inner_text()
     assert len(pages.dashboard.query_selector_all("#decisions li")) >= 2
     assert re.search(r"worker-\d", pages.dashboard.inner_text("#verdict"))
+
+
+def converse(serve: Serve, topic: str) -> None:
+    """Two turns under a system prompt that all conversations share."""
+    client = serve.client()
+    messages: list[Any] = [{"role": "system", "content": "You are a guide. Answer in one short sentence. " * 6}]
+    for question in (f"Tell me about {topic}.", "And what else?"):
+        messages.append({"role": "user", "content": question})
+        answer = client.chat.completions.create(
+            model="SmolLM2-135M-Instruct", messages=messages, max_tokens=20, temperature=0
+        )
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
+def num_tokens(stem: str) -> int:
+    match = re.search(r"([\d,]+) tokens", stem)
+    assert match is not None, stem
+    return int(match[1].replace(",", ""))
+
+
+def test_the_tree_shows_shared_prefixes_and_who_holds_them(pages: Pages, serve: Serve) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(converse, [serve] * 4, ["Rome", "Oslo", "Lima", "Cairo"]))
+    branch = pages.dashboard.wait_for_selector("[data-stem] [data-stem]", timeout=30_000)
+    root = pages.dashboard.locator("[data-stem]", has=pages.dashboard.locator("[data-stem]")).first
+    assert 0 < num_tokens(root.inner_text()) < num_tokens(branch.inner_text()), "a branch is longer than its stem"
+    holders = [chip.inner_text() for chip in branch.query_selector_all(".chip")]
+    assert holders
+    assert set(holders) <= set(root.locator(".chip").all_inner_texts()) <= {"worker-0", "worker-1"}
+    pages.dashboard.focus("#prefixes-scroll")
+    assert pages.dashboard.evaluate("document.activeElement.id") == "prefixes-scroll", "by keyboard too"
+    pages.dashboard.evaluate("document.activeElement.blur()")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -50,6 +50,9 @@ async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> 
             name, snapshot = await anext(stream)
         assert [(row["worker"], row["state"]) for row in snapshot["workers"]] == [("w0", "serving")]
         assert snapshot["index"]["shards"] == []
+        while name != "prefixes":
+            name, prefixes = await anext(stream)
+        assert [(stem["level"], stem["workers"]) for stem in prefixes["stems"]] == [(1, ["w0"]), (2, ["w0"])]
         await post(gateway.url, chat(stream=True))
         while name != "decisions":
             name, news = await anext(stream)
