@@ -25,7 +25,7 @@ serve: install ## one gateway, two workers and Redis on this machine: http://127
 	@$(BIN)/headstart serve $(ARGS)
 
 test: install ## the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not deep and not gpu and not k8s and not faults and not browser" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not deep and not gpu and not k8s and not faults and not browser" $(ARGS)
 
 test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
 	@$(BIN)/python tools/install_k8s_tools.py
