@@ -166,6 +166,18 @@ class Mutations:
         return "".join(chr(self._random.choice([0, 9, 10, 32, 65, 0xE9, 0x4F60, 0x1F389, 0xFFFF])) for _ in range(5))
 
 
+def check_answer(status: int, raw: bytes, data: bytes) -> bool:
+    """Whether the body was answered; asserts that a refusal is the client's error, in four keys."""
+    assert status < 500, (data, raw)
+    if status == 200:
+        assert b'"error"' not in raw, (data, raw)
+        return True
+    error = json.loads(raw)["error"]
+    assert set(error) == {"message", "type", "param", "code"}, data
+    assert error["type"] == "invalid_request_error", data
+    return False
+
+
 async def run(bundle: TokenizerBundle, tokenizer: Tokenizer, *, num_bodies: int, seed: int) -> None:
     worker = ScriptedWorker(bundle, reply=tokenizer.encode('{"a": 1} and more text').ids)
     mutations = Mutations(seed)
@@ -174,15 +186,7 @@ async def run(bundle: TokenizerBundle, tokenizer: Tokenizer, *, num_bodies: int,
         for _ in range(num_bodies):
             path, data = mutations.body()
             async with session.post(target.url + path, data=data) as response:
-                raw = await response.read()
-                assert response.status < 500, (data, raw)
-                if response.status == 200:
-                    num_ok += 1
-                    assert b'"error"' not in raw, (data, raw)
-                else:
-                    error = json.loads(raw)["error"]
-                    assert set(error) == {"message", "type", "param", "code"}, data
-                    assert error["type"] == "invalid_request_error", data
+                num_ok += check_answer(response.status, await response.read(), data)
     assert num_bodies / 50 < num_ok < num_bodies, "the mutations neither break everything nor nothing"
 
 

@@ -1,0 +1,271 @@
+"""Breadth against real processes: broken bodies, streamed against unstreamed text, answers that follow their schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.e2e.serving import Serve
+from tests.server.sse_grammar import check_chat, check_completion, events
+from tests.server.test_fuzz import Mutations, check_answer
+from tests.server.test_tools import WEATHER
+
+pytestmark = pytest.mark.e2e
+MODEL = "tiny"
+NUM_AT_ONCE = 8
+BOUNDED_S = 30.0
+
+TEXTS = [
+    "Say 🎉🎊 and 👩‍👩‍👧 once more",
+    "请用中文写一首关于春天的诗",
+    "日本語で🍣について書いてください",
+    "한국어 문장 하나",
+    "e\u0301 and ﷽ and \u202eback\u202c",
+    "Plain words, then a\nnew line\tand a tab.",
+]
+
+
+@pytest.fixture(scope="module")
+def serve(tiny_model: Path) -> Iterator[Serve]:
+    # Some bodies bring no max_tokens, and a random model all but never ends by itself: a short length bounds them.
+    with Serve(
+        "--model", str(tiny_model), "--worker-args", f"--served-model-name {MODEL} --max-model-len 1024"
+    ) as running:
+        yield running
+
+
+async def send_mutated(serve: Serve, *, num_bodies: int, seed: int) -> None:
+    epochs = serve.epochs()
+    mutations = Mutations(seed)
+    bodies = iter([mutations.body() for _ in range(num_bodies)])
+    num_ok = 0
+    timeout = aiohttp.ClientTimeout(total=BOUNDED_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def client() -> None:
+            nonlocal num_ok
+            for path, data in bodies:
+                async with session.post(serve.url + path, data=data) as response:
+                    num_ok += check_answer(response.status, await response.read(), data)
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(NUM_AT_ONCE):
+                clients.create_task(client())
+    assert num_bodies / 50 < num_ok < num_bodies, "the mutations neither break everything nor nothing"
+    assert serve.epochs() == epochs, "no worker died of a body"
+
+
+async def test_mutated_bodies(serve: Serve) -> None:
+    await send_mutated(serve, num_bodies=300, seed=3)
+
+
+@pytest.mark.deep
+async def test_many_mutated_bodies(serve: Serve) -> None:
+    await send_mutated(serve, num_bodies=5000, seed=4)
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+def ok(serve: Serve, path: str, body: dict[str, Any]) -> Any:
+    answer = serve.post(path, body)
+    assert answer.status_code == 200, (body, answer.text)
+    return answer
+
+
+def chat_texts(serve: Serve, body: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Content and tool calls of every choice; asserts that the stream says the same."""
+    choices = ok(serve, "/v1/chat/completions", body).json()["choices"]
+    whole = [
+        (
+            choice["message"]["content"] or "",
+            [
+                (call["function"]["name"], call["function"]["arguments"])
+                for call in choice["message"].get("tool_calls") or []
+            ],
+            choice["finish_reason"],
+        )
+        for choice in sorted(choices, key=lambda choice: int(choice["index"]))
+    ]
+    raw = ok(serve, "/v1/chat/completions", body | {"stream": True}).content
+    contents = check_chat(raw, num_choices=len(choices))
+    calls: list[dict[int, list[str]]] = [{} for _ in choices]
+    finishes = [""] * len(choices)
+    for chunk in events(raw)[:-1]:
+        [choice] = chunk["choices"]
+        for part in choice["delta"].get("tool_calls") or []:
+            call = calls[choice["index"]].setdefault(part["index"], ["", ""])
+            call[0] += part["function"].get("name") or ""
+            call[1] += part["function"].get("arguments") or ""
+        finishes[choice["index"]] = choice["finish_reason"] or finishes[choice["index"]]
+    streamed = [
+        (content, [(name, arguments) for _, (name, arguments) in sorted(parts.items())], finish)
+        for content, parts, finish in zip(contents, calls, finishes, strict=True)
+    ]
+    assert streamed == whole, body
+    return [(content, calls) for content, calls, _ in whole]
+
+
+def completion_texts(serve: Serve, body: dict[str, Any]) -> list[str]:
+    """The text of every choice; asserts that the stream says the same."""
+    choices = ok(serve, "/v1/completions", body).json()["choices"]
+    whole = [str(choice["text"]) for choice in sorted(choices, key=lambda choice: int(choice["index"]))]
+    raw = ok(serve, "/v1/completions", body | {"stream": True}).content
+    assert check_completion(raw, num_choices=len(whole)) == whole, body
+    return whole
+
+
+def compare_stop(serve: Serve, rng: random.Random, body: dict[str, Any]) -> None:
+    """A stop string out of the middle of an answer, wherever its tokens begin and end."""
+    body = body | {"prompt": body["messages"][0]["content"]}
+    del body["messages"]
+    [text] = completion_texts(serve, body)
+    begin = rng.randrange(len(text) // 2)
+    stop = text[begin : begin + rng.randint(2, 12)]
+    if "\ufffd" in stop:
+        stop = text[begin]
+    assert completion_texts(serve, body | {"stop": [stop, "never\u2603"]}) == [text[: text.index(stop)]], body
+
+
+def compare_streams(serve: Serve, *, num_prompts: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for turn in range(num_prompts):
+        text = " ".join(rng.choices(TEXTS, k=rng.randint(1, 3)))
+        body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 40}
+        body |= {"seed": rng.randrange(2**31), "temperature": 1.0}
+        match turn % 5:
+            case 0:
+                assert len(chat_texts(serve, body)) == 1
+            case 1:
+                assert len({content for content, _ in chat_texts(serve, body | {"n": 3})}) == 3
+            case 2:
+                compare_stop(serve, rng, body)
+            case 3:
+                schema = rng.choice(SCHEMAS)
+                chat_texts(serve, body | {"response_format": schema_format(schema), "n": 2})
+            case _:
+                tools = {"tools": [bounded_tool()], "tool_choice": "required", "max_tokens": 200}
+                [(_, calls)] = chat_texts(serve, body | tools)
+                assert calls, "a call is required"
+
+
+def bounded_tool() -> dict[str, Any]:
+    """The weather tool with arguments that even a random model gets done with."""
+    city = {"type": "string", "enum": ["Köln", "東京", "🏙️"]}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    return {**WEATHER, "function": {**WEATHER["function"], "parameters": parameters}}
+
+
+def test_streams_say_the_same(serve: Serve) -> None:
+    compare_streams(serve, num_prompts=30, seed=5)
+
+
+@pytest.mark.deep
+def test_many_streams_say_the_same(serve: Serve) -> None:
+    compare_streams(serve, num_prompts=200, seed=6)
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    """A closed object: an open one may go on for as long as a random model likes."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+LEAVES: list[dict[str, Any]] = [
+    {"enum": ["red", "grün", "青", "🎉", 7, None]},
+    {"const": {"a": [1, "b"]}},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"type": "integer", "minimum": -20, "maximum": 317},
+    {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 1000, "multipleOf": 5},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"type": "string", "maxLength": 8},
+    {"type": "string", "minLength": 3, "maxLength": 5},
+    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
+    {"type": "string", "format": "uuid"},
+    {"type": "string", "format": "ipv4"},
+    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 3}]},
+    {"type": ["boolean", "null"]},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["x"]}], "items": False, "minItems": 2},
+    record(name={"type": "string", "maxLength": 6}, inner=record(flag={"type": "boolean"})),
+    {"allOf": [{"type": "integer", "minimum": 3, "maximum": 90}, {"type": "integer", "maximum": 12}]},
+]
+SCHEMAS: list[dict[str, Any]] = [
+    wrapped
+    for leaf in LEAVES
+    for wrapped in (
+        record(value=leaf),
+        record(values={"type": "array", "items": leaf, "minItems": 1, "maxItems": 3}, done={"type": "boolean"}),
+        {**record(first={"$ref": "#/$defs/leaf"}, second={"$ref": "#/$defs/leaf"}), "$defs": {"leaf": leaf}},
+    )
+][:50]
+
+
+def follow_schema(serve: Serve, schema: dict[str, Any], seed: int) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Answer in JSON."}], "max_tokens": 600}
+    body |= {"temperature": 1.0, "seed": seed, "response_format": schema_format(schema)}
+    [choice] = ok(serve, "/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "stop", (schema, choice)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    validator.validate(json.loads(choice["message"]["content"]))
+
+
+def test_answers_follow_their_schema(serve: Serve) -> None:
+    for number in range(0, 50, 5):
+        follow_schema(serve, SCHEMAS[number], number)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", range(50))
+def test_answers_follow_many_schemas(serve: Serve, number: int) -> None:
+    for seed in range(3):
+        follow_schema(serve, SCHEMAS[number], seed)
+
+
+TREE = {"$ref": "#/$defs/node", "$defs": {"node": record(leaf={"type": "boolean"})}}
+TREE["$defs"]["node"]["properties"]["children"] = {  # type: ignore[index]
+    "type": "array",
+    "items": {"$ref": "#/$defs/node"},
+    "maxItems": 2,
+}
+ENDLESS = {"$ref": "#/$defs/node", "$defs": {"node": record(next={"$ref": "#/$defs/node"})}}
+HARD: dict[str, dict[str, Any]] = {
+    "recursive": {"response_format": schema_format(TREE)},
+    "endless": {"response_format": schema_format(ENDLESS)},
+    "nested repeats": {"structured_outputs": {"regex": "(((a+)+)+)+b"}},
+    "many states": {"structured_outputs": {"regex": "(a|b)*a(a|b){5000}"}},
+    "pattern": {"response_format": schema_format(record(text={"type": "string", "pattern": "^((a|aa)+)+c$"}))},
+    "long repeat": {"structured_outputs": {"regex": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"}},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_grammars_take_bounded_time(serve: Serve, name: str) -> None:
+    epochs = serve.epochs()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Go."}], "max_tokens": 100, "seed": 1}
+    started_s = time.monotonic()
+    answer = serve.post("/v1/chat/completions", body | HARD[name])
+    took_s = time.monotonic() - started_s
+    check_answer(answer.status_code, answer.content, json.dumps(HARD[name]).encode())
+    assert answer.status_code in (200, 400)
+    assert took_s < BOUNDED_S
+    if name == "recursive":
+        [choice] = answer.json()["choices"]
+        if choice["finish_reason"] == "stop":
+            Draft202012Validator(TREE).validate(json.loads(choice["message"]["content"]))
+    assert serve.epochs() == epochs, "no worker died of a grammar"
