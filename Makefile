@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-k8s test-faults test-browser check bench test-deep format clean
+.PHONY: install serve test test-k8s test-faults test-browser test-clients check bench test-deep format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,7 +25,7 @@ serve: install ## one gateway, two workers and Redis on this machine: http://127
 	@$(BIN)/headstart serve $(ARGS)
 
 test: install ## the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not deep and not gpu and not k8s and not faults and not browser" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not deep and not gpu and not k8s and not faults and not browser and not clients" $(ARGS)
 
 test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
 	@$(BIN)/python tools/install_k8s_tools.py
@@ -37,6 +37,18 @@ test-faults: install ## faults of every kind against real processes: make test-f
 test-browser: install ## dashboard and chat page in a real Chromium (apt-get install chromium)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/browser.txt
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+CLIENTS := .venv-clients
+
+test-clients: install $(CLIENTS)/.installed ## other people's clients against a running server, in $(CLIENTS) (apt-get install nodejs npm)
+	@$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+$(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients.txt
+	@cp tests/clients/package.json $(CLIENTS)/
+	@npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund
+	@touch $@
 
 test-deep: install ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)

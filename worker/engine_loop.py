@@ -126,10 +126,12 @@ class Engine:
         self._inbox.put(self._report)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine's thread between two steps."""
+        """Run `function` on the engine's thread between two steps, unless the future is cancelled before."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except Exception as error:
@@ -234,7 +236,9 @@ class Engine:
         try:
             results = self._parts.runner.run(plan.step())
         except Exception as error:
-            logger.warning("a step of %d requests raised; they are run one by one", len(plan.chunks), exc_info=error)
+            logger.warning(
+                "a step of %d requests raised; they are run one by one", len(plan.chunks), exc_info=_trace(error)
+            )
             metrics.step_failures.inc()
             self._run_one_by_one(plan)
         else:
@@ -262,7 +266,13 @@ class Engine:
                 results = self._parts.runner.run(part.step())
             except Exception as error:
                 wire = request.wire
-                logger.error("request %s: its step raised twice", wire.request_id, exc_info=error, extra=about(wire))
+                logger.error(
+                    "request %s: its step raised twice: %s",
+                    wire.request_id,
+                    error,
+                    exc_info=_trace(error),
+                    extra=about(wire),
+                )
                 failed.append((request, error))
             else:
                 any_returned = True
@@ -345,3 +355,8 @@ class Engine:
         self._parts.metrics.set_state(scheduler, stats, report.rate.tokens_per_s)
         if self._parts.listener is not None:
             self._parts.listener.offer(events, self.load)
+
+
+def _trace(error: Exception) -> Exception | None:
+    """For the log: where it came from, unless a request's own fields are to blame."""
+    return error if failed_by(error).code == "internal_error" else None

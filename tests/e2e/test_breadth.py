@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def serve(tiny_model: Path) -> Iterator[Serve]:
     # Some bodies bring no max_tokens, and a random model all but never ends by itself: a short length bounds them.
-    with Serve(
-        "--model", str(tiny_model), "--worker-args", f"--served-model-name {MODEL} --max-model-len 1024"
-    ) as running:
+    worker_args = f"--served-model-name {MODEL} --max-model-len 1024"
+    with Serve("--model", str(tiny_model), "--num-workers", "1", "--worker-args", worker_args) as running:
         yield running
 
 
@@ -269,3 +269,27 @@ def test_hard_grammars_take_bounded_time(serve: Serve, name: str) -> None:
         if choice["finish_reason"] == "stop":
             Draft202012Validator(TREE).validate(json.loads(choice["message"]["content"]))
     assert serve.epochs() == epochs, "no worker died of a grammar"
+
+
+def send_schemas(serve: Serve, numbers: range) -> int:
+    """As many different schemas; by how many bytes the worker has grown."""
+    worker = serve.child("worker")
+    before = worker.memory_info().rss
+
+    def ask(number: int) -> None:
+        schema = record(**{f"field_{number}": {"type": "string", "pattern": f"^[a-z]{{1,{number % 50 + 1}}}$"}})
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Go."}], "max_tokens": 2}
+        ok(serve, "/v1/chat/completions", body | {"response_format": schema_format(schema)})
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        list(threads.map(ask, numbers))
+    return worker.memory_info().rss - before
+
+
+@pytest.mark.deep
+def test_many_schemas_take_bounded_memory(serve: Serve) -> None:
+    epochs = serve.epochs()
+    grown = send_schemas(serve, range(2000)), send_schemas(serve, range(2000, 3000))
+    assert grown[0] < 256 << 20
+    assert grown[1] < 128 << 20, "what is kept is bounded: the last thousand takes the place of the first"
+    assert serve.epochs() == epochs

@@ -54,7 +54,6 @@ COMPLETION: dict[str, Any] = {
     "n": 1,
     "stop": "x",
     "stop_token_ids": [5],
-    "allowed_token_ids": [1, 2],
     "structured_outputs": {"choice": ["a"]},
     "min_tokens": 1,
 }

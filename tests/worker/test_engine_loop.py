@@ -214,6 +214,19 @@ def test_probe_computes_without_touching_a_block(threaded: ThreadedEngine) -> No
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 
+def test_a_call_given_up_before_its_turn_harms_nobody(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    key = threaded.submit(0, generate([1, 2, 3], 1))
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    called: list[int] = []
+    assert threaded.engine.call(lambda: called.append(1)).cancel()
+    threaded.runner.gate.set()
+    threaded.wait(key)
+    threaded.settle()
+    assert not called
+    assert threaded.deaths.empty()
+
+
 def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: ThreadedEngine) -> None:
     keys = [threaded.submit(i, generate([i, 2, 3, 4, 5], 60)) for i in range(4)]
     while len(threaded.answers[keys[0]].tokens.get(0, ())) < 5:

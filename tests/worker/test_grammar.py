@@ -157,11 +157,13 @@ async def test_slow_compiling_is_cut_off(bundle: TokenizerBundle) -> None:
     compiler.close()
 
 
-async def test_only_so_many_are_kept(bundle: TokenizerBundle) -> None:
-    compiler = GrammarCompiler(bundle, GrammarLimits(max_kept=3))
-    for i in range(8):
-        await compiler.constraints(request(Grammar("regex", f"a{i}")))
-    assert [grammar.text for grammar in compiler._compiled] == ["a5", "a6", "a7"]
+async def test_only_so_many_bytes_are_kept(bundle: TokenizerBundle) -> None:
+    compiler = GrammarCompiler(bundle, GrammarLimits(max_kept_bytes=350_000))
+    for i in (0, 1, 2, 0, 3):
+        await compiler.constraints(request(Grammar("regex", f"a{{{i + 1}}}")))
+    assert [grammar.text for grammar in compiler._compiled] == ["a{3}", "a{1}", "a{4}"]
+    await compiler.constraints(request(Grammar("regex", "a|" * 300 + "b")))
+    assert len(compiler._compiled) == 1, "a large one takes the place of several"
     compiler.close()
 
 
