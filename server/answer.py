@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from server.choice import ChoiceDelta, StopReason, TokenEntry
+from server.errors import ShuttingDownError
 from server.generation import Generation
+from server.stream import AnswerGuard, ClientConnection
 
 MAX_QUEUED_BATCHES: Final = 64
 
@@ -42,10 +44,17 @@ class Answer:
         assert generations
         self.generations = generations
         self._deadline_s = deadline_s
+        self._guard: AnswerGuard | None = None
 
-    def left_s(self) -> float:
-        """Until the deadline."""
-        return max(0.0, self._deadline_s - time.monotonic())
+    def guard(self, client: ClientConnection) -> AnswerGuard:
+        """To be entered while the answer is made."""
+        self._guard = AnswerGuard(client, max(0.0, self._deadline_s - time.monotonic()))
+        return self._guard
+
+    def hurry(self) -> None:
+        """The process stops: end with a ShuttingDownError."""
+        if self._guard is not None:
+            self._guard.end(ShuttingDownError)
 
     @property
     def first(self) -> Generation:
@@ -126,6 +135,11 @@ class OpenAnswers:
 
     def discard(self, answer: Answer) -> None:
         self._answers.discard(answer)
+
+    def hurry(self) -> None:
+        """The process stops: see `Answer.hurry`."""
+        for answer in self._answers:
+            answer.hurry()
 
     @property
     def num_output_tokens(self) -> int:

@@ -22,7 +22,7 @@ from server.generation import Backend, Generation
 from server.identity import Identity, identity_of
 from server.job import Job
 from server.middleware import RequestContext, context_of
-from server.stream import AnswerGuard, ClientConnection, ClientGoneError, Heart, SseSink, client_of
+from server.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of
 from server.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class GenerateEndpoint:
             context.worker = ",".join(dict.fromkeys(g.worker.worker_id for g in generations if g.worker is not None))
 
     async def _answer(self, job: Job, answer: Answer, client: ClientConnection, send: Send) -> None:
-        with AnswerGuard(client, answer.left_s()):
+        with answer.guard(client):
             choices = await answer.collect()
         body = job.presenter.body(answer, choices)
         headers = [
@@ -98,7 +98,7 @@ class GenerateEndpoint:
     ) -> None:
         sink = SseSink(send, answer.headers)
         try:
-            with AnswerGuard(client, answer.left_s()), self._services.heart.keeping(sink):
+            with answer.guard(client), self._services.heart.keeping(sink):
                 await self._relay(job, answer, context, sink)
             await sink.write(job.presenter.last_events(answer), more=False)
         except (ClientGoneError, asyncio.CancelledError):

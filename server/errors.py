@@ -14,6 +14,7 @@
     |-- InternalError         500   our bug, or a request that no worker survives: never retried by a client
     |-- WorkerLostError       503   the worker died and nobody could take over
     |-- UnavailableError      503   nothing can serve
+    |   |-- ShuttingDownError   503   the gateway stops, and its grace is over
     +-- DeadlineError         504
 
 Source: the OpenAI specification's `Error` schema: message, type, param and code are all required.
@@ -159,6 +160,13 @@ class WorkerLostError(ApiError):
 class UnavailableError(ApiError):
     status = 503
     default_code = "service_unavailable"
+
+
+class ShuttingDownError(UnavailableError):
+    default_code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("This gateway stops before the answer is whole: ask again.", retry_after_s=1.0)
 
 
 class DeadlineError(ApiError):

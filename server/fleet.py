@@ -17,21 +17,22 @@ import hmac
 import logging
 import math
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember, signature
 from cache.types import BlockHash, WorkerId
+from server.patience import patiently
 from server.worker_networks import WorkerNetworks
 from worker.wire import PROTOCOL_VERSION, WireError, WorkerState, unpack
 
 logger = logging.getLogger(__name__)
 
-Fetch = Callable[[str], Awaitable[WorkerState]]
+Fetch = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """GET /state of a worker's base URL. Raises FetchError."""
 MAX_VERIFIED: Final = 50_000
 _MAX_STATE_BYTES: Final = 256 * 1024
@@ -185,7 +186,7 @@ class Fleet:
         return [
             known.member
             for known in self._known.values()
-            if (model is None or known.member.model == model) and self._live(known, now_s)
+            if (model is None or known.member.model == model) and self._live(known, now_s) and not known.load.draining
         ]
 
     # --- finding out ------------------------------------------------------------------------------------------------
@@ -221,8 +222,7 @@ class Fleet:
 
     async def _ask(self, url: str) -> None:
         try:
-            async with asyncio.timeout(self._settings.fetch_timeout_s):
-                state = await self._fetch(url)
+            state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
         except (FetchError, TimeoutError) as error:
             now_s = self._clock()
             for known in self._at(url):

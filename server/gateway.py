@@ -44,6 +44,7 @@ from server.console.workers import FleetSources
 from server.endpoint import EndpointServices
 from server.failed_auth import FailedAuth
 from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
+from server.full_queues import FullQueues
 from server.generation import Backend
 from server.http_protocol import protocol_with
 from server.identity import Identities, KeyHolders, SingleTenant
@@ -70,6 +71,8 @@ from worker.wire import gateway_token
 log = logging.getLogger(__name__)
 
 FOLLOW_INTERVAL_S: Final = 0.1
+LAST_WORDS_S: Final = 1.0
+"""Of the grace: for telling clients that their answers end here."""
 NUM_THREADS: Final = 2
 """For long texts: tokenising releases the GIL."""
 GC_THRESHOLD: Final = 20_000
@@ -129,6 +132,7 @@ class Gateway:
             self.metrics,
             Quarantine(),
             WaitingRoom(config.max_queued_tokens),
+            FullQueues(),
             self.router.report_failure,
         )
         self._endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
@@ -199,6 +203,9 @@ class Gateway:
         if not self.lifecycle.draining:
             log.info("draining: open requests have %.0f s", self._config.drain_grace_s)
             self.lifecycle.draining = True
+            last_words_s = min(LAST_WORDS_S, self._config.drain_grace_s / 2)
+            hurry_s = self._config.drain_grace_s - last_words_s
+            asyncio.get_running_loop().call_later(hurry_s, self._endpoint.open_answers.hurry)
         if self._servers:
             self._servers[0].should_exit = True
 
@@ -314,6 +321,10 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     listener = socket.create_server((host, port), family=family, backlog=2048)
     listener.set_inheritable(True)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited by what it accepts
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return listener
 
 

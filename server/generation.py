@@ -35,7 +35,8 @@ from server.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from server.losses import Losses
+from server.full_queues import FullQueues
+from server.losses import Losses, Stage, again_s
 from server.metrics import GatewayMetrics
 from server.models import ServedModel
 from server.quarantine import Quarantine
@@ -61,7 +62,7 @@ from worker.wire import (
 log = logging.getLogger(__name__)
 
 SECOND_CHANCE_S: Final = 0.25
-"""Before a worker that was lost with a request is asked again, because there is no other."""
+"""Before we look again for a worker, because there is none: one that was lost may live, or a new one start."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,7 @@ class Backend:
     metrics: GatewayMetrics
     quarantine: Quarantine
     waiting_room: WaitingRoom
+    full_queues: FullQueues
     report_failure: Callable[[WorkerId], None]
     """Tells the fleet that a worker could not be reached, or was lost."""
 
@@ -146,8 +148,7 @@ class Generation:
         self._hashes = prompt_hashes(spec)
         self._numerics: str | None = None
         self._losses = Losses()
-        self._begun = False
-        """In this attempt the worker has begun, and no token has come."""
+        self._stage = Stage.SENT
         self._place: Place | None = None
         self._stopped_early = False
         """A choice ended here, so that the last one's end is not followed by the worker's End at once."""
@@ -182,7 +183,7 @@ class Generation:
     async def _attempts(self) -> AsyncGenerator[list[ChoiceDelta]]:
         while not self._finished():
             placement = await self._choose()
-            self._begun = False
+            self._stage = Stage.SENT
             ok = False
             try:
                 async with aclosing(self._attempt(placement)) as batches:
@@ -213,7 +214,12 @@ class Generation:
         """A worker for this attempt. Raises ApiError."""
         resumed = any(choice.output_ids for choice in self.choices)
         numerics = self._numerics if resumed else None
-        excluded = frozenset(self._losses.excluded)
+        full = {} if resumed or self._losses.num_losses else self._backend.full_queues.of(self.spec.tenant)
+        if full and all(
+            (worker.worker_id, worker.epoch) in full for worker in self._backend.router.workers(self.spec.model.name)
+        ):
+            raise self._full(full)
+        excluded = frozenset(self._losses.excluded).union(full)
         try:
             with stage("route") as span:
                 placement = await self._backend.router.place(route_request(self.spec, self._hashes, numerics, excluded))
@@ -221,9 +227,11 @@ class Generation:
                     span.set_attribute("headstart.worker", placement.worker.worker_id)
                     span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
         except NoWorkerError as error:
+            if full:
+                raise self._full(full) from error
             if resumed and not self.committed:
                 self._restart()
-            elif self._losses.second_chance():
+            elif self._losses.second_chance() or (not error.contended and self._losses.look_again()):
                 await asyncio.sleep(SECOND_CHANCE_S)
             elif resumed:
                 message = "The worker was lost and no other can continue its answer."
@@ -238,6 +246,11 @@ class Generation:
             self._backend.metrics.resumed.inc()
         self._numerics = placement.worker.numerics
         return placement
+
+    def _full(self, full: Mapping[Boot, WorkerRefused]) -> ApiError:
+        """What the worker with room first has said a moment ago."""
+        refused = min(full.values(), key=again_s)
+        return error_of(refused.failed, self.spec.params, refused.status)
 
     def _restart(self) -> None:
         """Begin again, on any worker: the client has seen nothing."""
@@ -280,6 +293,7 @@ class Generation:
             stream = self._backend.client.generate(worker.url, self._wire_request(worker, carrier))
             with self._backend.watch.watching(stream):  # from the start: a worker may hang before its headers
                 async with stream:
+                    self._stage = Stage.ACCEPTED
                     while not (stream.completed or (self._stopped_early and self._finished())):
                         self._absorb(await stream.read(), placement, stream)
                         if not first_token and any(choice.output_ids for choice in self.choices):
@@ -295,8 +309,8 @@ class Generation:
     def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:
         for frame in frames if len(frames) == 1 else merged(frames):
             if type(frame) is Tokens:
-                if self._begun:
-                    self._begun = False
+                if self._stage is not Stage.ANSWERED:
+                    self._stage = Stage.ANSWERED
                     self._losses.cleared()
                 choice = self._choice(frame.choice)
                 if not choice.done and choice.take(frame):
@@ -309,7 +323,7 @@ class Generation:
                     raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
                 choice.finish(frame)
             elif isinstance(frame, Started):
-                self._begun = True
+                self._stage = Stage.BEGUN
                 placement.prefill_started(frame.num_cached_tokens)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
@@ -353,6 +367,8 @@ class Generation:
     def _refused(self, worker: WorkerMember, error: WorkerRefused) -> None:
         """Nothing was begun. Raises ApiError when it shall not be tried again."""
         self._backend.metrics.refused(error.status)
+        if error.failed.code == "queue_full":
+            self._backend.full_queues.note((worker.worker_id, worker.epoch), self.spec.tenant, error)
         if error.status not in (401, 409, 429, 502, 503, 504):
             raise error_of(error.failed, self.spec.params, error.status) from error
         if not self._losses.refused(worker, error) or not self._backend.budget.spend():
@@ -381,7 +397,7 @@ class Generation:
             return
         if isinstance(error, WorkerLost):
             self._backend.report_failure(worker.worker_id)
-        failure = self._losses.lost(worker, suspicious=self._begun)
+        failure = self._losses.lost(worker, self._stage)
         if failure is not None:
             if isinstance(failure, InternalError):
                 self._quarantine()

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from server.patience import patiently
 from server.worker_networks import WorkerNetworks
 
 HIGH_WATER_BYTES: Final = 256 * 1024
@@ -251,15 +252,17 @@ class ConnectionPool:
         connection.close()
 
     async def _connect(self, target: Target) -> HttpConnection:
+        return await patiently(self._dial(target), self._connect_timeout_s)
+
+    async def _dial(self, target: Target) -> HttpConnection:
         loop = asyncio.get_running_loop()
         tls: dict[str, Any] = {"ssl": True, "server_hostname": target.host} if target.tls else {}
         refused: OSError | None = None
-        async with asyncio.timeout(self._connect_timeout_s):
-            for info in await self._networks.addresses(target.host, target.port):
-                try:
-                    _, connection = await loop.create_connection(HttpConnection, *info[4][:2], **tls)
-                    return connection
-                except OSError as error:
-                    refused = error
+        for info in await self._networks.addresses(target.host, target.port):
+            try:
+                _, connection = await loop.create_connection(HttpConnection, *info[4][:2], **tls)
+                return connection
+            except OSError as error:
+                refused = error
         assert refused is not None
         raise refused

@@ -128,13 +128,14 @@ class AnswerGuard:
     is sent: what is complete shall not be cancelled.
     """
 
-    __slots__ = ("_client", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
+    __slots__ = ("_client", "_inside", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
 
     def __init__(self, client: ClientConnection, timeout_s: float | None = None) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None
-        self._reason: type[ClientGoneError | TimeoutError] | None = None
+        self._reason: type[Exception] | None = None
+        self._inside = False
 
     def __enter__(self) -> None:
         if self._client.lost:
@@ -143,6 +144,7 @@ class AnswerGuard:
         assert task is not None
         self._task = task
         self._num_cancels = task.cancelling()
+        self._inside = True
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel, TimeoutError)
         self._client.watch(self._gone)
@@ -150,16 +152,22 @@ class AnswerGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._inside = False
         if self._timer is not None:
             self._timer.cancel()
         self._client.watch(None)
         if self._reason is not None and self._task.uncancel() <= self._num_cancels:
             raise self._reason from error
 
+    def end(self, reason: type[Exception]) -> None:
+        """Cancel as well: outside that is `reason`."""
+        if self._inside:
+            self._cancel(reason)
+
     def _gone(self) -> None:
         self._cancel(ClientGoneError)
 
-    def _cancel(self, reason: type[ClientGoneError | TimeoutError]) -> None:
+    def _cancel(self, reason: type[Exception]) -> None:
         if self._reason is None:
             self._reason = reason
             self._task.cancel()

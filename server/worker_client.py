@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from server.http_client import ConnectionBrokenError, ConnectionPool, HttpConnection
+from server.patience import patiently
 from server.worker_networks import WorkerNetworks
 from worker.wire import (
     CONTENT_TYPE,
@@ -89,6 +90,9 @@ class GenerateStream:
             connection.close()
             kind = StaleConnection if error.reused and not self._given_up else WorkerLost
             raise kind(f"{self.url}: {error}") from error
+        except WorkerRefused:
+            self._pool.give_back(self.url, connection)
+            raise
         except BaseException:
             connection.close()
             raise
@@ -149,7 +153,7 @@ class WorkerClient:
             aiohttp.ClientSession(
                 connector=connector,
                 headers={"authorization": f"Bearer {token}"} if token else None,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=None),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
@@ -187,17 +191,17 @@ class WorkerClient:
         return True
 
     async def _exchange(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self.session.request(
-                method, url, data=body, headers=_HEADERS, timeout=timeout, allow_redirects=False
-            ) as response:
-                data = await response.read()
-                if response.status >= 300:
-                    raise WorkerLost(f"{url}: status {response.status}")
-                return data
+            return await patiently(self._ask(method, url, body), timeout_s)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
+
+    async def _ask(self, method: str, url: str, body: bytes | None) -> bytes:
+        async with self.session.request(method, url, data=body, headers=_HEADERS, allow_redirects=False) as response:
+            data = await response.read()
+            if response.status >= 300:
+                raise WorkerLost(f"{url}: status {response.status}")
+            return data
 
 
 def _checked(url: str, data: bytes, kind: type[T]) -> T:

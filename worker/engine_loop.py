@@ -38,6 +38,8 @@ from worker.wire import Failed, GenerateRequest, SamplingParams, Started
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 0.05
+SUSPECT_NOTICE_S: Final = 0.02
+"""For Started to reach the gateway before the step that a suspect may not let us survive."""
 INTEGRITY_INTERVAL_S: Final = 10.0
 T = TypeVar("T")
 
@@ -229,6 +231,8 @@ class Engine:
         metrics.count_started(plan.started)
         self._parts.load_report.starts.note(len(plan.started), len(self._scheduler.waiting), begun_s)
         self._deliver([Emission(request.key, Started(request.num_cached_tokens)) for request in plan.started])
+        if any(request.wire.is_suspect for request in plan.started):
+            time.sleep(SUSPECT_NOTICE_S)
         self.step_started_s = started_s = time.monotonic()
         if self._step_logs:
             self._step_logs.begin(plan.started, begun_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import sys
 from typing import Final, Literal
 
@@ -10,11 +12,15 @@ from worker.wire import GenerateRequest
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final = ("text", "json")
+STDERR: Final = 2
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logging(level: str, kind: LogFormat) -> None:
-    """The root logger's one handler, on stderr."""
+    """The root logger's one handler, on stderr. A disk that is full, or a pipe that nobody reads, costs lines only."""
+    logging.raiseExceptions = False
+    if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
+        os.set_blocking(STDERR, False)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(TEXT) if kind == "text" else json_formatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])

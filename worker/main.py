@@ -291,8 +291,17 @@ def _listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, port))
+    keep_alive(sock)
     sock.listen(_BACKLOG)
     return sock
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Connections accepted here are probed when idle: a gateway whose machine is gone frees its requests."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _reachable(host: str) -> str:
@@ -303,8 +312,10 @@ def _reachable(host: str) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"headstart worker: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"headstart worker: {text}", file=sys.stderr, flush=True)
 
 
 def _announce(**fields: str) -> None:
-    print(json.dumps(fields), flush=True)
+    with contextlib.suppress(OSError):
+        print(json.dumps(fields), flush=True)

@@ -193,6 +193,8 @@ class WorkerService:
         vocab_size = parts.bundle.vocab_size
         if (failed := refusal(request, parts.limits, parts.pool_tokens, vocab_size)) is not None:
             raise self._refusal(failed)
+        if any(choice.output_ids for choice in request.choices):
+            return  # it has waited its turn elsewhere, and its client reads already
         interval_s = parts.engine.load.start_interval_s
         if (failed := parts.streams.waiting.refusal(request, interval_s)) is not None:
             raise self._refusal(failed)

@@ -12,6 +12,7 @@ from cache.index import WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.endpoint import EndpointServices
+from server.full_queues import FullQueues
 from server.generation import Backend
 from server.http_protocol import GatewayProtocol
 from server.identity import Identities, SingleTenant
@@ -109,6 +110,7 @@ async def gateway(
             metrics,
             Quarantine(),
             WaitingRoom(1 << 20),
+            FullQueues(),
             router.failed.append,
         )
         endpoint = EndpointServices(backend, heart, request_timeout_s)

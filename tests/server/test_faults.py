@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cache.types import Epoch
+from server.full_queues import PAUSE_S
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker, until
 from tests.server.sse_grammar import GrammarError, check_chat, events
@@ -179,6 +180,21 @@ async def test_refused_by_all_is_a_status(
         error = json.loads(raw)["error"]
         assert (got, error["code"], headers.get("retry-after")) == expected
         assert headers.get("x-should-retry") == {429: "true", 500: "false"}.get(got)
+
+
+async def test_a_flood_is_answered_without_asking_the_workers_each_time(make: MakeWorker) -> None:
+    workers = make(), make()
+    for worker in workers:
+        worker.behave = refuses(429, "queue_full")
+    async with gateway(*workers) as target:
+        answers = [await post(target.url, chat())]
+        answers += await asyncio.gather(*(post(target.url, chat()) for _ in range(40)))
+        assert {(status, json.loads(raw)["error"]["code"]) for status, _, raw in answers} == {(429, "queue_full")}
+        assert sum(len(worker.received) for worker in workers) < 40
+        for worker in workers:
+            worker.behave = worker.answer
+        await asyncio.sleep(2 * PAUSE_S)
+        assert (await post(target.url, chat()))[0] == 200
 
 
 async def test_a_request_that_kills_workers_is_stopped_and_quarantined(make: MakeWorker) -> None:

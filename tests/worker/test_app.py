@@ -149,8 +149,12 @@ async def test_a_full_queue_is_429(runner: SlowRunner) -> None:
         status, got = await worker.generate(generate(range(4), 2))
         assert status == 429
         assert got.last == Failed("queue_full", "2 requests wait already", retryable=True)
+        fresh = generate(range(4), 3)  # a stream that another worker has begun is taken
+        begun = (replace(fresh.choices[0], output_ids=(answer(range(4), 100, 1)[0],)),)
+        tasks.append(asyncio.create_task(worker.generate(replace(fresh, choices=begun))))
+        await worker.until(lambda: worker.service.num_open == 4)
         runner.free_running.set()
-        assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 3
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 4
 
 
 @pytest.mark.parametrize("tokens_before", [0, 3])
