@@ -1,4 +1,4 @@
-"""Checks what the pages promise: links lead somewhere, named files and make targets exist, commands are real.
+"""Checks what the pages promise: links lead somewhere, named files, tests and make targets exist, commands are real.
 
 Run by `make check`. Prints every broken promise as FILE:LINE and exits with 1 when there is one.
 """
@@ -14,6 +14,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+TEST: Final = re.compile(r"^(tests/[\w/]+\.py)::(test_\w+)$")
 CODE: Final = re.compile(r"`([^`\n]+)`")
 MAKE: Final = re.compile(r"^(?:\$ )?make ([a-z][a-z0-9-]*)")
 HEADSTART: Final = re.compile(r"^(?:\$ )?headstart ([a-z]+)\b")
@@ -57,6 +58,11 @@ def exists(path: str) -> bool:
     return (ROOT / path).exists() or (ROOT / f"{path}.py").exists()
 
 
+def is_test(file: str, name: str) -> bool:
+    path = ROOT / file
+    return path.is_file() and re.search(rf"^(async )?def {name}\(", path.read_text(), re.MULTILINE) is not None
+
+
 def problems(page: Path, targets: set[str], names: set[str]) -> Iterator[tuple[int, str]]:
     in_fence = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
@@ -72,6 +78,8 @@ def problems(page: Path, targets: set[str], names: set[str]) -> Iterator[tuple[i
         }
         if not in_fence:
             found |= {f"{span} does not exist" for span in spans if PATH.match(span) and not exists(span)}
+            tests = [match for span in spans if (match := TEST.match(span)) is not None]
+            found |= {f"there is no test {match[0]}" for match in tests if not is_test(match[1], match[2])}
             files = [target.split("#")[0] for target in LINK.findall(line) if "://" not in target]
             found |= {f"the link to {file} leads nowhere" for file in files if not (page.parent / file).exists()}
         for text in sorted(found):

@@ -26,7 +26,9 @@ from tests.faults.worker_process import Additions
 from tests.redis_server import RedisServer, redis_binaries
 
 ROOT: Final = Path(__file__).parents[2]
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 120.0
+NUM_BLOCKS: Final = 8192
+"""Of a worker's pool, unless a test says otherwise: 64 MiB."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.faults.worker_process"])
 
@@ -42,7 +44,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str 
         except OSError as error:
             last = error
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what or condition} {last or ''}"
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def get(url: str, timeout_s: float = 10.0) -> bytes:
@@ -218,6 +220,7 @@ class Cluster:
         self.redis = RedisServer(folder, binary, "--port", str(self.redis_port))
         gateway_redis, worker_redis = (f"redis://127.0.0.1:{port or self.redis_port}" for port in t.redis_ports)
         common = ["--model", str(model), "--served-model-name", "tiny", "--redis", worker_redis, "--threads", "1"]
+        common += ["--num-blocks", str(NUM_BLOCKS)]
         self.workers = []
         for number in range(t.num_workers):
             args = [*common, *t.worker_args]
@@ -281,9 +284,9 @@ class Cluster:
             with contextlib.suppress(OSError):
                 if all(worker.is_ready() for worker in alive) and all(g.num_ready() == len(alive) for g in gateways):
                     return
-            tails = [part.tail() for part in self.parts]
-            assert time.monotonic() < deadline_s, "\n".join(["the fleet is not ready", *tails])
-            time.sleep(0.02)
+            if time.monotonic() > deadline_s:
+                raise AssertionError("\n".join(["the fleet is not ready", *(part.tail() for part in self.parts)]))
+            time.sleep(0.05)
 
     # --- invariants -------------------------------------------------------------------------------------------------
 

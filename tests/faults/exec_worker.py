@@ -12,16 +12,25 @@ from tests.faults.cluster import ROOT, Worker
 
 
 class ExecWorker(Worker):
-    def __init__(self, name: str, port: int, log: Path, args: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        log: Path,
+        args: Sequence[str],
+        environment: dict[str, str],
+        module: str = "worker",
+    ) -> None:
         super().__init__(name, port, log, args, None)
         self._environment = environment
+        self._module = module
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         argv = ["--worker-id", self.name, "--host", "127.0.0.1", "--port", str(self.port), *self.args]
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "worker", *argv],
+                [sys.executable, "-m", self._module, *argv],
                 cwd=ROOT,
                 env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,

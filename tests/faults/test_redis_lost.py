@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from tests.e2e.serving import free_ports
 from tests.faults.client import Outcome, ask, ask_all, completion, session
@@ -57,13 +58,17 @@ class Site:
 
 def routed(cluster: Cluster) -> bool:
     """The gateways use the index, and every worker that lives is in it with all that it holds."""
-    sets = cluster.redis.command("EVAL", COUNT, "0")
-    held = sum(entries(worker) for worker in cluster.workers if worker.poll() is None)
     blind = [gateway.metrics()["headstart_index_blind"] for gateway in cluster.gateways]
-    return not any(blind) and all(map(connected, cluster.workers)) and sets == b":%d\r\n" % held
-
-
-COUNT = "local n = 0; for _, k in ipairs(redis.call('KEYS', '*:b:*')) do n = n + redis.call('SCARD', k) end; return n"
+    if any(blind) or not all(map(connected, cluster.workers)):
+        return False
+    epochs = {worker["worker_id"]: worker["epoch"] for worker in cluster.gateway.workers()}
+    with redis.Redis(port=cluster.redis_port, socket_timeout=5) as client:
+        for worker in cluster.workers:
+            keys = client.keys(f"*:b:{worker.name}:{epochs.get(worker.name)}:*")
+            newest = max(keys, key=lambda key: int(key.rpartition(b":")[2]), default=None)
+            if (client.scard(newest) if newest is not None else 0) != entries(worker):
+                return False
+    return True
 
 
 def connected(worker: Worker) -> bool:

@@ -1,0 +1,164 @@
+"""Ten times more requests than fit, from clients that retry: row 16 of the matrix in docs/reliability.md."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from server.api_keys import digest_text
+from tests.faults.client import Outcome, ask, completion, session
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.worker_process import Additions
+
+pytestmark = pytest.mark.faults
+STEP_S = 0.08
+NUM_SLOTS = 8
+"""A worker's."""
+NUM_TOKENS = 20
+SERVICE_S = STEP_S * (NUM_TOKENS + 1)
+MAX_QUEUE_S = 2.0
+GOOD_S = SERVICE_S + MAX_QUEUE_S + 1.5
+"""A later answer is none that counts."""
+PEAK_S = 15.0
+OVERLOAD_S = 60.0
+FACTOR = 10
+WEAK_SHARE = 0.25
+"""Of the peak: what the weak tenant asks for, less than its half."""
+NUM_RETRIES = 2
+WORDS = ("spring", "summer", "autumn", "winter")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[[keys]]\ndigest = "{digest_text(tenant.encode())}"\ntenant = "{tenant}"\n'
+            for tenant in ("flood", "weak")
+        )
+    )
+    topology = Topology(
+        worker_args=["--max-num-seqs", str(NUM_SLOTS), "--max-queue-s", str(MAX_QUEUE_S)],
+        gateway_args=["--api-keys", str(keys)],
+        additions=Additions(step_s=STEP_S),
+    )
+    with Cluster(tmp_path / "fleet", model, topology) as running:
+        yield running
+
+
+@dataclass(slots=True)
+class Tenant:
+    """Sends requests with its key, and keeps what became of every attempt and when."""
+
+    name: str
+    url: str
+    http: aiohttp.ClientSession
+    rng: random.Random
+    attempts: list[tuple[float, Outcome]] = field(default_factory=list)
+    """The time at which each ended, on the monotonic clock."""
+    num_requests: int = 0
+
+    async def request(self) -> Outcome:
+        """As the openai package does: tried again twice, after Retry-After or a back-off of its own."""
+        self.num_requests += 1
+        body = completion(" ".join(self.rng.choices(WORDS, k=self.rng.randint(5, 30))), max_tokens=NUM_TOKENS)
+        for number in range(NUM_RETRIES + 1):
+            outcome = await ask(self.http, self.url, body, headers={"authorization": f"Bearer {self.name}"})
+            self.attempts.append((time.monotonic(), outcome))
+            if outcome.status not in (429, 503) or number == NUM_RETRIES:
+                break
+            said_s = float(outcome.headers.get("retry-after", 0))
+            await asyncio.sleep(said_s or min(8.0, 0.5 * 2**number) * (1 - 0.25 * self.rng.random()))
+        return outcome
+
+    async def arrive(self, per_s: float, for_s: float) -> None:
+        """Requests at random times, whatever becomes of them; returns when the last has come, drops what is left."""
+        end_s = time.monotonic() + for_s
+        tasks = set()
+        while time.monotonic() < end_s:
+            await asyncio.sleep(self.rng.expovariate(per_s))
+            task = asyncio.create_task(self.request())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def repeat(self, for_s: float) -> None:
+        """One request after another."""
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            await self.request()
+
+    def tokens_per_s(self, begin_s: float, end_s: float) -> float:
+        """Of answers that were whole and in time, and ended in this time."""
+        good = [o for at_s, o in self.attempts if begin_s <= at_s < end_s and o.ok and o.took_s <= GOOD_S]
+        return sum(outcome.num_tokens for outcome in good) / (end_s - begin_s)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+async def test_row_16_ten_times_overload(cluster: Cluster, rng: random.Random) -> None:
+    """Goodput stays at the peak, who is rejected hears it at once and when to come again, a tenant within its share
+    does not notice the other, and latency is normal again within five seconds."""
+    url = cluster.gateway.url
+    async with session(keep_alive=True) as http:
+        flood, weak, probe = (
+            Tenant(name, url, http, random.Random(rng.random())) for name in ("flood", "weak", "weak")
+        )
+        normal_s = statistics.median([(await probe.request()).took_s for _ in range(3)])
+        begun_s = time.monotonic()
+        await asyncio.gather(*(flood.repeat(PEAK_S) for _ in range(3 * NUM_SLOTS)))
+        peak = flood.tokens_per_s(begun_s + SERVICE_S, begun_s + PEAK_S)
+        peak_per_s = peak / NUM_TOKENS
+        flood.attempts.clear()
+
+        begun_s = time.monotonic()
+        await asyncio.gather(
+            flood.arrive(FACTOR * peak_per_s, OVERLOAD_S), weak.arrive(WEAK_SHARE * peak_per_s, OVERLOAD_S)
+        )
+        ended_s = time.monotonic()
+        recovered_s = await until_normal(probe, normal_s, ended_s)
+    window = begun_s + SERVICE_S, begun_s + OVERLOAD_S
+    goodput = flood.tokens_per_s(*window) + weak.tokens_per_s(*window)
+    outcomes = [outcome for _, outcome in flood.attempts]
+    rejected = [outcome for outcome in outcomes if outcome.status == 429]
+    rejected_s = [outcome.took_s for outcome in rejected]
+    weak_s = [outcome.took_s for _, outcome in weak.attempts]
+    print(
+        f"peak {peak:.1f} tokens/s, goodput {goodput / peak:.3f} of it, {flood.num_requests / OVERLOAD_S:.0f} asked/s"
+        f" ({len(outcomes)} attempts, {len(rejected)} rejected: p50 {quantile(rejected_s, 0.5) * 1e3:.1f},"
+        f" p99 {quantile(rejected_s, 0.99) * 1e3:.1f}, max {max(rejected_s) * 1e3:.1f} ms);"
+        f" weak tenant: {weak.num_requests} requests, {sum(o.ok for _, o in weak.attempts)} answered,"
+        f" p50 {quantile(weak_s, 0.5):.2f}, p95 {quantile(weak_s, 0.95):.2f} s against {normal_s:.2f} s alone;"
+        f" normal again after {recovered_s:.1f} s"
+    )
+    assert {outcome.error or outcome.status for outcome in outcomes} <= {200, "queue_full"}
+    assert len(outcomes) > FACTOR * peak_per_s * OVERLOAD_S * 0.9
+    assert goodput > 0.9 * peak
+    assert {1, 2, 3} >= {int(outcome.headers["retry-after"]) for outcome in rejected}
+    assert quantile(rejected_s, 0.99) < 0.05
+    assert all(outcome.ok for _, outcome in weak.attempts), "a tenant within its share is never rejected"
+    assert quantile(weak_s, 0.95) < normal_s + MAX_QUEUE_S
+    assert max(outcome.took_s for outcome in outcomes if outcome.ok) < GOOD_S + 1
+    assert recovered_s < 5
+    cluster.assert_quiet()
+
+
+async def until_normal(probe: Tenant, normal_s: float, since_s: float) -> float:
+    """Seconds from then until an answer takes as long as on an idle fleet, or a quarter more."""
+    while True:
+        outcome = await probe.request()
+        if outcome.ok and outcome.took_s < 1.25 * normal_s:
+            return time.monotonic() - outcome.took_s - since_s
+        assert time.monotonic() < since_s + 30
