@@ -27,6 +27,18 @@ def _keys(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from server.doctor.command import main
+
+    return main(argv)
+
+
+def _top(argv: Sequence[str]) -> int:
+    from server.top.command import main
+
+    return main(argv)
+
+
 def _exec_module(module: str, argv: Sequence[str]) -> NoReturn:
     """Become `python -m module`: the gateway's package never imports the worker's torch."""
     sys.stdout.flush()
@@ -37,6 +49,8 @@ COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
     "serve": ("everything on this machine: Redis, workers and a gateway", _serve),
     "gateway": ("one gateway: the OpenAI API in front of the workers", _gateway),
     "worker": ("one worker: a model on one device", lambda argv: _exec_module("worker", argv)),
+    "top": ("the fleet in a terminal: workers, load, decisions", _top),
+    "doctor": ("what this machine lacks, and how to mend it", _doctor),
     "keys": ("API keys: make one, check a file of them", _keys),
     "bench": ("the measurements; each prints a table", lambda argv: _exec_module("benchmarks", argv)),
 }

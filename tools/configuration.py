@@ -20,6 +20,8 @@ PARSERS: Final = {
     "serve": "server.serve.command",
     "gateway": "server.config",
     "worker": "worker.config",
+    "top": "server.top.command",
+    "doctor": "server.doctor.command",
     "keys": "server.keys_command",
 }
 """Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""

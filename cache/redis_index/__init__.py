@@ -3,8 +3,10 @@
 reader.RedisIndex    gateway: one round trip per decision        writer.IndexWriter    worker: its own set and entry
 link.Link            one pipelined connection, one owner task    endpoint.Endpoint     unix, TLS, Sentinel, Cluster
 schema               the keys and records, untrusted when read   script.LOOKUP         the read-only script
+diagnosis.diagnose     what a Redis says of itself, once
 """
 
+from cache.redis_index.diagnosis import RedisFacts, diagnose
 from cache.redis_index.link import LinkDownError
 from cache.redis_index.reader import ReaderSettings, RedisIndex, RegistryEntry, ShardHealth
 from cache.redis_index.writer import IndexWriter, WriterSettings
@@ -13,8 +15,10 @@ __all__ = [
     "IndexWriter",
     "LinkDownError",
     "ReaderSettings",
+    "RedisFacts",
     "RedisIndex",
     "RegistryEntry",
     "ShardHealth",
     "WriterSettings",
+    "diagnose",
 ]

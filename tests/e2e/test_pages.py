@@ -35,6 +35,8 @@ COVERED: Final = {
     r"headstart bench route": "tests/benchmarks/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",
     r"headstart bench (cache|index|engine|gateway)": "tests/benchmarks",
+    r"headstart top": "tests/server/top/test_top.py",
+    r"headstart doctor": "tests/server/doctor/test_doctor.py",
     r"headstart keys": "tests/server/test_api_keys.py",
     r"(docker|podman) build": "tests/k8s/test_dockerfile.py",
     r"(helm|kubectl) ": "tests/k8s",

@@ -97,9 +97,14 @@ def find_checkpoint(source: str) -> Checkpoint:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
         return GGUFCheckpoint(path)
-    if _HUB_ID.fullmatch(source) and not source.startswith((".", "/")):
+    if is_hub_id(source):
         return SafetensorsCheckpoint(*_download(source))
     raise CheckpointError(f"{source!r} is no file, no folder and no Hugging Face id such as 'org/name'")
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether it reads as `org/name` or `org/name@revision`, and not as a path."""
+    return _HUB_ID.fullmatch(source) is not None and not source.startswith((".", "/"))
 
 
 def _download(source: str) -> tuple[Path, str, str]:
