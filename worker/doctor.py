@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -57,9 +58,9 @@ def _device(asked: str) -> str:
 
 
 def library() -> Finding:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     found = f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads"
-    if version >= NEWEST_TORCH:
+    if numbers >= NEWEST_TORCH:
         return Finding("torch", "warn", found, "install torch 2.13.0: xformers 0.0.35 does not run beside newer ones")
     return Finding("torch", "ok", found)
 
@@ -86,13 +87,11 @@ def gpu(device: torch.device) -> Finding:
 def kernel(device: torch.device) -> Finding:
     """xformers' paged kernel, once, beside plain torch."""
     try:
-        import xformers
-
         from worker.attention.xformers_paged import XformersPagedAttention
     except ImportError as error:
         mend = "install requirements/cuda.txt, or pip install 'headstart[cuda]'"
         return Finding("kernel", "fail", f"no xformers: {error}", mend)
-    found = f"xformers {xformers.__version__}"
+    found = f"xformers {version('xformers')}"
     try:
         error_size = largest_error(XformersPagedAttention, device, torch.bfloat16)
     except Exception as error:  # a kernel that does not build or launch raises anything
