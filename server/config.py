@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from server.limit_table import MAX_PROCESSES
 from server.logs import LOG_FORMATS, LogFormat
 from server.parsing.formats import MARKERS, ToolFormat
 from server.router.policies import POLICIES
@@ -28,6 +29,7 @@ class GatewayConfig:
     port: int = 8000
     ops_host: str = "127.0.0.1"
     ops_port: int = 8001
+    processes: int = 1
     redis: str | None = None
     redis_prefix: str = "headstart"
     redis_shards: int = 1
@@ -77,6 +79,8 @@ class GatewayConfig:
             raise ValueError(f"--drain-grace-s must not be negative, got {self.drain_grace_s}")
         if self.redis_shards < 1:
             raise ValueError(f"--redis-shards must be at least 1, got {self.redis_shards}")
+        if not 1 <= self.processes < MAX_PROCESSES:
+            raise ValueError(f"--processes must be 1 to {MAX_PROCESSES - 1}, got {self.processes}")
         WorkerNetworks(self.worker_networks)
         if self.policy not in POLICIES:
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
@@ -135,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--port", type=int, default=defaults.port, help="the OpenAI API and health (default 8000)")
     net.add_argument("--ops-host", default=defaults.ops_host, help="address of the ops port (default 127.0.0.1)")
     net.add_argument("--ops-port", type=int, default=defaults.ops_port, help="metrics, workers, explain (default 8001)")
+    net.add_argument("--processes", type=int, default=defaults.processes, metavar="N", help="on the public port (1)")
     net.add_argument("--max-body", type=num_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="default 32M")
     net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")
     net.add_argument("--header-timeout-s", type=float, default=defaults.header_timeout_s, help="for a head (10)")

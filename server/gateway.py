@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import secrets
@@ -21,7 +20,6 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any, Final
 
 import uvicorn
 import uvloop
+from prometheus_client import generate_latest
 from starlette.types import ASGIApp
 
 from cache.index import Candidate
@@ -37,6 +36,7 @@ from cache.types import GatewayId
 from server.api_keys import KeyFile
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.config import GatewayConfig, parse
+from server.console.decisions import DecisionLog
 from server.console.feed import Feed, FeedSources
 from server.console.stems import StemWatch
 from server.console.traffic import Totals, buckets, total
@@ -44,6 +44,7 @@ from server.console.workers import FleetSources
 from server.endpoint import EndpointServices
 from server.failed_auth import FailedAuth
 from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
+from server.front import Front, SocketFront, is_loopback, listen
 from server.full_queues import FullQueues
 from server.generation import Backend
 from server.http_protocol import protocol_with
@@ -54,11 +55,12 @@ from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
 from server.prefixes import FleetPrefixes, fleet_prefixes
+from server.processes.members import Members
 from server.quarantine import Quarantine
 from server.rate_limits import RateLimits
 from server.retry import RetryBudget
 from server.router.router import HeadstartRouter, RouterSettings
-from server.router.watcher import DecisionWatcher
+from server.serve.child import ChildRefusedError
 from server.stream import Heart
 from server.tracing import open_tracing
 from server.waiting_room import WaitingRoom
@@ -79,18 +81,13 @@ GC_THRESHOLD: Final = 20_000
 REFUSED: Final = 2
 
 
-class _Server(uvicorn.Server):
-    """Signals are the gateway's, which has two servers."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-
 class Gateway:
     """Everything of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, limits: LimitTable, members: Members | None = None) -> None:
+        """`members`: the processes that this one only speaks for."""
         self._config = config
+        self._members = members
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         self._tracing = open_tracing(config.otlp_endpoint, gateway_id)
         secret = config.cluster_secret()
@@ -139,11 +136,11 @@ class Gateway:
         self.feed = Feed(self._feed_sources(gateway_id))
         services = PublicServices(self._endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
-        admission = Admission(identities, RateLimits(LimitTable.private()), config.max_body_bytes)
+        admission = Admission(identities, RateLimits(limits), config.max_body_bytes)
         self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
         self.ops = ops_app(
             OpsServices(
-                registry=self.metrics.registry,
+                page=self._metrics_page,
                 metrics=GatewayMetrics(),
                 api=self._api,
                 of_tenant=identities.of_tenant,
@@ -159,11 +156,19 @@ class Gateway:
                 local=is_loopback(config.ops_host),
             )
         )
-        self._servers: list[_Server] = []
+        self._fronts: tuple[Front, ...] = ()
 
-    async def run(self, public: socket.socket, ops: socket.socket) -> None:
-        """Serve until drained. A part that fails ends the whole, loudly."""
-        self._servers = [self._server(self.public), self._server(self.ops)]
+    def front(self, listener: socket.socket) -> Front:
+        """Of this process alone."""
+        return SocketFront(self._server_config(self.public), listener)
+
+    async def run(self, public: Front, ops: socket.socket, patience_s: float = 0.0) -> None:
+        """Serve until drained. A part that fails ends the whole, loudly.
+
+        `patience_s`: how long clients may wait for a first worker to be known, before they are told that there is none.
+        """
+        ops_front = SocketFront(self._server_config(self.ops), ops)
+        self._fronts = (public, ops_front)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
@@ -181,14 +186,12 @@ class Gateway:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(part) for part in parts]
                 _spare_the_collector()
-                log.info("gateway on http://%s, ops on http://%s", _address(public), _address(ops))
-                served, ops_served = (
-                    group.create_task(server.serve([sock]))
-                    for server, sock in zip(self._servers, (public, ops), strict=True)
-                )
-                await served
+                log.info("gateway on http://%s, ops on http://%s", public.address, ops_front.address)
+                ops_served = group.create_task(ops_front.serve())
+                await self._know_workers(patience_s)
+                await public.serve()
                 self.feed.close()
-                self._servers[1].should_exit = True
+                ops_front.stop()
                 await ops_served
                 for task in tasks:
                     task.cancel()
@@ -198,6 +201,14 @@ class Gateway:
             if self._tracing is not None:
                 self._tracing.close()
 
+    async def _know_workers(self, patience_s: float) -> None:
+        until_s = time.monotonic() + patience_s
+        while time.monotonic() < until_s and not self.lifecycle.draining:
+            names = {model.name for _, model in self.models.names()}
+            if any(worker.model in names for worker in self.fleet.live_workers()):
+                return
+            await asyncio.sleep(FOLLOW_INTERVAL_S / 4)
+
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
         if not self.lifecycle.draining:
@@ -206,14 +217,18 @@ class Gateway:
             last_words_s = min(LAST_WORDS_S, self._config.drain_grace_s / 2)
             hurry_s = self._config.drain_grace_s - last_words_s
             asyncio.get_running_loop().call_later(hurry_s, self._endpoint.open_answers.hurry)
-        if self._servers:
-            self._servers[0].should_exit = True
+        if self._fronts:
+            self._fronts[0].stop()
 
     def _signalled(self) -> None:
         if self.lifecycle.draining:
-            for server in self._servers:
-                server.force_exit = True
+            for front in self._fronts:
+                front.force()
         self.drain()
+
+    async def _metrics_page(self) -> bytes:
+        registry = self.metrics.registry
+        return generate_latest(registry) if self._members is None else await self._members.metrics(registry)
 
     def _candidates(self) -> list[Candidate]:
         """The live workers of every model."""
@@ -224,7 +239,7 @@ class Gateway:
         index, router, metrics = self._index, self.router, self.metrics
 
         def totals(num_decisions: int) -> Totals:
-            return Totals(
+            own = Totals(
                 at_s=time.monotonic(),
                 num_decisions=num_decisions,
                 prompt_tokens=total(metrics.prompt_tokens),
@@ -233,13 +248,16 @@ class Gateway:
                 in_flight=total(metrics.in_flight),
                 ttft_counts=buckets(metrics.ttft_s)[1],
             )
+            return own if self._members is None else self._members.added_to(own)
 
         def health() -> dict[str, Any]:
             shards = index.health() if isinstance(index, RedisIndex) else []
             return {**asdict(router.index_state()), "shards": [asdict(shard) for shard in shards]}
 
-        def watch(watcher: DecisionWatcher | None) -> None:
-            router.watcher = watcher
+        def watch(decisions: DecisionLog | None) -> None:
+            router.watcher = decisions
+            if self._members is not None:
+                self._members.watch(decisions)
 
         stems = StemWatch(self.fleet.live_workers, self._client.prefixes, time.monotonic)
         return FeedSources(
@@ -290,22 +308,20 @@ class Gateway:
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
 
-    def _server(self, app: ASGIApp) -> _Server:
-        return _Server(
-            uvicorn.Config(
-                app,
-                http=protocol_with(self._config.header_timeout_s, self._config.body_timeout_s),
-                ws="none",
-                loop="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=75,
-                h11_max_incomplete_event_size=self._config.max_header_bytes,
-                timeout_graceful_shutdown=max(1, round(self._config.drain_grace_s)),
-            )
+    def _server_config(self, app: ASGIApp) -> uvicorn.Config:
+        return uvicorn.Config(
+            app,
+            http=protocol_with(self._config.header_timeout_s, self._config.body_timeout_s),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            h11_max_incomplete_event_size=self._config.max_header_bytes,
+            timeout_graceful_shutdown=max(1, round(self._config.drain_grace_s)),
         )
 
 
@@ -316,49 +332,29 @@ def _spare_the_collector() -> None:
     gc.set_threshold(GC_THRESHOLD, 20, 20)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    listener = socket.create_server((host, port), family=family, backlog=2048)
-    listener.set_inheritable(True)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited by what it accepts
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:
-    await Gateway(config).run(public, ops)
+    gateway = Gateway(config, LimitTable.private())
+    await gateway.run(gateway.front(public), ops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: drained and stopped. 2: cannot work as asked."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    options = sys.argv[1:] if argv is None else argv
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(options)
         configure_logging(config.log_level, config.log_format)
+        if config.processes > 1:
+            from server.processes.parent import run
+
+            run(config, options)
+            return 0
         with contextlib.ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(config, public, ops))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ChildRefusedError) as error:
         print(f"headstart gateway: {error}", file=sys.stderr)
         return REFUSED
     return 0

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -42,7 +42,8 @@ MAX_BODY_BYTES: Final = 32 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpsServices:
-    registry: CollectorRegistry
+    page: Callable[[], Awaitable[bytes]]
+    """What /metrics shows."""
     metrics: GatewayMetrics
     """Of the ops port itself."""
     api: PublicApi
@@ -82,7 +83,7 @@ class OpsApi:
         ]
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._services.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self._services.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(self, request: Request) -> Response:
         """Every live worker: what it says of itself, and its load as this gateway last heard it."""

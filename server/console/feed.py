@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from server.console.decisions import DecisionLog
@@ -25,7 +25,6 @@ from server.console.traffic import Totals, Traffic
 from server.console.workers import FleetSources, worker_rows
 from server.errors import UnavailableError
 from server.job import encode_json
-from server.router.watcher import DecisionWatcher
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class FeedSources:
     draining: Callable[[], bool]
     prefixes: Callable[[], Awaitable[dict[str, Any]]]
     """The hottest stems."""
-    watch: Callable[[DecisionWatcher | None], None]
+    watch: Callable[[DecisionLog | None], None]
     """Sets who is told of decisions."""
 
 
@@ -180,7 +179,8 @@ class Feed:
 
     def _snapshot(self) -> bytes:
         sources = self._sources
-        traffic = self._traffic.add(sources.totals(self._decisions.num_decisions))
+        totals = sources.totals(self._decisions.num_decisions)
+        traffic = self._traffic.add(totals)
         self._history.append((time.time(), *(traffic[name] for name in _POINT)))
         frame = event(
             "snapshot",
@@ -188,6 +188,7 @@ class Feed:
                 "at": time.time(),
                 "draining": sources.draining(),
                 "traffic": traffic,
+                "totals": asdict(totals),
                 "index": sources.index(),
                 "workers": worker_rows(sources.fleet),
             },

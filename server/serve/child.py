@@ -41,6 +41,8 @@ class ChildSpec:
     command: Sequence[str]
     on_line: Callable[[str], None]
     is_ready: Callable[[], Awaitable[None]] | None = None
+    pass_fds: Sequence[int] = ()
+    """Kept open across the start."""
 
 
 class Child:
@@ -90,6 +92,12 @@ class Child:
                 process.kill()
             await process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the process, if it lives."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
     async def _run_once(self) -> int:
         """One life of the process, from its start to its exit code."""
         self.ready.clear()
@@ -101,6 +109,7 @@ class Child:
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the children in order
             preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
             limit=1 << 20,
+            pass_fds=self.spec.pass_fds,
         )
         assert process.stdout is not None
         watcher = asyncio.create_task(self._watch_ready())
