@@ -47,6 +47,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    max_lone_prefill_tokens: int | None = None
     max_waiting_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     max_queue_s: float = 120.0
@@ -76,12 +77,18 @@ class WorkerConfig:
         if self.prefix_cache not in PREFIX_CACHES:
             raise ValueError(f"--prefix-cache must be one of {', '.join(PREFIX_CACHES)}, got {self.prefix_cache!r}")
 
-    def limits(self, *, max_model_len: int, default_batched_tokens: int) -> BatchLimits:
+    def limits(
+        self, *, max_model_len: int, default_batched_tokens: int, default_lone_prefill_tokens: int | None = None
+    ) -> BatchLimits:
         """The scheduler's limits, once the length of the context is known."""
         max_num_batched_tokens = self.max_num_batched_tokens or max(default_batched_tokens, self.max_num_seqs)
+        lone = self.max_lone_prefill_tokens
+        if lone is None and self.max_num_batched_tokens is None and default_lone_prefill_tokens is not None:
+            lone = max(default_lone_prefill_tokens, max_num_batched_tokens)
         return BatchLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_lone_prefill_tokens=lone,
             max_model_len=max_model_len,
             max_waiting_requests=self.max_waiting_requests,
             max_queued_tokens=self.max_queued_tokens,
@@ -167,6 +174,11 @@ def parser() -> argparse.ArgumentParser:
     batch = p.add_argument_group("batching")
     batch.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="choices in a step (64)")
     batch.add_argument("--max-num-batched-tokens", type=int, help="tokens in a step (default: 512 on a CPU, else 4096)")
+    batch.add_argument(
+        "--max-lone-prefill-tokens",
+        type=int,
+        help="tokens in a step of one prefill that nobody waits for (default: 2048 in bfloat16 on a CPU, else no other)",
+    )
     batch.add_argument("--max-waiting-requests", type=int, default=defaults.max_waiting_requests, help="queue (1024)")
     batch.add_argument(
         "--max-queued-tokens", type=int, default=defaults.max_queued_tokens, help="prompt tokens that may wait (1M)"

@@ -6,7 +6,8 @@ others nor is stopped by them:
     |<------- half at least: the oldest prefill ------->|<- the other prefills, ->|<- quarter at least: ->|
                                                         |   shortest rest first   |   the waiting         |
 
-A part that its owners do not want goes to the others. Text Generation Inference's options are limits on top.
+A part that its owners do not want goes to the others. A prefill that is alone in the engine may take a larger step: nobody
+waits for its end, and large products are faster. Text Generation Inference's options are limits on top.
 Source: docs/architecture.md, "The scheduler"; TGI's meanings: docs/architecture.md, "Options of TGI".
 """
 
@@ -22,6 +23,8 @@ class BatchLimits:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_lone_prefill_tokens: int | None = None
+    """Tokens in a step of one prefill with nobody beside it or behind it; None: as in every other step."""
     max_model_len: int = 4096
     max_waiting_requests: int = 1024
     max_queued_tokens: int = 1 << 20
@@ -53,6 +56,12 @@ class BatchLimits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        lone = self.max_lone_prefill_tokens
+        if lone is not None and lone < self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_lone_prefill_tokens ({lone}) must be at least max_num_batched_tokens"
+                f" ({self.max_num_batched_tokens}): a prefill alone gets no less than one among others"
+            )
         for name in ("max_batch_prefill_tokens", "max_batch_total_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -75,8 +84,11 @@ class PrefillBudget:
     left: int
 
     @classmethod
-    def after_decodes(cls, limits: BatchLimits, num_decodes: int) -> PrefillBudget:
+    def of_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
+        """Beside `num_decodes`, for `num_prefills` that run or wait."""
         total = limits.max_num_batched_tokens - num_decodes
+        if num_decodes == 0 and num_prefills == 1 and limits.max_lone_prefill_tokens is not None:
+            total = limits.max_lone_prefill_tokens
         if limits.max_batch_prefill_tokens is not None:
             total = min(total, limits.max_batch_prefill_tokens)
         return cls(total, total)

@@ -119,7 +119,8 @@ class Scheduler:
                 prefills.append(sequence)
             elif self._make_room(sequence, sequence.num_computed + 1, plan):
                 self._grow(plan, sequence, 1)
-        budget = PrefillBudget.after_decodes(self.limits, len(plan.chunks))
+        num_prefills = len(prefills) + len(self.waiting)
+        budget = PrefillBudget.of_step(self.limits, num_decodes=len(plan.chunks), num_prefills=num_prefills)
         newcomers = self._schedule_prefills(plan, budget, prefills)
         self._note_newcomers(plan, newcomers, now_s)
         self._owed_copies += self.allocator.take_copies()

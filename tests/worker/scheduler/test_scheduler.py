@@ -10,6 +10,8 @@ from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
 from worker.wire import End, Failed
 
+LONE = {"max_num_batched_tokens": 512, "max_lone_prefill_tokens": 2048}
+
 
 def test_a_prompt_and_its_answer() -> None:
     engine = HandEngine()
@@ -136,8 +138,9 @@ def test_a_short_request_overtakes_a_long_prefill() -> None:
     assert 0 in engine.answer(short).tokens
 
 
-def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps() -> None:
-    engine = HandEngine(num_blocks=2500, max_num_batched_tokens=2048, max_model_len=9000)
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, LONE])
+def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps(limits: dict[str, int]) -> None:
+    engine = HandEngine(num_blocks=2500, max_model_len=9000, **limits)
     engine.submit(generate([i % 50 for i in range(8000)]))
     engine.step()
     short = engine.submit(generate(range(20)))
@@ -146,6 +149,19 @@ def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps()
         engine.step()
         num_steps += 1
     assert num_steps <= 2
+    assert engine.runner.steps[-1].num_tokens <= limits["max_num_batched_tokens"]
+
+
+def test_a_prefill_takes_large_steps_while_it_is_alone() -> None:
+    engine = HandEngine(num_blocks=2500, max_model_len=9000, **LONE)
+    engine.submit(generate([i % 50 for i in range(7000)]))
+    sizes = [engine.step().num_tokens, engine.step().num_tokens]
+    short = engine.submit(generate(range(40, 20, -1), max_tokens=2))
+    sizes += [engine.step().num_tokens for _ in range(4)]
+    # alone, beside a newcomer, beside its decode, alone again
+    assert sizes == [2048, 2048, 512, 512, 7000 + 20 + 1 - 2 * 2048 - 2 * 512, 1]
+    engine.finish()
+    assert engine.answer(short).tokens == {0: answer(range(40, 20, -1), 100, 2)}
 
 
 def test_a_newcomer_gets_its_part_beside_many_long_prefills() -> None:
