@@ -177,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument(
         "--max-lone-prefill-tokens",
         type=int,
-        help="tokens in a step of one prefill that nobody waits for (default: 2048 in bfloat16 on a CPU, else no other)",
+        help="tokens in a step of one prefill that nobody waits for (default: 2048 on a CPU in bfloat16)",
     )
     batch.add_argument("--max-waiting-requests", type=int, default=defaults.max_waiting_requests, help="queue (1024)")
     batch.add_argument(

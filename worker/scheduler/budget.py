@@ -6,8 +6,8 @@ others nor is stopped by them:
     |<------- half at least: the oldest prefill ------->|<- the other prefills, ->|<- quarter at least: ->|
                                                         |   shortest rest first   |   the waiting         |
 
-A part that its owners do not want goes to the others. A prefill that is alone in the engine may take a larger step: nobody
-waits for its end, and large products are faster. Text Generation Inference's options are limits on top.
+A part that its owners do not want goes to the others. A prefill that is alone in the engine may take a larger step:
+nobody waits for its end, and large products are faster. Text Generation Inference's options are limits on top.
 Source: docs/architecture.md, "The scheduler"; TGI's meanings: docs/architecture.md, "Options of TGI".
 """
 
