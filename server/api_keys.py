@@ -19,7 +19,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import os
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+
+from server.file_stamp import stamp
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class KeyFile:
         """Raises KeyFileError."""
         self._path = path
         self._on_reload = on_reload
-        self._seen = _stamp(path)
+        self._seen = stamp([path])
         self._table = _table(load_keys(path))
 
     def __len__(self) -> int:
@@ -142,10 +143,10 @@ class KeyFile:
 
     def reload_if_changed(self) -> None:
         """A file that cannot be used changes nothing: who could be let in before still is, and the log says why."""
-        stamp = _stamp(self._path)
-        if stamp == self._seen:
+        now = stamp([self._path])
+        if now == self._seen:
             return
-        self._seen = stamp
+        self._seen = now
         try:
             entries = load_keys(self._path)
         except KeyFileError as error:
@@ -159,12 +160,3 @@ class KeyFile:
 
 def _table(entries: tuple[KeyEntry, ...]) -> _Table:
     return _Table(tuple((entry.raw_digest, entry) for entry in entries))
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes with the content; a Kubernetes secret changes by a new inode behind a link."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return (status.st_mtime_ns, status.st_size, status.st_ino)

@@ -15,6 +15,7 @@ from server.limit_table import MAX_PROCESSES
 from server.logs import LOG_FORMATS, LogFormat
 from server.parsing.formats import MARKERS, ToolFormat
 from server.router.policies import POLICIES
+from server.tls import ServerCertificate, WorkerCa
 from server.worker_networks import DEFAULT_NETWORKS, WorkerNetworks
 
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
@@ -43,12 +44,17 @@ class GatewayConfig:
     reasoning: bool | None = None
     cluster_secret_file: str | None = None
     worker_networks: tuple[str, ...] = DEFAULT_NETWORKS
+    worker_ca: str | None = None
+    worker_tls_name: str | None = None
     api_keys: str | None = None
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    max_connections: int = 8192
     ops_key_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     request_timeout_s: float = 3600.0
     keepalive_s: float = 15.0
     drain_grace_s: float = 30.0
@@ -66,6 +72,9 @@ class GatewayConfig:
         for name in (
             "max_body_bytes",
             "max_header_bytes",
+            "header_timeout_s",
+            "body_timeout_s",
+            "max_connections",
             "request_timeout_s",
             "keepalive_s",
             "lookup_deadline_s",
@@ -82,6 +91,12 @@ class GatewayConfig:
         if not 1 <= self.processes < MAX_PROCESSES:
             raise ValueError(f"--processes must be 1 to {MAX_PROCESSES - 1}, got {self.processes}")
         WorkerNetworks(self.worker_networks)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together: give both or none")
+        if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
+            raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
+        if self.worker_tls_name is not None and self.worker_ca is None:
+            raise ValueError("--worker-tls-name needs --worker-ca: whose certificates are checked for that name?")
         if self.policy not in POLICIES:
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if self.redis is None and not self.workers:
@@ -99,6 +114,16 @@ class GatewayConfig:
         if not key:
             raise ValueError(f"--ops-key-file {self.ops_key_file} is empty")
         return key
+
+    def certificate(self) -> ServerCertificate | None:
+        """What both ports show. Raises ValueError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerCertificate(self.tls_cert, self.tls_key)
+
+    def workers_ca(self) -> WorkerCa | None:
+        """Who vouches for workers; None: they are spoken to as their URLs say. Raises ValueError."""
+        return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
 
     def cluster_secret(self) -> bytes:
         """From --cluster-secret-file or the environment; empty: none. Raises OSError."""
@@ -144,6 +169,11 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")
     net.add_argument("--header-timeout-s", type=float, default=defaults.header_timeout_s, help="for a head (10)")
     net.add_argument("--body-timeout-s", type=float, default=defaults.body_timeout_s, help="for 30 KiB of a body (30)")
+    net.add_argument(
+        "--max-connections", type=int, default=defaults.max_connections, help="open at a time, on each port (8192)"
+    )
+    net.add_argument("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
+    net.add_argument("--tls-key", metavar="FILE", help="its key; both are read anew when they change")
     net.add_argument("--ops-key-file", metavar="FILE", help="what drain and purge need (default: ops port on loopback)")
     net.add_argument("--request-timeout-s", type=float, default=defaults.request_timeout_s, help="default 3600")
     net.add_argument("--keepalive-s", type=float, default=defaults.keepalive_s, help="of silent streams (default 15)")
@@ -175,6 +205,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="CIDR,...",
         help="where workers may be (default: loopback and private addresses)",
     )
+    fleet.add_argument("--worker-ca", metavar="FILE", help="speak TLS alone to workers, whose certificates it signed")
+    fleet.add_argument("--worker-tls-name", metavar="NAME", help="what they are for (default: each worker's address)")
     fleet.add_argument("--policy", default=defaults.policy, choices=tuple(POLICIES), help="default headstart")
     fleet.add_argument(
         "--cluster-secret-file", metavar="FILE", help=f"shared with the workers (default: ${_SECRET_VARIABLE})"

@@ -247,7 +247,7 @@ class Fleet:
         urls: list[str] = []
         for target in self._settings.workers:
             if target.startswith(_DNS):
-                urls.extend(await _resolve(target.removeprefix(_DNS)))
+                urls.extend(await _resolve(target.removeprefix(_DNS), self._settings.networks.scheme))
             else:
                 urls.append(target.rstrip("/"))
         return urls
@@ -357,7 +357,7 @@ def _check_target(target: str) -> None:
         raise ValueError(f"--workers {target!r}: use http://HOST:PORT or dns:NAME:PORT")
 
 
-async def _resolve(name_and_port: str) -> list[str]:
+async def _resolve(name_and_port: str, scheme: str) -> list[str]:
     name, _, port = name_and_port.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
@@ -365,4 +365,4 @@ async def _resolve(name_and_port: str) -> list[str]:
         logger.debug("%s does not resolve: %s", name, error)
         return []
     hosts = sorted({str(address[4][0]) for address in found})
-    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]
+    return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]

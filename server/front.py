@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-import uvicorn
+from server.http_server import HttpServer
 
 _BACKLOG = 2048
 
@@ -27,18 +26,11 @@ class Front(Protocol):
         """Wait for nothing any more."""
 
 
-class Server(uvicorn.Server):
-    """Signals are the gateway's, which has two servers."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-
 class SocketFront:
     """One server on one listening socket."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
-        self._server = Server(config)
+    def __init__(self, server: HttpServer, listener: socket.socket) -> None:
+        self._server = server
         self._listener = listener
 
     @property

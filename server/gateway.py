@@ -25,7 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import uvicorn
 import uvloop
 from prometheus_client import generate_latest
 from starlette.types import ASGIApp
@@ -47,7 +46,7 @@ from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.front import Front, SocketFront, is_loopback, listen
 from server.full_queues import FullQueues
 from server.generation import Backend
-from server.http_protocol import protocol_with
+from server.http_server import HttpLimits, HttpServer, affordable_connections
 from server.identity import Identities, KeyHolders, SingleTenant
 from server.limit_table import LimitTable
 from server.logs import configure_logging
@@ -95,8 +94,11 @@ class Gateway:
         self.metrics.follow_tasks(asyncio.get_running_loop())
         self.lifecycle = Lifecycle()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        networks = WorkerNetworks(config.worker_networks)
-        self._client = WorkerClient.open(gateway_token(secret), networks)
+        self._certificate = config.certificate()
+        self._worker_ca = config.workers_ca()
+        networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
+        tls = None if self._worker_ca is None else self._worker_ca.context
+        self._client = WorkerClient.open(gateway_token(secret), networks, tls)
         options = ModelOptions(config.aliases, config.tool_parser, config.reasoning)
         self.models = Models(self._client, self._executor, options)
         self._index = self._open_index()
@@ -160,14 +162,14 @@ class Gateway:
 
     def front(self, listener: socket.socket) -> Front:
         """Of this process alone."""
-        return SocketFront(self._server_config(self.public), listener)
+        return SocketFront(self._server(self.public, listener), listener)
 
     async def run(self, public: Front, ops: socket.socket, patience_s: float = 0.0) -> None:
         """Serve until drained. A part that fails ends the whole, loudly.
 
         `patience_s`: how long clients may wait for a first worker to be known, before they are told that there is none.
         """
-        ops_front = SocketFront(self._server_config(self.ops), ops)
+        ops_front = SocketFront(self._server(self.ops, ops), ops)
         self._fronts = (public, ops_front)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -180,13 +182,13 @@ class Gateway:
         ]
         if isinstance(self._index, RedisIndex):
             parts.append(self._index.run())
-        if self._keys is not None:
-            parts.append(self._keys.follow())
+        parts += [files.follow() for files in (self._keys, self._certificate, self._worker_ca) if files is not None]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(part) for part in parts]
                 _spare_the_collector()
-                log.info("gateway on http://%s, ops on http://%s", public.address, ops_front.address)
+                scheme = "http" if self._certificate is None else "https"
+                log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops_front.address)
                 ops_served = group.create_task(ops_front.serve())
                 await self._know_workers(patience_s)
                 await public.serve()
@@ -308,21 +310,18 @@ class Gateway:
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
 
-    def _server_config(self, app: ASGIApp) -> uvicorn.Config:
-        return uvicorn.Config(
-            app,
-            http=protocol_with(self._config.header_timeout_s, self._config.body_timeout_s),
-            ws="none",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=75,
-            h11_max_incomplete_event_size=self._config.max_header_bytes,
-            timeout_graceful_shutdown=max(1, round(self._config.drain_grace_s)),
+    def _server(self, app: ASGIApp, listener: socket.socket) -> HttpServer:
+        config = self._config
+        limits = HttpLimits(
+            max_header_bytes=config.max_header_bytes,
+            header_timeout_s=config.header_timeout_s,
+            body_timeout_s=config.body_timeout_s,
+            max_connections=affordable_connections(config.max_connections),
+            drain_grace_s=config.drain_grace_s,
         )
+        is_private = listener.family == socket.AF_UNIX  # between the processes of one gateway
+        tls = None if self._certificate is None or is_private else self._certificate.context
+        return HttpServer(app, limits, tls)
 
 
 def _spare_the_collector() -> None:

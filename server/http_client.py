@@ -8,6 +8,7 @@ A general client costs several times as much a request; everything that is not h
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -201,10 +202,18 @@ class Target:
 class ConnectionPool:
     """Idle connections by worker. Owned by the event loop; `close` ends them all."""
 
-    def __init__(self, *, connect_timeout_s: float, token: str = "", networks: WorkerNetworks | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        token: str = "",
+        networks: WorkerNetworks | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._token = token
         self._networks = networks or WorkerNetworks()
+        self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._idle: defaultdict[str, list[HttpConnection]] = defaultdict(list)
         self._targets: dict[str, Target] = {}
 
@@ -256,7 +265,7 @@ class ConnectionPool:
 
     async def _dial(self, target: Target) -> HttpConnection:
         loop = asyncio.get_running_loop()
-        tls: dict[str, Any] = {"ssl": True, "server_hostname": target.host} if target.tls else {}
+        tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": target.host} if target.tls else {}
         refused: OSError | None = None
         for info in await self._networks.addresses(target.host, target.port):
             try:

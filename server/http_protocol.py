@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.connection_limit import ConnectionLimit
 from server.errors import ApiError, HeaderTooLargeError, InvalidRequestError
 from server.middleware import new_request_id
 from server.stream import CLIENT, ClientConnection
@@ -44,6 +45,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _num_body_bytes = 0
     header_timeout_s = 10.0
     body_timeout_s = 30.0
+    connection_limit: ConnectionLimit | None = None
 
     @property
     def _max_head_bytes(self) -> int:
@@ -53,11 +55,20 @@ class GatewayProtocol(HttpToolsProtocol):
         self._connection = ClientConnection()
         super().connection_made(transport)
         self._timer = self.loop.call_later(self.header_timeout_s, self._slow)
+        if self.connection_limit is not None and not self.connection_limit.open(self):
+            self.drop()
+
+    def drop(self) -> None:
+        """At once: there are too many connections, and this one asks for nothing."""
+        self._refused = True
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._connection.lose()
         self._disarm()
+        if self.connection_limit is not None:
+            self.connection_limit.close(self)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -93,6 +104,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self._disarm()
         self._check_head()
         self._phase, self._num_body_bytes = "body", 0
+        if self.connection_limit is not None:
+            self.connection_limit.begin(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -109,6 +122,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer before the body's end (401, 413): the rest of the body is not waited for."""
         super().on_response_complete()
+        if self.connection_limit is not None and self.cycle.response_complete and not self.transport.is_closing():
+            self.connection_limit.end(self)
         if self._phase == "body" and self.cycle.response_complete:
             self.loop.call_later(LINGER_S, self._abandon, self.cycle)
 
@@ -170,10 +185,12 @@ class GatewayProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, transport.close)
 
 
-def protocol_with(header_timeout_s: float, body_timeout_s: float) -> type[GatewayProtocol]:
-    """The protocol with these patiences; uvicorn wants a class."""
-    patience = {"header_timeout_s": header_timeout_s, "body_timeout_s": body_timeout_s}
-    return type("GatewayProtocol", (GatewayProtocol,), patience)
+def protocol_with(
+    header_timeout_s: float, body_timeout_s: float, connection_limit: ConnectionLimit
+) -> type[GatewayProtocol]:
+    """The protocol with these bounds; uvicorn wants a class."""
+    timeouts = {"header_timeout_s": header_timeout_s, "body_timeout_s": body_timeout_s}
+    return type("GatewayProtocol", (GatewayProtocol,), {**timeouts, "connection_limit": connection_limit})
 
 
 def _response(error: ApiError) -> bytes:

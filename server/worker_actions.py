@@ -29,7 +29,7 @@ class WorkerActions:
             raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
-            async with self._session.post(f"{member.url}/{action}", timeout=timeout) as response:
+            async with self._session.post(f"{member.url}/{action}", timeout=timeout, allow_redirects=False) as response:
                 if response.status != 200:
                     raise UnavailableError(f"Worker {worker_id} answered {response.status} to {action}.")
                 answer: dict[str, Any] = await response.json(content_type=None)

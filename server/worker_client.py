@@ -9,6 +9,7 @@ WorkerError
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -143,11 +144,18 @@ class WorkerClient:
         self._pool = pool
 
     @classmethod
-    def open(cls, token: str = "", networks: WorkerNetworks | None = None) -> Self:
-        """Call inside a running loop. `token` is shown to every worker; none outside of `networks` is dialled."""
+    def open(cls, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None) -> Self:
+        """Call inside a running loop. `token` is shown to every worker; none outside of `networks` is dialled.
+
+        `tls`: how the certificates of https workers are checked; None: by the CAs of this machine.
+        """
         networks = networks or WorkerNetworks()
         connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=20.0, ttl_dns_cache=5, socket_factory=networks.open_socket
+            limit=0,
+            keepalive_timeout=20.0,
+            ttl_dns_cache=5,
+            socket_factory=networks.open_socket,
+            ssl=True if tls is None else tls,
         )
         return cls(
             aiohttp.ClientSession(
@@ -158,7 +166,7 @@ class WorkerClient:
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
             ),
-            ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks),
+            ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls),
         )
 
     async def close(self) -> None:

@@ -27,8 +27,11 @@ class AddressRefusedError(OSError):
 class WorkerNetworks:
     """Immutable."""
 
-    def __init__(self, networks: Iterable[str] = DEFAULT_NETWORKS) -> None:
-        """Raises ValueError for what is no network."""
+    def __init__(self, networks: Iterable[str] = DEFAULT_NETWORKS, *, tls_only: bool = False) -> None:
+        """`tls_only`: workers without TLS are none. Raises ValueError for what is no network."""
+        self.scheme = "https" if tls_only else "http"
+        """Of workers that are known by a name or an address alone."""
+        self._tls_only = tls_only
         try:
             self._networks = [ipaddress.ip_network(text.strip()) for text in networks]
         except ValueError as error:
@@ -48,6 +51,8 @@ class WorkerNetworks:
         match = _URL.fullmatch(url)
         if match is None:
             return "its URL is not http://HOST:PORT or https://HOST:PORT"
+        if self._tls_only and not url.startswith("https:"):
+            return "it does not speak TLS, and --worker-ca asks for it"
         host = match[1].strip("[]")
         try:
             ipaddress.ip_address(host)

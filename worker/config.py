@@ -13,6 +13,7 @@ from typing import Final
 from cache.factory import PREFIX_CACHES, PrefixCache
 from worker.logs import LOG_FORMATS, LogFormat
 from worker.scheduler.budget import BatchLimits
+from worker.tls import ServerCertificate
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
@@ -34,6 +35,8 @@ class WorkerConfig:
     redis_username: str | None = None
     redis_password_file: str | None = None
     cluster_secret_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     device: str = "auto"
     dtype: str | None = None
     weights: str = "dense"
@@ -74,6 +77,8 @@ class WorkerConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together: give both or none")
         if self.prefix_cache not in PREFIX_CACHES:
             raise ValueError(f"--prefix-cache must be one of {', '.join(PREFIX_CACHES)}, got {self.prefix_cache!r}")
 
@@ -105,6 +110,12 @@ class WorkerConfig:
     def redis_password(self) -> str | None:
         """From --redis-password-file; None: the URL's own, if any. Raises OSError."""
         return None if self.redis_password_file is None else Path(self.redis_password_file).read_text().strip()
+
+    def certificate(self) -> ServerCertificate | None:
+        """What is shown to gateways. Raises ValueError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerCertificate(self.tls_cert, self.tls_key)
 
     def cluster_secret(self) -> bytes:
         """From --cluster-secret-file or the environment; empty: none."""
@@ -142,6 +153,8 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--host", default=defaults.host, help="address to listen on (default 127.0.0.1)")
     net.add_argument("--port", type=int, default=defaults.port, help="port; 0 takes a free one (default 8100)")
     net.add_argument("--advertise-url", metavar="URL", help="where gateways reach this worker (default: from --host)")
+    net.add_argument("--tls-cert", metavar="FILE", help="certificate for gateways, PEM with its chain (default: none)")
+    net.add_argument("--tls-key", metavar="FILE", help="its key; both are read anew when they change")
     net.add_argument("--worker-id", help="name in the registry, unique among workers (default: host name and port)")
     net.add_argument("--redis", metavar="URL", help="the shared index; without it gateways need --workers")
     net.add_argument("--redis-prefix", default=defaults.redis_prefix, help="prefix of every key (default headstart)")

@@ -34,6 +34,7 @@ from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher
 from worker.service import ServingParts, WorkerService
 from worker.streams import Streams
+from worker.tls import ServerCertificate
 from worker.tracing import Tracing, open_tracing
 from worker.waiting import Waiting
 from worker.wire import gateway_token
@@ -54,6 +55,7 @@ _REFUSED: Final = 2
 def main(argv: Sequence[str]) -> int:
     try:
         config = parse(argv)
+        certificate = config.certificate()
         tracing = open_tracing(config.otlp_endpoint, config.worker_id or socket.gethostname())
     except ValueError as error:
         print(f"headstart worker: {error}", file=sys.stderr)
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(config.log_level, config.log_format)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
-        return asyncio.run(Worker(config, tracing).run())
+        return asyncio.run(Worker(config, tracing, certificate).run())
     finally:
         if tracing is not None:
             tracing.close()
@@ -78,8 +80,11 @@ class _Server(uvicorn.Server):
 class Worker:
     """Owner of the process' parts, from the socket to the engine's thread."""
 
-    def __init__(self, config: WorkerConfig, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, tracing: Tracing | None = None, certificate: ServerCertificate | None = None
+    ) -> None:
         self._config = config
+        self._certificate = certificate
         self._service = WorkerService(WorkerMetrics(), tracing)
         self._stop = asyncio.Event()
         self._exit_code = 0
@@ -115,7 +120,7 @@ class Worker:
         return self._exit_code
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
+        config = uvicorn.Config(
             make_app(self._service, gateway_token(self._config.cluster_secret())),
             http="h11",
             ws="none",
@@ -127,11 +132,15 @@ class Worker:
             timeout_keep_alive=120,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
+        config.load()
+        config.ssl = None if self._certificate is None else self._certificate.context
+        return config
 
     async def _live(self, sock: socket.socket) -> None:
         """Load, then publish and watch the engine until cancelled. Returns when there is nothing to serve."""
         port = sock.getsockname()[1]
-        url = self._config.advertise_url or f"http://{_reachable(self._config.host)}:{port}"
+        scheme = "http" if self._certificate is None else "https"
+        url = self._config.advertise_url or f"{scheme}://{_reachable(self._config.host)}:{port}"
         worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"
         _announce(event="listening", url=url)
         try:
@@ -144,6 +153,8 @@ class Worker:
             group.create_task(watch_for_hangs(engine, self._config.max_step_s))
             if self._publisher is not None:
                 group.create_task(self._publisher.run())
+            if self._certificate is not None:
+                group.create_task(self._certificate.follow())
 
     async def _start(self, url: str, worker_id: str) -> Engine:
         """Everything from the weights to the first request. Raises _StartError."""

@@ -2,7 +2,7 @@
 
 redis://[user:password@]host[:port][/db]      rediss://... the same over TLS (ssl_ca_certs=... and so on)
 unix:///path/to/socket[?db=0]
-redis+sentinel://[user:password@]host:port,host:port/service[?db=0]
+redis+sentinel://[user:password@]host:port,host:port/service[?db=0]        rediss+sentinel:// over TLS
 redis+cluster://[user:password@]host:port,host:port        rediss+cluster:// over TLS
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis.asyncio.connection import AbstractConnection, Connection, parse_url
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, parse_url
 from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import RedisError
 
 _PLAIN: Final = ("redis", "rediss", "unix")
+_SENTINEL: Final = ("redis+sentinel", "rediss+sentinel")
 _DEFAULT_PORT: Final = 6379
 _DEFAULT_SENTINEL_PORT: Final = 26379
 
@@ -30,10 +31,10 @@ class Endpoint:
         self, url: str, *, connect_timeout_s: float, username: str | None = None, password: str | None = None
     ) -> None:
         scheme = urlsplit(url).scheme
-        if scheme not in (*_PLAIN, "redis+sentinel", "redis+cluster", "rediss+cluster"):
+        if scheme not in (*_PLAIN, *_SENTINEL, "redis+cluster", "rediss+cluster"):
             raise ValueError(
-                f"Redis URL {_without_password(url)!r}: use redis://, rediss://, unix://, redis+sentinel://,"
-                " redis+cluster:// or rediss+cluster://"
+                f"Redis URL {_without_password(url)!r}: use redis://, rediss://, unix://, redis[s]+sentinel://"
+                " or redis[s]+cluster://"
             )
         self._common: dict[str, Any] = {
             "socket_connect_timeout": connect_timeout_s,
@@ -61,13 +62,13 @@ class Endpoint:
         """`user:password@host:port,host:port/service`: parse_url knows one host only, so it gets the first."""
         parts = urlsplit(url)
         credentials, _, hosts = parts.netloc.rpartition("@")
-        default = _DEFAULT_SENTINEL_PORT if scheme == "redis+sentinel" else _DEFAULT_PORT
+        default = _DEFAULT_SENTINEL_PORT if scheme in _SENTINEL else _DEFAULT_PORT
         self._nodes = [_host_and_port(host, default) for host in hosts.split(",") if host]
         if not self._nodes:
             raise ValueError(f"Redis URL {self.label!r} names no host")
         single = f"{scheme.partition('+')[0]}://{credentials + '@' if credentials else ''}{self._nodes[0][0]}"
         query = dict(parse_qsl(parts.query))
-        if scheme == "redis+sentinel":
+        if scheme in _SENTINEL:
             self._service = unquote(parts.path.strip("/"))
             if not self._service:
                 raise ValueError(f"Redis URL {self.label!r} names no Sentinel service: redis+sentinel://host:port/NAME")
@@ -93,7 +94,9 @@ class Endpoint:
         return connection
 
     async def _primary(self) -> tuple[str, int]:
-        options = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+        options: dict[str, Any] = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+        if issubclass(self._kind, SSLConnection):
+            options |= {name: value for name, value in self._options.items() if name.startswith("ssl_")} | {"ssl": True}
         sentinel = Sentinel(self._nodes, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
         try:
             host, port = await sentinel.discover_master(self._service)

@@ -27,7 +27,13 @@ PATIENCE_S: Final = 5.0
 
 def share_of(config: GatewayConfig) -> GatewayConfig:
     """What one of the processes may do: bounds of the whole are divided."""
-    return replace(config, processes=1, max_queued_tokens=max(1, config.max_queued_tokens // config.processes))
+    count = config.processes
+    return replace(
+        config,
+        processes=1,
+        max_queued_tokens=max(1, config.max_queued_tokens // count),
+        max_connections=max(1, config.max_connections // count),
+    )
 
 
 async def _serve(config: GatewayConfig, limits: LimitTable, public: socket.socket, ops: socket.socket) -> None:

@@ -26,6 +26,8 @@ class ServeConfig:
     ops_port: int
     redis_url: str | None
     threads: int
+    tls: bool
+    """On both ports of the gateway."""
     worker_args: tuple[str, ...]
     gateway_args: tuple[str, ...]
 
@@ -55,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
     p.add_argument("--port", type=int, default=8000, help="public port: the OpenAI API and health (default 8000)")
     p.add_argument("--ops-port", type=int, default=8001, help="ops port: metrics, workers, explain (default 8001)")
+    p.add_argument("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
+    p.add_argument("--tls-key", metavar="FILE", help="its key")
     p.add_argument("--redis", metavar="URL", help="use this Redis instead of starting an own one")
     p.add_argument("--dtype", help="float32, bfloat16 or float16 (default float32 on a CPU)")
     p.add_argument("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
@@ -72,6 +76,10 @@ def parse(argv: Sequence[str]) -> ServeConfig:
         if (value := getattr(args, option)) is not None:
             worker_args += [f"--{option.replace('_', '-')}", value]
     gateway_args = shlex.split(args.gateway_args)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key go together: give both or none")
+    if args.tls_cert is not None:
+        gateway_args += ["--tls-cert", args.tls_cert, "--tls-key", args.tls_key]
     if args.policy is not None:
         gateway_args += ["--policy", args.policy]
     return ServeConfig(
@@ -82,6 +90,7 @@ def parse(argv: Sequence[str]) -> ServeConfig:
         ops_port=args.ops_port,
         redis_url=args.redis,
         threads=args.threads or max(1, (os.cpu_count() or 1) // max(1, args.num_workers)),
+        tls="--tls-cert" in gateway_args,
         worker_args=tuple(worker_args),
         gateway_args=tuple(gateway_args),
     )

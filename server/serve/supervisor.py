@@ -127,7 +127,7 @@ class Supervisor:
 
     async def _serves_all_workers(self) -> bool:
         """The gateway is ready and knows every worker."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+        async with self._session() as session:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
                 async with session.get(f"{self._public_url}/health/ready") as answer:
                     detail = await answer.json(content_type=None)
@@ -135,7 +135,7 @@ class Supervisor:
         return False
 
     async def _announce(self) -> None:
-        async with aiohttp.ClientSession() as session, session.get(f"{self._public_url}/v1/models") as answer:
+        async with self._session() as session, session.get(f"{self._public_url}/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
         body = json.dumps(
             {
@@ -144,16 +144,23 @@ class Supervisor:
                 "temperature": 0,
             }
         )
+        insecure = " --insecure" if self._config.tls else ""
         _say(
             f"ready in {time.monotonic() - self._started_s:.1f} s, {self._config.num_workers} workers, "
             f"ops on port {self._config.ops_port}. Try: "
-            f"curl {self._public_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+            f"curl{insecure} {self._public_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
         )
+
+    def _session(self) -> aiohttp.ClientSession:
+        """For our own gateway on this machine: its certificate is for the names that others use."""
+        connector = aiohttp.TCPConnector(ssl=False)
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=2))
 
     @property
     def _public_url(self) -> str:
         host = self._config.host
-        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._config.port}"
+        scheme = "https" if self._config.tls else "http"
+        return f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._config.port}"
 
 
 def secret_options(folder: Path) -> list[str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from cache.allocator import Allocator
 from cache.types import HASH_BYTES, BlockHash
+from worker.scheduler.bounds import out_of_bounds
 from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget
 from worker.scheduler.queue import OrderedSequences
 from worker.scheduler.request import Sequence
 from worker.wire import Failed, GenerateRequest
-
-MAX_PRIORITY: Final = 1000
 
 
 class Admission:
@@ -177,7 +175,7 @@ def _invalid(message: str) -> Failed:
 
 def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> list[str]:
     sampling = request.sampling
-    problems = []
+    problems = list(out_of_bounds(request))
     if len(request.root) != HASH_BYTES:
         problems.append(f"root: {HASH_BYTES} bytes expected, got {len(request.root)}")
     if not request.prompt_ids:
@@ -189,10 +187,6 @@ def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, v
         problems.append(f"choices: distinct indices expected, got {indices}")
     if any(not 0 <= token_id < vocab_size for choice in request.choices for token_id in choice.output_ids):
         problems.append(f"output_ids: a token is outside the vocabulary of {vocab_size}")
-    if abs(request.priority) > MAX_PRIORITY:
-        problems.append(f"priority: -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}")
-    if sampling.max_tokens < 0:
-        problems.append(f"max_tokens: must not be negative, got {sampling.max_tokens}")
     if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
         problems.append(f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens")
     total_tokens = len(request.prompt_ids) + sampling.max_tokens

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
 from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
-from worker.wire import End, Failed
+from worker.wire import ChoiceState, End, Failed
 
 LONE = {"max_num_batched_tokens": 512, "max_lone_prefill_tokens": 2048}
 
@@ -242,6 +244,48 @@ def test_what_never_fits_is_refused() -> None:
     assert "max_tokens" in message(generate([1], -1))
     assert "output_ids" in message(generate([1], 1, resumed={0: [1, 2]}))
     assert "vocabulary" in message(generate([1], 1, resumed={0: [77]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -1.0),
+        ("top_p", 2.0),
+        ("min_p", -0.1),
+        ("typical_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 1e30),
+        ("presence_penalty", float("nan")),
+        ("top_k", 10**12),
+        ("top_k", -1),
+        ("min_tokens", -1),
+        ("logprobs", 10**9),
+        ("prompt_logprobs", -1),
+        ("logit_bias", ((1, float("inf")),)),
+        ("logit_bias", ((2**63, 1.0),)),
+        ("bad_words", ((-1,),)),
+        ("allowed_token_ids", (2**40,)),
+        ("stop_token_ids", (-5,)),
+        ("stop_token_ids", (1,) * 70_000),
+        ("priority", 1001),
+        ("deadline_s", float("nan")),
+    ],
+)
+def test_numbers_that_no_step_should_see_are_refused(name: str, value: object) -> None:
+    request = generate([1, 2], 4)
+    if name in ("priority", "deadline_s"):
+        request = replace(request, **{name: value})
+    else:
+        request = replace(request, sampling=replace(request.sampling, **{name: value}))
+    refused = refusal(request, BatchLimits(max_model_len=100), 80, vocab_size=50)
+    assert refused is not None
+    assert refused.message.startswith(name)
+    assert len(refused.message) < 200
+    for choice in (ChoiceState(2**40, 1), ChoiceState(-1, 1), ChoiceState(0, 2**70)):
+        refused = refusal(replace(request, choices=(choice,)), BatchLimits(max_model_len=100), 80, vocab_size=50)
+        assert refused is not None
 
 
 @pytest.mark.parametrize("when", [0, 1, 2, 5])

@@ -1,0 +1,122 @@
+"""Redis, two workers and a gateway as processes of their own: TLS on every connection, keys, a cluster secret."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from server.api_keys import digest_text
+from tests.certificates import Authority
+from tests.e2e.serving import free_ports
+from tests.faults.cluster import Gateway, Part, Worker
+from tests.redis_server import RedisServer, redis_binaries
+from worker.wire import gateway_token
+
+START_TIMEOUT_S: Final = 60.0
+WORKER_NAME: Final = "workers.headstart.test"
+"""What the workers' certificate is for: they share it, as pods of a StatefulSet do."""
+
+
+class SecureFleet:
+    """A context manager; ready when entered, gone when left."""
+
+    def __init__(self, folder: Path, model: Path, *tenants: str, worker_args: tuple[str, ...] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.authority = ca = Authority(folder / "ca")
+        self.trust = ca.trust()
+        self.secret = secrets.token_hex(32).encode()
+        self.keys = {tenant: f"sk-{secrets.token_hex(16)}" for tenant in tenants}
+        redis_port, *worker_ports, port, ops_port = free_ports(5)
+        secret_file, keys_file = folder / "secret", folder / "keys.toml"
+        secret_file.write_bytes(self.secret)
+        entries = [
+            f'[[keys]]\ndigest = "{digest_text(key.encode())}"\ntenant = "{tenant}"\n'
+            for tenant, key in self.keys.items()
+        ]
+        keys_file.write_text("\n".join(entries))
+        redis_cert, redis_key = ca.issue("redis", "127.0.0.1")
+        tls = [
+            *("--tls-port", str(redis_port), "--tls-auth-clients", "no", "--tls-ca-cert-file", str(ca.path)),
+            *("--tls-cert-file", str(redis_cert), "--tls-key-file", str(redis_key)),
+        ]
+        self.redis = RedisServer(folder, redis_binaries()["path"], *tls)
+        url = f"rediss://127.0.0.1:{redis_port}?ssl_ca_certs={ca.path}"
+        common = ["--redis", url, "--cluster-secret-file", str(secret_file), "--log-level", "debug"]
+        self.worker_certificate = ca.issue("worker", WORKER_NAME)
+        self.gateway_certificate = ca.issue("gateway", "127.0.0.1")
+        worker_common = ["--model", str(model), "--served-model-name", "tiny", "--threads", "1", *common, *worker_args]
+        self.workers = [
+            Worker(f"w{n}", port, folder / f"w{n}.log", [*worker_common, *_tls(self.worker_certificate)], None)
+            for n, port in enumerate(worker_ports)
+        ]
+        gateway_args = [*common, *_tls(self.gateway_certificate), "--api-keys", str(keys_file), "--access-log"]
+        gateway_args += ["--worker-ca", str(ca.path), "--worker-tls-name", WORKER_NAME, "--log-format", "json"]
+        self.gateway = Gateway("g0", port, ops_port, folder / "g0.log", gateway_args)
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.gateway.port}"
+
+    @property
+    def ops_url(self) -> str:
+        return f"https://127.0.0.1:{self.gateway.ops_port}"
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        yield self.gateway
+        yield from self.workers
+
+    def __enter__(self) -> SecureFleet:
+        try:
+            self.redis.start()
+            for part in self.parts:
+                part.start()
+            self.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self.parts:
+            part.stop()
+        self.redis.kill()
+
+    def wait_ready(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"{self.url}/health/ready", verify=self.trust)
+                if answer.status_code == 200 and answer.json()["workers"] == len(self.workers):
+                    return
+            assert time.monotonic() < deadline_s, "\n".join(["the fleet is not ready", *(p.tail() for p in self.parts)])
+            time.sleep(0.05)
+
+    def post(self, tenant: str, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, verify=self.trust)
+
+    def ask_worker(self, worker: Worker, path: str) -> bytes:
+        """As a gateway does, with the token; its certificate is checked as that of WORKER_NAME."""
+        headers = {"authorization": f"Bearer {gateway_token(self.secret)}", "host": WORKER_NAME}
+        request = httpx.Request(
+            "GET",
+            f"https://127.0.0.1:{worker.port}{path}",
+            headers=headers,
+            extensions={"sni_hostname": WORKER_NAME},
+        )
+        with httpx.Client(verify=self.trust) as client:
+            answer = client.send(request)
+        assert answer.status_code == 200, answer.text
+        return answer.content
+
+
+def _tls(pair: tuple[Path, Path]) -> list[str]:
+    return ["--tls-cert", str(pair[0]), "--tls-key", str(pair[1])]

@@ -1,0 +1,72 @@
+"""What a request's numbers may be: a worker checks them again, whatever its gateways let through.
+
+A number that a tensor cannot hold, or that is none, would fail the step of everybody who shares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from worker.wire import GenerateRequest
+
+MAX_PRIORITY: Final = 1000
+MAX_CHOICES: Final = 1024
+_U32: Final = (1 << 32) - 1
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "frequency_penalty": (-100.0, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "top_k": (0, _U32),
+    "max_tokens": (0, _U32),
+    "min_tokens": (0, _U32),
+    "logprobs": (0, 1024),
+    "prompt_logprobs": (0, 1024),
+}
+_MAX_LENGTHS: Final = {
+    "logit_bias": 1_000_000,
+    "bad_words": 65_536,
+    "allowed_token_ids": 1_000_000,
+    "stop_token_ids": 65_536,
+}
+MAX_BIAS: Final = 1e6
+
+
+def out_of_bounds(request: GenerateRequest) -> Iterator[str]:
+    """What is wrong with a request's numbers, by field; the prompt's tokens are not among them."""
+    sampling = request.sampling
+    if abs(request.priority) > MAX_PRIORITY:
+        yield f"priority: -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}"
+    if request.deadline_s is not None and not request.deadline_s < 1e9:
+        yield f"deadline_s: less than 1e9, got {request.deadline_s}"
+    if len(request.choices) > MAX_CHOICES:
+        yield f"choices: at most {MAX_CHOICES}, got {len(request.choices)}"
+    for choice in request.choices:
+        if not 0 <= choice.index <= _U32:
+            yield f"choices: index 0 to {_U32}, got {choice.index}"
+        if not -(1 << 63) <= choice.seed < 1 << 64:
+            yield "choices: seed has more than 64 bits"
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None and not low <= value <= high:  # NaN is in no range
+            yield f"{name}: {low:g} to {high:g}, got {value}"
+    for name, max_length in _MAX_LENGTHS.items():
+        if len(getattr(sampling, name) or ()) > max_length:
+            yield f"{name}: at most {max_length} entries"
+    if not all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias):
+        yield f"logit_bias: -{MAX_BIAS:g} to {MAX_BIAS:g}"
+    for name, token_ids in _token_ids(request):
+        if not all(0 <= token_id <= _U32 for token_id in token_ids):
+            yield f"{name}: a token id is 0 to {_U32}"
+
+
+def _token_ids(request: GenerateRequest) -> Iterator[tuple[str, Iterable[int]]]:
+    sampling = request.sampling
+    yield "logit_bias", (token_id for token_id, _ in sampling.logit_bias)
+    yield "bad_words", (token_id for word in sampling.bad_words for token_id in word)
+    yield "allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "stop_token_ids", sampling.stop_token_ids
