@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-k8s test-faults test-browser test-clients check bench test-deep format clean
+.PHONY: install serve test test-chart test-k8s test-faults test-browser test-clients check bench test-deep format clean
 .DEFAULT_GOAL := help
 
 help:
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP) ## create .venv with everything pinned in requirements/
 
@@ -26,6 +26,10 @@ serve: install ## one gateway, two workers and Redis on this machine: http://127
 
 test: install ## the test suite (at most 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not deep and not gpu and not k8s and not faults and not browser and not clients" $(ARGS)
+
+test-chart: install ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
+	@$(BIN)/python tools/install_k8s_tools.py --chart
+	@$(BIN)/python -m pytest -n 2 -m k8s tests/k8s --ignore tests/k8s/test_fleet.py $(ARGS)
 
 test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
 	@$(BIN)/python tools/install_k8s_tools.py

@@ -1,7 +1,7 @@
 """A model's own chat template, rendered in jinja2's immutable sandbox: messages in, the prompt's text out.
 
 The template comes with the model's files and is code: it can neither reach Python's objects nor change what it is
-given, its output is cut at `MAX_RENDERED_CHARS`, and a request can pass it known switches only, never a template.
+given, its time and its output are bounded, and a request can pass it known switches only, never a template.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jinja2
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import InvalidRequestError
 from server.openai_parts import FunctionCall, Message, TextPart
 from server.openai_types import ChatRequest
 from server.parsing.hermes_prompt import with_tools
+from server.template_sandbox import BoundedEnvironment, bounded
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 ALLOWED_KWARGS: Final = frozenset(
@@ -60,10 +60,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -75,7 +73,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment().bounded_template(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
         self.source = source
@@ -95,6 +93,7 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             **self._tokens,
             **_template_kwargs(request),
+            **bounded(),
             "messages": messages,
             "tools": tools,
             "documents": None,

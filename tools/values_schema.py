@@ -20,6 +20,7 @@ DOCS: Final = ROOT / "docs" / "kubernetes.md"
 Schema = dict[str, Any]
 
 QUANTITY: Final = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
+DNS_NAME: Final = r"^$|^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 NAME: Final = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
 
 
@@ -247,6 +248,41 @@ VALUES: Final = group(
             minLength=1,
         ),
     ),
+    opsKey=group(
+        "Who may drain a gateway and drain or purge workers through the ops port.",
+        enabled=flag("Whether there is a key for it; without, the ops port can be read and changes nothing."),
+        existingSecret=name("Secret with the key; empty: one is generated and kept over upgrades."),
+        key=text("Its key in the Secret.", minLength=1),
+    ),
+    tls=group(
+        "TLS; certificates are read anew when their Secrets change. For Redis see `redis`.",
+        gateway=group(
+            "The API and the ops port.",
+            secret=name("Secret with tls.crt and tls.key; empty: plain HTTP."),
+            caKey=text("Key of its CA in the Secret, for `helm test` and Prometheus; empty: a public CA."),
+            name=text("A DNS name that the certificate is for, in the cluster too.", pattern=DNS_NAME),
+        ),
+        workers=group(
+            "Between gateways and workers, on top of the token that workers ask for.",
+            secret=name("Secret with tls.crt, tls.key and the CA; empty: plain HTTP. All workers share it."),
+            caKey=text("Key of the CA in the Secret; gateways are given it alone.", minLength=1),
+            name=text("The DNS name that the certificate is for.", pattern=DNS_NAME),
+        ),
+    ),
+    logging=group(
+        "The logs of gateways and workers, on standard error. They hold no prompts.",
+        level=choice("The least severe that is written.", "debug", "info", "warning", "error"),
+        format=choice("One JSON object a line, or text.", "json", "text"),
+        access=flag("Whether gateways write a line for each answer."),
+    ),
+    tracing=group(
+        "OpenTelemetry traces of gateways and workers.",
+        endpoint=text(
+            "OTLP over HTTP, such as http://collector.tracing:4318; empty: none, unless extraEnv sets OTEL_*. "
+            "The NetworkPolicies open its port.",
+            pattern=r"^$|^https?://[^\s/]+(/\S*)?$",
+        ),
+    ),
     models=array(
         "The models; each gets a StatefulSet of workers.",
         group(
@@ -268,6 +304,10 @@ VALUES: Final = group(
         image=image("the gateways", "Tag of the image; empty: the chart's appVersion."),
         replicas=whole("Gateways.", 1),
         policy=choice("Routing policy.", "POLICIES"),
+        workerNetworks=array(
+            "Networks in which pods are, where gateways may look for workers; empty: the private ones of RFC 1918.",
+            text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),
+        ),
         drain=drain("a gateway", "Load balancers notice meanwhile that it leaves, while it still serves."),
         resources=resources("a gateway"),
         **pod(),
@@ -323,8 +363,8 @@ VALUES: Final = group(
             "A Redis elsewhere, 6.2 or newer.",
             url=text(
                 "redis://HOST:PORT, rediss://HOST:PORT, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, "
-                "redis+cluster://HOST:PORT,HOST:PORT or rediss+cluster://...; without user and password.",
-                pattern=r"^$|^(redis|rediss|redis\+sentinel|redis\+cluster|rediss\+cluster)://[^\s]+$",
+                "redis+cluster://HOST:PORT,HOST:PORT, or rediss+... for TLS; without user and password.",
+                pattern=r"^$|^(redis|rediss|rediss?\+sentinel|redis\+cluster|rediss\+cluster)://[^\s]+$",
             ),
             ports=array("Ports that the NetworkPolicies open towards it.", whole("A port.", 1, 65535), minItems=1),
             caSecret=name("Secret with the CA of its certificate; empty: the system's."),
@@ -339,7 +379,9 @@ VALUES: Final = group(
     ),
     networkPolicy=group(
         "Default deny for every pod of the release, and what is needed.",
-        enabled=flag("Whether there are NetworkPolicies. Workers do not ask who calls: keep them."),
+        enabled=flag(
+            "Whether there are NetworkPolicies. Metrics and the ops port can be read by whoever reaches them."
+        ),
         clients=array("Who may call the API (NetworkPolicy peers); empty: everybody.", free("A peer.")),
         monitoring=array("Who may read metrics: the ops port of gateways, and the workers' port.", free("A peer.")),
         extraGatewayEgress=array("Further egress rules of gateways.", free("A rule.")),

@@ -25,8 +25,8 @@ FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HERE: Final = "run here"
 COVERED: Final = {
     r"make serve": "tests/e2e/test_main_job.py",
-    r"make (test|check|bench|install)\b": ".ci/run",
-    r"make test-k8s": ".ci/run",
+    r"make (test|check|bench|install|test-chart)(?![-\w])": ".ci/run",
+    r"make test-k8s": "tests/k8s/test_fleet.py",
     r"make test-(faults|soak)": "tests/faults",
     r"make test-browser": "tests/browser/test_console.py",
     r"make test-deep": "tests/cache/test_allocator_machine.py",

@@ -143,7 +143,7 @@ def test_forged_entries_cost_speed_only(fleet: SecureFleet) -> None:
 def test_nothing_that_tells_of_a_prompt_is_in_redis_logs_or_metrics(fleet: SecureFleet) -> None:
     for tenant in ("one", "two"):
         assert fleet.post(tenant, completion()).status_code == 200
-    for broken in (completion(max_tokens=-1), completion(nonsense=PROMPT), completion(model=SECRET_WORDS[0])):
+    for broken in (completion(max_tokens=-1), completion(temperature=PROMPT), completion(model=SECRET_WORDS[0])):
         assert fleet.post("one", broken).status_code in (400, 404)
     ids = prompt_ids(fleet)
     with Redis(fleet.redis) as redis:

@@ -47,6 +47,13 @@ EVERYTHING_ON: Final[Values] = {
     "commonLabels": {"owner": "serving"},
     "imagePullSecrets": [{"name": "pull"}],
     "apiKeys": _ON,
+    "opsKey": _ON,
+    "tls": {
+        "gateway": {"secret": "gateway-tls", "name": "llm.example"},
+        "workers": {"secret": "worker-tls", "name": "workers.example"},
+    },
+    "logging": {"level": "debug", "format": "text", "access": True},
+    "tracing": {"endpoint": "http://collector.tracing:4318"},
     "models": [
         _MODEL
         | {
@@ -81,6 +88,7 @@ EVERYTHING_ON: Final[Values] = {
     "worker": _MORE,
     "gateway": _MORE
     | {
+        "workerNetworks": ["100.64.0.0/10", "fd00::/8"],
         "autoscaling": _ON,
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
         "ingress": _ON
@@ -128,6 +136,9 @@ MATRIX: Final[dict[str, Values]] = {
     "ipv6": {"ipFamily": "IPv6"},
     "existing-secrets": {
         "clusterSecret": {"existingSecret": "ours", "key": "cluster"},
+        "opsKey": _ON | {"existingSecret": "ours", "key": "ops"},
+        "tls": {"gateway": {"secret": "public-tls", "caKey": "", "name": "llm.example"}},
+        "tracing": {"endpoint": "https://collector.example/v1/traces"},
         "apiKeys": _ON | {"existingSecret": "ours-too", "key": "who.toml", "plainKey": "one"},
         "redis": {"existingSecret": "ours", "gatewayPasswordKey": "g", "workerPasswordKey": "w"},
     },

@@ -9,6 +9,7 @@ import json
 import re
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.certificates import Authority
 from tests.k8s import chart, podman
 from tests.k8s.metric_names import names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
 from tests.k8s.podman import Container, Lab
-from tests.k8s.tools import call, succeed
+from tests.k8s.tools import call
 from tests.tiny_model import write_tiny_model
 
 MAX_GATEWAY_BYTES = 250_000_000
@@ -65,6 +67,8 @@ class Fleet:
 
 @pytest.fixture(scope="session")
 def images() -> dict[str, str]:
+    if not (podman.DEST / "wheels").exists():
+        pytest.fail("the tools of these tests are not installed: run `make test-k8s`", pytrace=False)
     podman.import_base()
     return {target: podman.build(target) for target in ("gateway", "worker")}
 
@@ -101,7 +105,7 @@ def fleet(images: dict[str, str], models: Path, tmp_path_factory: pytest.TempPat
 
 
 def scrape(container: Container, port: str) -> str:
-    with urllib.request.urlopen(container.url(port) + "/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(container.url(port) + "/metrics", timeout=10, context=podman.UNVERIFIED) as answer:
         return str(answer.read().decode())
 
 
@@ -405,31 +409,59 @@ def test_the_default_limits_leave_room(fleet: Fleet) -> None:
         assert 4 * peak < podman.num_bytes(limit)
 
 
-def certificate(folder: Path, host: str) -> dict[str, str]:
-    """A CA, and a certificate of it for `host`, as cert-manager would put them into a Secret."""
-    ca, key, request, signed = (folder / name for name in ("ca.crt", "tls.key", "tls.csr", "tls.crt"))
-    new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    succeed(*new, "-x509", "-keyout", folder / "ca.key", "-out", ca, "-subj", "/CN=test CA")
-    succeed(*new[:-2], "-keyout", key, "-out", request, "-subj", f"/CN={host}")
-    (folder / "names").write_text(f"subjectAltName=DNS:{host}")
-    sign = ["openssl", "x509", "-req", "-days", "2", "-CAcreateserial", "-in", request, "-extfile", folder / "names"]
-    succeed(*sign, "-CA", ca, "-CAkey", folder / "ca.key", "-out", signed)
-    return {path.name: base64.b64encode(path.read_bytes()).decode() for path in (ca, key, signed)}
+def certificate(folder: Path, *names: str) -> dict[str, str]:
+    """As cert-manager would put it into a Secret."""
+    authority = Authority(folder)
+    cert, key = authority.issue("tls", *names)
+    files = {"ca.crt": authority.path, "tls.crt": cert, "tls.key": key}
+    return {name: base64.b64encode(path.read_bytes()).decode() for name, path in files.items()}
 
 
-def test_redis_with_tls(images: dict[str, str], models: Path, tmp_path: Path) -> None:
+def test_tls_keys_and_tokens_everywhere(images: dict[str, str], models: Path, tmp_path: Path) -> None:
+    """Clients to gateway, gateway to worker, both to Redis; API keys an ops key; `helm test` through all of it."""
     values: chart.Values = json.loads(json.dumps(VALUES))
     values["redis"]["builtin"]["tlsSecret"] = "redis-tls"
-    data = certificate(tmp_path, "rel-headstart-redis")
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis-tls"}, "data": data}
-    with podman.lab([*rendered(values), secret], tmp_path / "pods", {"models": models}) as lab:
+    values["tls"] = {
+        "gateway": {"secret": "gateway-tls", "name": "llm.example"},
+        "workers": {"secret": "worker-tls", "name": "workers.example"},
+    }
+    values["apiKeys"] = values["opsKey"] = {"enabled": True}
+    names = {"redis-tls": "rel-headstart-redis", "gateway-tls": "llm.example", "worker-tls": "workers.example"}
+    secrets = [
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": secret},
+            "data": certificate(tmp_path / secret, dns),
+        }
+        for secret, dns in names.items()
+    ]
+    with podman.lab([*rendered(values), *secrets], tmp_path / "pods", {"models": models}) as lab:
         redis = lab.run(lab.template("rel-headstart-redis"), "rel-headstart-redis-0")
-        redis.wait_ready()
         worker = lab.run(lab.template("rel-headstart-tiny"), "rel-headstart-tiny-0")
-        worker.wait_ready()
+        gateway = lab.run(lab.template("rel-headstart-gateway"), "rel-headstart-gateway-0")
+        for container in (redis, worker, gateway):
+            container.wait_ready()
         deadline_s = time.monotonic() + 30
         while "headstart_worker_index_connected 1.0" not in scrape(worker, "worker"):
             assert time.monotonic() < deadline_s, worker.logs()
             time.sleep(0.2)
+        (pod,) = [d for d in lab.documents if d["kind"] == "Pod"]
+        arguments = pod["spec"]["containers"][0]["args"]
+        assert arguments[1:] == ["https://rel-headstart-gateway:80", "llm.example"]
+        arguments[1] = arguments[1].replace(":80", ":8000")
+        assert "tiny answers:" in lab.run_to_the_end(pod, "rel-headstart-test")
+
         plain = redis.exec("redis-cli", "--no-auth-warning", "--user", "probe", "--pass", "probe", "ping")
         assert "PONG" not in plain.stdout
+        assert drain_status(gateway, "") == 401
+        assert drain_status(gateway, lab.secret("rel-headstart-ops", "ops-key")) == 200
+
+
+def drain_status(gateway: Container, key: str) -> int:
+    request = urllib.request.Request(gateway.url("ops") + "/drain", b"", {"authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=podman.UNVERIFIED) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

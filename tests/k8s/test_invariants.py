@@ -20,9 +20,15 @@ each_render = pytest.mark.parametrize("name", chart.MATRIX)
 
 PRE_STOP = re.compile(r"time\.sleep\((\d+)\)")
 EXTERNAL = {
-    "everything-on": {"Secret/hub", "Secret/redis-tls", "PersistentVolumeClaim/models"},
+    "everything-on": {
+        "Secret/hub",
+        "Secret/redis-tls",
+        "Secret/gateway-tls",
+        "Secret/worker-tls",
+        "PersistentVolumeClaim/models",
+    },
     "everything-off": {"PersistentVolumeClaim/models"},
-    "existing-secrets": {"Secret/ours", "Secret/ours-too"},
+    "existing-secrets": {"Secret/ours", "Secret/ours-too", "Secret/public-tls"},
     "sentinel": {"Secret/redis"},
     "cluster-tls": {"Secret/redis", "Secret/redis-ca"},
 }
@@ -245,6 +251,75 @@ def test_gateways_are_given_the_key_file_and_the_test_a_key(name: str) -> None:
     (pod,) = [pod for own, pod in pod_templates(render(name)) if own == gateway]
     config = gateway_config.parse(pod["spec"]["containers"][0]["args"])
     assert config.api_keys == "/etc/headstart/api-keys/keys.toml"
+
+
+@each_render
+def test_tls_is_spoken_by_all_or_by_none(name: str) -> None:
+    """Ports, probes, addresses and monitors agree; a gateway gets the workers' CA and never their key."""
+    documents = render(name)
+    parsed: dict[str, list[Any]] = {"gateway": [], "worker": []}
+    for _, pod in workloads(documents):
+        container = pod["spec"]["containers"][0]
+        if container["name"] not in parsed:
+            continue
+        parse = {"gateway": gateway_config.parse, "worker": worker_config.parse}[container["name"]]
+        config: Any = parse([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]])
+        parsed[container["name"]].append(config)
+        schemes = {
+            container[probe]["httpGet"].get("scheme", "HTTP")
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+        }
+        assert schemes == {"HTTP" if config.tls_cert is None else "HTTPS"}
+        if container["name"] == "gateway" and config.worker_ca is not None:
+            (ca,) = [v["secret"]["items"] for v in pod["spec"]["volumes"] if v["name"] == "worker-ca"]
+            assert [item["path"] for item in ca] == ["ca.crt"]
+    (gateway,) = parsed["gateway"]
+    for worker in parsed["worker"]:
+        assert (worker.tls_cert is None) == (gateway.worker_ca is None)
+        assert str(worker.advertise_url).startswith("http:" if worker.tls_cert is None else "https:")
+    for monitor in of_kind(documents, "ServiceMonitor"):
+        component = monitor["metadata"]["labels"]["app.kubernetes.io/component"]
+        plain = parsed[component][0].tls_cert is None
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert endpoint.get("scheme", "http") == ("http" if plain else "https")
+            assert plain or endpoint["tlsConfig"]["serverName"]
+    (test,) = [pod for own, pod in pod_templates(documents) if own.endswith("-test")]
+    address = test["spec"]["containers"][0]["args"][1]
+    assert address.startswith("http:" if gateway.tls_cert is None else "https:")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://collector.tracing:4318", 4318),
+        ("https://collector.example/v1/traces", 443),
+        ("http://collector", 80),
+        ("http://[fd00::1]:4318/v1/traces", 4318),
+    ],
+)
+def test_the_way_to_the_collector_is_open(endpoint: str, port: int) -> None:
+    done = chart.helm("helm4", {"tracing": {"endpoint": endpoint}})
+    assert done.returncode == 0, done.stderr
+    for policy in of_kind(list(chart.parse(done.stdout)), "NetworkPolicy"):
+        own = policy["metadata"]["name"]
+        opened = [rule["ports"][0]["port"] for rule in policy["spec"].get("egress", []) if "to" not in rule]
+        assert (port in opened) == (own.endswith(("-gateway", "-smollm2"))), own
+
+
+def test_the_settings_of_the_values_reach_the_command_lines() -> None:
+    for _, pod in workloads(render("everything-on")):
+        container = pod["spec"]["containers"][0]
+        if container["name"] not in ("gateway", "worker"):
+            continue
+        parse = {"gateway": gateway_config.parse, "worker": worker_config.parse}[container["name"]]
+        config: Any = parse(container["args"])
+        assert (config.log_level, config.log_format) == ("debug", "text")
+        assert config.otlp_endpoint == "http://collector.tracing:4318"
+        if container["name"] == "gateway":
+            assert config.access_log
+            assert config.ops_key_file == "/etc/headstart/ops/key"
+            assert config.worker_networks == ("100.64.0.0/10", "fd00::/8")
+            assert config.worker_tls_name == "workers.example"
 
 
 @each_render

@@ -105,7 +105,7 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
             items = node["items"]
             sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x"}
             if items.get("type") == "string":
-                sample = "--other"
+                sample = "10.0.0.0/8" if "pattern" in items else "--other"
             elif items.get("type") == "integer":
                 sample = 7
             elif "properties" in items:
@@ -151,6 +151,11 @@ def context_of(path: str) -> dict[str, Any]:
     elif parent == "apiKeys":
         put("apiKeys.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
         put("apiKeys.existingSecret", "" if path.endswith("existingSecret") else "some")
+    elif parent == "opsKey":
+        put("opsKey.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
+    elif parent.startswith("tls."):
+        put(f"{parent}.secret", "some")
+        put(f"{parent}.name", "llm.example")
     elif path == "redis.mode":
         put("redis.external.url", "")
     elif path in ("clusterSecret.key", "worker.huggingFaceToken.key"):
@@ -228,6 +233,13 @@ REFUSED = [
     ({"worker": {"volume": {"existingClaim": "a", "readOnly": True}}}, "download"),
     ({"worker": {"image": {"digest": "latest"}}}, "worker.image.digest"),
     ({"apiKeys": {"plainKey": "keys.toml"}}, "apiKeys.plainKey"),
+    ({"tls": {"gateway": {"secret": "a"}}}, "tls.gateway.name"),
+    ({"tls": {"workers": {"name": "a"}}}, "tls.workers.secret"),
+    ({"tls": {"workers": {"secret": "a", "name": "not a name"}}}, "tls.workers.name"),
+    ({"logging": {"format": "xml"}}, "logging.format"),
+    ({"tracing": {"endpoint": "collector:4318"}}, "tracing.endpoint"),
+    ({"gateway": {"workerNetworks": ["pods"]}}, "gateway.workerNetworks"),
+    ({"opsKey": {"key": ""}}, "opsKey.key"),
     ({"ipFamily": "both"}, "ipFamily"),
 ]
 

@@ -146,6 +146,15 @@ async def test_endless_input_is_cut_and_costs_no_memory(worker: ScriptedWorker) 
         assert worker.received == []
 
 
+async def test_a_body_in_crumbs_is_refused(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        body = json.dumps(chat()).encode() + b" " * 3000
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        assert (await raw(target.url, head("Transfer-Encoding: chunked") + chunks + b"0\r\n\r\n"))[0] == 200
+        status, data = await raw(target.url, head("Transfer-Encoding: chunked") + b"1\r\n \r\n" * 5000)
+        assert status == 400 or not data
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
 @pytest.mark.parametrize("depth", [70, 900, 10_000, 100_000])
 async def test_deep_json_is_a_400(worker: ScriptedWorker, opening: str, depth: int) -> None:

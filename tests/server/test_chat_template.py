@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -102,3 +103,32 @@ def test_switches_pass_and_variables_do_not() -> None:
         with pytest.raises(InvalidRequestError) as raised:
             template(source).render(request(USER, chat_template_kwargs={name: 1}))
         assert raised.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% for i in range(90000) %}{{ m(n + 1) }}{% endfor %}{% endmacro %}{{ m(0) }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * [1] }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ (10 ** 300000) ** 300000 }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_work_without_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.template_sandbox.bounded.__defaults__", (0.2,))
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="template"):
+        template(source).render(request(USER))
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_loops_are_what_they_were() -> None:
+    source = (
+        "{% for m in messages recursive %}{{ loop.index }}{{ m.content }}{% if loop.last %}!{% endif %}"
+        "{% else %}none{% endfor %}{{ 3 * 'ab' }}{{ 2 ** 10 }}"
+    )
+    assert template(source).render(request(USER, USER)) == "1Hi2Hi!ababab1024"

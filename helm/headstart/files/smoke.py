@@ -2,8 +2,29 @@
 
 import json
 import pathlib
+import ssl
 import sys
 import urllib.request
+
+
+class NamedContext(ssl.SSLContext):
+    """Checks the certificate for the name that it is for, not for the Service's."""
+
+    def wrap_socket(self, *args, **options):
+        options["server_hostname"] = sys.argv[2]
+        return super().wrap_socket(*args, **options)
+
+
+def context() -> "ssl.SSLContext | None":
+    if len(sys.argv) < 3:
+        return None
+    context = NamedContext(ssl.PROTOCOL_TLS_CLIENT)
+    ca = pathlib.Path("/etc/headstart/gateway-ca/ca.crt")
+    if ca.exists():
+        context.load_verify_locations(ca)
+    else:
+        context.load_default_certs()
+    return context
 
 
 def call(url: str, body: object = None) -> dict:
@@ -12,11 +33,12 @@ def call(url: str, body: object = None) -> dict:
     if key.exists():
         headers["authorization"] = "Bearer " + key.read_text().strip()
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120) as answer:
+    request = urllib.request.Request(url, data, headers)
+    with urllib.request.urlopen(request, timeout=120, context=tls) as answer:
         return json.load(answer)
 
 
-gateway = sys.argv[1]
+gateway, tls = sys.argv[1], context()
 models = [model["id"] for model in call(gateway + "/v1/models")["data"]]
 assert models, "the gateway names no model"
 for model in models:

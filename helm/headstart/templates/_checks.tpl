@@ -17,6 +17,10 @@
 {{- end -}}
 {{- end -}}
 {{- if eq .Values.apiKeys.key .Values.apiKeys.plainKey }}{{ fail "apiKeys.plainKey: gateways would be given the key itself; name another key than apiKeys.key" }}{{ end -}}
+{{- range $part, $tls := .Values.tls -}}
+{{- if and $tls.secret (not $tls.name) }}{{ fail (printf "tls.%s.name: say which name the certificate of tls.%s.secret is for" $part $part) }}{{ end -}}
+{{- if and $tls.name (not $tls.secret) }}{{ fail (printf "tls.%s.secret: a name is given, but no Secret with the certificate" $part) }}{{ end -}}
+{{- end -}}
 {{- with .Values.redis -}}
 {{- if and (eq .mode "external") (not .external.url) }}{{ fail "redis.external.url: mode external needs the address of a Redis" }}{{ end -}}
 {{- if and (ne .mode "external") .external.url }}{{ fail "redis.external.url: it is set, but redis.mode is not external" }}{{ end -}}

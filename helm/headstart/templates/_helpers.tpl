@@ -149,6 +149,84 @@ preStop:
 {{- end -}}
 {{- end -}}
 
+{{- define "headstart.opsKeySecretName" -}}
+{{- default (printf "%s-ops" (include "headstart.fullname" .)) .Values.opsKey.existingSecret -}}
+{{- end -}}
+
+{{/* Logs and traces: arguments of a gateway or worker. */}}
+{{- define "headstart.observability.args" }}
+- --log-level={{ .Values.logging.level }}
+- --log-format={{ .Values.logging.format }}
+{{- with .Values.tracing.endpoint }}
+- {{ printf "--otlp-endpoint=%s" . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* TLS of a port. (dict "tls" .Values.tls.gateway) */}}
+{{- define "headstart.tls.scheme" -}}
+{{- ternary "https" "http" (ne .tls.secret "") -}}
+{{- end -}}
+
+{{- define "headstart.tls.args" -}}
+{{- if .tls.secret }}
+- --tls-cert=/etc/headstart/tls/tls.crt
+- --tls-key=/etc/headstart/tls/tls.key
+{{- end }}
+{{- end -}}
+
+{{/* kubelet asks over TLS too, and checks no certificate. */}}
+{{- define "headstart.tls.probe" -}}
+{{- if .tls.secret }}
+scheme: HTTPS
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.tls.volumeMount" -}}
+{{- if .tls.secret }}
+- name: tls
+  mountPath: /etc/headstart/tls
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.tls.volume" -}}
+{{- with .tls.secret }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+    items:
+      - key: tls.crt
+        path: tls.crt
+      - key: tls.key
+        path: tls.key
+{{- end }}
+{{- end -}}
+
+{{/* How Prometheus checks a port's certificate. */}}
+{{- define "headstart.tls.endpoint" -}}
+{{- if .tls.secret }}
+scheme: https
+tlsConfig:
+  serverName: {{ .tls.name }}
+  {{- with .tls.caKey }}
+  ca:
+    secret:
+      name: {{ $.tls.secret }}
+      key: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Egress towards the collector of traces: by its port, for its address is a name. */}}
+{{- define "headstart.tracing.egress" -}}
+{{- with .Values.tracing.endpoint }}
+{{- $url := urlParse . }}
+- ports:
+    - protocol: TCP
+      port: {{ regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) }}
+{{- end }}
+{{- end -}}
+
 {{- define "headstart.dnsEgress" -}}
 - ports:
     - protocol: UDP

@@ -1,0 +1,105 @@
+"""A gateway under attack: what health and memory do meanwhile, and hand-written bytes to attack it with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import psutil
+
+HEALTH: Final = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+WATCH_INTERVAL_S: Final = 0.05
+
+
+@dataclass
+class Watched:
+    """What was seen during a siege."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    most_bytes: int = 0
+    before_bytes: int = 0
+
+    @property
+    def grown_bytes(self) -> int:
+        return self.most_bytes - self.before_bytes
+
+
+@contextlib.asynccontextmanager
+async def watched(port: int, process: psutil.Process) -> AsyncIterator[Watched]:
+    """Asks for health 20 times a second on connections of their own, and looks at the memory, while the body runs."""
+    seen = Watched(before_bytes=process.memory_info().rss)
+
+    async def watch() -> None:
+        while True:
+            began_s = time.monotonic()
+            status, _ = await ask_raw(port, HEALTH)
+            assert status == 200
+            seen.latencies_s.append(time.monotonic() - began_s)
+            seen.most_bytes = max(seen.most_bytes, process.memory_info().rss)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield seen
+    finally:
+        await asyncio.sleep(2 * WATCH_INTERVAL_S)
+        if task.done():
+            await task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def ask_raw(port: int, request: bytes, timeout_s: float = 30.0) -> tuple[int, bytes]:
+    """Status (0: cut off) and all bytes of the answer; what cannot be sent any more is not."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = b""
+    try:
+        async with asyncio.timeout(timeout_s):
+            with contextlib.suppress(ConnectionError):
+                writer.write(request)
+                await writer.drain()
+            with contextlib.suppress(ConnectionError):
+                data = await reader.read()
+    finally:
+        writer.close()
+    return (int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0), data
+
+
+async def pour(port: int, start: bytes, pieces: Iterable[bytes], timeout_s: float = 60.0) -> tuple[int, int]:
+    """Send until the other side ends it; the bytes sent, and the status that came (0: none)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    num_bytes, data = 0, b""
+    try:
+        async with asyncio.timeout(timeout_s):
+            with contextlib.suppress(ConnectionError):
+                writer.write(start)
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    num_bytes += len(piece)
+            with contextlib.suppress(ConnectionError):
+                data = await reader.read()
+    finally:
+        writer.close()
+    return num_bytes, (int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0)
+
+
+async def trickle(port: int, start: bytes, interval_s: float, timeout_s: float) -> float:
+    """One byte at a time until the other side ends it; the seconds that took."""
+    began_s = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(timeout_s):
+            with contextlib.suppress(ConnectionError):
+                writer.write(start)
+                while not reader.at_eof():
+                    writer.write(b"x")
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(reader.read(4096), interval_s)
+    finally:
+        writer.close()
+    return time.monotonic() - began_s

@@ -1,0 +1,259 @@
+"""Attackers in numbers, against a gateway of its own process: refused, memory bounded, health under a second."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import random
+import secrets
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from server.api_keys import digest_text
+from tests.faults.client import completion
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.siege import Watched, ask_raw, pour, trickle, watched
+
+pytestmark = pytest.mark.faults
+MIB: Final = 1 << 20
+HEALTH_S: Final = 1.0
+KEY: Final = f"sk-{secrets.token_hex(24)}"
+MAX_BODY: Final = 4 * MIB
+TIMEOUT_S: Final = 2.0
+MAX_CONNECTIONS: Final = 1200
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("siege")
+    keys = folder / "keys.toml"
+    others = [f"sk-{secrets.token_hex(24)}" for _ in range(1000)]
+    entries = [f'[[keys]]\ndigest = "{digest_text(key.encode())}"\ntenant = "t"\n' for key in (KEY, *others)]
+    keys.write_text("\n".join(entries))
+    args = ["--api-keys", str(keys), "--max-body", str(MAX_BODY), "--max-connections", str(MAX_CONNECTIONS)]
+    args += ["--header-timeout-s", str(TIMEOUT_S), "--body-timeout-s", str(TIMEOUT_S)]
+    with Cluster(folder, model, Topology(num_workers=1, gateway_args=args)) as running:
+        yield running
+
+
+@pytest.fixture
+async def siege(cluster: Cluster) -> AsyncIterator[Watched]:
+    """Judges the whole test: health, memory, and that the fleet works afterwards."""
+    port = cluster.gateway.port
+    async with watched(port, cluster.gateway.process) as seen:
+        yield seen
+    assert seen.latencies_s
+    assert max(seen.latencies_s) < HEALTH_S
+    assert seen.grown_bytes < 160 * MIB
+    status, data = await post(port, completion("One two three.", max_tokens=2))
+    assert status == 200, data
+    cluster.assert_quiet(10)
+
+
+def head(*lines: str, target: str = "/v1/chat/completions", key: str | None = KEY) -> bytes:
+    fields = ["Host: h", "Connection: close", "Content-Type: application/json", *lines]
+    if key is not None:
+        fields.append(f"Authorization: Bearer {key}")
+    return f"POST {target} HTTP/1.1\r\n{''.join(field + chr(13) + chr(10) for field in fields)}\r\n".encode()
+
+
+async def post(port: int, body: Any, *lines: str, target: str = "/v1/completions") -> tuple[int, bytes]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await ask_raw(port, head(f"Content-Length: {len(data)}", *lines, target=target) + data, 60)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2, **fields}
+
+
+async def in_waves(attacks: list[Callable[[], Awaitable[tuple[int, bytes]]]], width: int = 20) -> list[int]:
+    """The statuses of all, `width` at a time."""
+    room = asyncio.Semaphore(width)
+
+    async def one(attack: Callable[[], Awaitable[tuple[int, bytes]]]) -> int:
+        async with room:
+            return (await attack())[0]
+
+    return await asyncio.gather(*(one(attack) for attack in attacks))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /health/live HTTP/1.1\r\nHost: h\r\nX: ",
+        b"GET /",
+        b"GET /health/live HTTP/1.1\r\nHost: h\r\nX",
+        b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5;ext=",
+        b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: ",
+    ],
+    ids=["a value", "a target", "a name", "a chunk's extension", "a trailer"],
+)
+async def test_a_head_without_end(start: bytes, cluster: Cluster, siege: Watched) -> None:
+    """Read and dropped for a second, so that the answer arrives; then cut."""
+
+    async def attack() -> tuple[int, int]:
+        return await pour(cluster.gateway.port, start, itertools.repeat(b"x" * 65536), 10)
+
+    for num_bytes, status in await asyncio.gather(*(attack() for _ in range(4))):
+        assert num_bytes > 0
+        assert status in (0, 400, 401, 429, 431)
+
+
+@pytest.mark.parametrize("size", [1, 65536])
+async def test_a_chunked_body_without_end(size: int, cluster: Cluster, siege: Watched) -> None:
+    """Of one-byte chunks or of large ones, with a key and without."""
+    chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
+    piece = chunk * max(1, 65536 // len(chunk))
+
+    async def attack(key: str | None) -> tuple[int, int]:
+        start = head("Transfer-Encoding: chunked", key=key)
+        return await pour(cluster.gateway.port, start, itertools.repeat(piece, 300 * MIB // len(piece)))
+
+    results = await asyncio.gather(*(attack(key) for key in (KEY, None) * 4))
+    for number, (num_bytes, status) in enumerate(results):
+        assert num_bytes < 300 * MIB - len(piece)
+        assert status in ((0, 401, 429) if number % 2 else (0, 413))
+
+
+async def test_slowloris_300(cluster: Cluster, siege: Watched) -> None:
+    """Heads, bodies and nothing at all, a byte now and then."""
+    starts = [
+        b"",
+        b"GET /v1/models HTTP/1.1\r\nHost: h\r\nX: ",
+        head("Content-Length: 100000"),
+        head("Transfer-Encoding: chunked") + b"ffff\r\n",
+    ]
+    port = cluster.gateway.port
+    lasted = await asyncio.gather(*(trickle(port, starts[n % len(starts)], 0.5, 60) for n in range(300)))
+    assert max(lasted) < 3 * TIMEOUT_S + 4.0
+
+
+async def test_more_connections_than_there_may_be(cluster: Cluster, siege: Watched) -> None:
+    """Those that say nothing make room for those that ask."""
+    port = cluster.gateway.port
+    idle = []
+    try:
+        for _ in range(MAX_CONNECTIONS * 2):
+            idle.append(await asyncio.open_connection("127.0.0.1", port))
+        assert cluster.gateway.process.num_fds() < MAX_CONNECTIONS + 200
+        assert (await post(port, completion("One two.", max_tokens=1)))[0] == 200
+    finally:
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_bombs_of_compression(cluster: Cluster, siege: Watched) -> None:
+    bomb = gzip.compress(b"[" * (64 * MIB))
+    assert len(bomb) < MIB
+    codings = ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, gzip"]
+    port = cluster.gateway.port
+    attacks = [lambda coding=coding: post(port, bomb, f"Content-Encoding: {coding}") for coding in codings * 5]
+    assert set(await in_waves(attacks)) == {415}
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
+async def test_json_10000_deep(opening: str, cluster: Cluster, siege: Watched) -> None:
+    closing = "".join({"[": "]", "{": "}"}.get(c, "") for c in reversed(opening))
+    nested = opening * 10_000 + "1" + closing * 10_000
+    bodies = [
+        f'{{"model":"tiny","{field}":{nested}}}'.encode()
+        for field in ("messages", "tools", "metadata", "response_format", "chat_template_kwargs", "logit_bias")
+    ]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": "HERE"}}
+    bodies.append(json.dumps(chat(response_format=schema)).replace('"HERE"', nested).encode())
+    attacks = [lambda body=body: post(cluster.gateway.port, body, target="/v1/chat/completions") for body in bodies * 5]
+    assert set(await in_waves(attacks)) == {400}
+
+
+FIELDS: Final[list[dict[str, Any]]] = [
+    {"n": 10**9},
+    {"n": 129},
+    {"n": -1},
+    {"max_tokens": 10**30},
+    {"max_tokens": -1},
+    {"seed": 2**64},
+    {"top_k": 10**12},
+    {"top_logprobs": 10**6, "logprobs": True},
+    {"stop": ["x"] * 10_000},
+    {"logit_bias": {"9" * 5000: 1}},
+    {"temperature": 1e308},
+    {"chat_template": "{% for i in range(10**9) %}{% endfor %}"},
+    {"chat_template_kwargs": {"tokenize": True}},
+    {"chat_template_kwargs": {"messages": [], "range": 1}},
+    {"chat_template_kwargs": {"__class__": "x"}},
+    {"kv_transfer_params": {"url": "http://169.254.169.254"}},
+    {"guided_regex": "(a+)+$"},
+]
+
+
+async def test_numbers_and_templates_that_killed_others(cluster: Cluster, siege: Watched) -> None:
+    port = cluster.gateway.port
+    attacks = [lambda f=f: post(port, chat(**f), target="/v1/chat/completions") for f in FIELDS * 5]
+    passed = [f for f, status in zip(FIELDS * 5, await in_waves(attacks), strict=True) if status != 400]
+    assert passed == []
+    assert (await post(port, completion("x", best_of=10**9)))[0] == 400
+
+
+def grammars() -> dict[str, dict[str, Any]]:
+    wide: dict[str, Any] = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(25):
+        if len(json.dumps(deep)) < 100_000:
+            deep = {"anyOf": [deep, {"type": "object", "properties": {"a": deep}}]}
+    return {
+        "wide schema": wide,
+        "deep schema": deep,
+        "recursive schema": {"$ref": "#"},
+        "long string": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+        "huge array": {"type": "array", "minItems": 10**7, "items": {"enum": list(range(1000))}},
+        "bad pattern": {"type": "string", "pattern": "(((((.*)*)*)*)*)*(a{1,5000}){1,5000}$"},
+    }
+
+
+@pytest.mark.parametrize("name", [*grammars(), "regex", "choices"])
+async def test_grammars_that_blow_up(name: str, cluster: Cluster, siege: Watched) -> None:
+    """They may be refused or run; nobody else notices."""
+    fields: dict[str, Any]
+    if name == "regex":
+        fields = {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}(b|c|d)*" + "(x+x+)+y" * 50}}
+    elif name == "choices":
+        fields = {"structured_outputs": {"choice": [secrets.token_hex(50) for _ in range(2000)]}}
+    else:
+        fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": grammars()[name]}}}
+    port, calm = cluster.gateway.port, completion("Five six seven.", max_tokens=32)
+    attack = [lambda: post(port, chat(**fields), target="/v1/chat/completions")] * 4
+    statuses, (status, data) = await asyncio.gather(in_waves(attack), post(port, calm))
+    assert set(statuses) <= {200, 400}
+    assert status == 200, data
+    assert cluster.workers[0].poll() is None
+
+
+async def test_keys_are_not_told_by_time(cluster: Cluster, rng: random.Random) -> None:
+    """A key that is nearly right, one that is all wrong, one of another length: the same 401 after the same time."""
+    almost = KEY[:-1] + ("0" if KEY[-1] != "0" else "1")
+    guesses = {"almost": almost, "wrong": "zz" + KEY[2:][::-1], "short": "x", "long": KEY + "x" * 200}
+    times: dict[str, list[float]] = {name: [] for name in guesses}
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.gateway.port)
+    try:
+        for _ in range(300):
+            for name in rng.sample(sorted(guesses), len(guesses)):
+                began_s = time.perf_counter()
+                request = f"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {guesses[name]}\r\n\r\n"
+                writer.write(request.encode())
+                data = await reader.readuntil(b"\r\n\r\n")
+                length = int(data.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                body = await reader.readexactly(length)
+                times[name].append(time.perf_counter() - began_s)
+                assert data.split(b" ", 2)[1] in (b"401", b"429"), body
+    finally:
+        writer.close()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    spread = statistics.median(statistics.quantiles(times["wrong"], n=4)[2:]) - medians["wrong"]
+    assert max(medians.values()) - min(medians.values()) < max(50e-6, 2 * spread), medians
