@@ -15,6 +15,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-s", type=float, default=60.0, help="how long the soak lasts")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """aiohttp leaves the socket of a connection that is refused or given up while it is made to the collector."""
+    ignored = "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
+    for item in items:
+        if item.get_closest_marker("faults") is not None:
+            item.add_marker(pytest.mark.filterwarnings(ignored))
+
+
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--fault-seed"))

@@ -26,11 +26,7 @@ from tests.faults.proxy import FaultProxy
 from tests.faults.worker_process import Additions
 from tests.tiny_model import write_tiny_model
 
-pytestmark = [
-    pytest.mark.faults,
-    # aiohttp leaves the socket of a connection whose making is cancelled to the collector.
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.faults
 STEP_S = 0.01
 
 
