@@ -144,7 +144,10 @@ async def test_what_is_no_http_and_heads_without_end(worker: ScriptedWorker) -> 
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
             writer.write(sent)
             async with asyncio.timeout(10):
-                answer = await reader.read()
+                try:
+                    answer = await reader.read()
+                except ConnectionResetError:  # closed while the kernel still held bytes of ours
+                    answer = b""
             writer.close()
             if status is None:
                 assert answer == b"", "the request had begun: its connection ends"
