@@ -1,12 +1,14 @@
 """`headstart bench gateway`: what the gateway adds to a worker that answers at once.
 
 One gateway process on one core; stub worker, Redis and load client on the other. Every figure has a twin `proxy_...`
-of a bare Starlette proxy in the same run, since the same machine an hour later is another machine.
+of a bare Starlette proxy in the same run, since the same machine an hour later is another machine; with `--peers` also
+of other people's routers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import statistics
@@ -14,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +25,9 @@ import aiohttp
 import uvloop
 from tokenizers import Tokenizer
 
-from benchmarks.gateway_load.client import latencies, throughput
+from benchmarks.gateway_load.client import latencies, post, throughput
+from benchmarks.gateway_load.peers import Peer, installed
+from benchmarks.gateway_load.slow import Rate, SlowReader, open_streams, rate_of
 from benchmarks.gateway_load.traffic import Traffic
 from benchmarks.report import Figure, Report, option_parser, publish
 from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
@@ -32,9 +37,45 @@ from worker.model.gguf import GGUFCheckpoint
 from worker.wire import TokenizerBundle, pack
 
 MODEL: Final = "bench"
+CHAT: Final = "/v1/chat/completions"
 STREAM_TOKENS: Final = 400
 IDLE_STREAMS: Final = 960
 START_TIMEOUT_S: Final = 30.0
+NUM_STREAMS: Final = 1000
+NUM_SLOW: Final = 64
+SLOW_BENCH_RATE: Final = 12.0
+"""Tokens/s of each of those: well within what one process can do, so that a drop has another cause."""
+ENDLESS_TOKENS: Final = 8000
+SETTLE_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is asked of each front."""
+
+    requests: int
+    samples: int
+    streams: int
+    rate: float
+    slow_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """What all measurements share."""
+
+    folder: Path
+    gateway_core: int
+    other_core: int
+    redis: str
+    traffic: Traffic
+    sizes: Sizes
+    peers: Path | None
+    """The folder with the programs of other people's routers."""
+
+
+Started = AbstractContextManager[str]
+"""A front that runs meanwhile; its URL."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,16 +84,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--samples", type=int, default=300, help="of each latency (default 300)")
     parser.add_argument("--streams", type=int, default=256, help="at once (default 256)")
     parser.add_argument("--rate", type=float, default=150.0, help="tokens/s offered to each stream (default 150)")
+    parser.add_argument("--slow-s", type=float, default=12.0, help="of 1,000 streams with slow readers; 0: none (12)")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="where sglang-router and vllm-router are installed")
     options = parser.parse_args(argv)
+    missing = [] if options.peers is None else installed(options.peers)[1]
+    sizes = Sizes(options.requests, options.samples, options.streams, options.rate, options.slow_s)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
-        figures = runner.run(_measure(stack, options.requests, options.samples, options.streams, options.rate))
-    publish(Report("gateway", figures, {"streams": options.streams, "offered_per_stream": options.rate}), options)
+        figures = runner.run(_measure(stack, sizes, options.peers))
+    publish(Report("gateway", figures, {"streams": sizes.streams, "offered_per_stream": sizes.rate}), options)
+    for line in missing:
+        print(line, file=sys.stderr)
     return 0
 
 
-async def _measure(
-    stack: ExitStack, num_requests: int, num_samples: int, num_streams: int, rate: float
-) -> list[Figure]:
+async def _measure(stack: ExitStack, sizes: Sizes, peers: Path | None) -> list[Figure]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     cores = sorted(os.sched_getaffinity(0))
     gateway_core, other_core = cores[0], cores[-1]
@@ -61,72 +106,135 @@ async def _measure(
     (folder / "bundle").write_bytes(pack(bundle))
     stack.enter_context(_process(redis_command(find_redis_server(), folder), other_core))
     await _until(lambda: socket_path(folder).exists())
-    redis = redis_url(folder)
-    figures: list[Figure] = []
     traffic = Traffic(MODEL, tokenizer)
-    chat = "/v1/chat/completions"
-    with _stub(folder, other_core, redis=redis) as stub, _gateway(stub, gateway_core, redis) as gateway:
-        await _until_ready(gateway)
-        with _proxy(stub, gateway_core) as proxy:
-            await _until_ready(proxy)
-            short = [traffic.chat(200) for _ in range(num_samples)]
-            turns = [traffic.two_turns(4000) for _ in range(max(20, num_samples // 4))]
-            for url in (gateway, proxy, stub):
-                await latencies(url + chat, short[:50])
-            direct_s = statistics.median(await latencies(stub + chat, short))
-            for name, url in (("", gateway), ("proxy_", proxy)):
-                added_s = statistics.median(await latencies(url + chat, short)) - direct_s
-                goal = "" if name else "<= 0.0011"
-                figures.append(Figure(f"{name}added_p50_s_200", added_s, "s", "to a 200-token prompt", goal))
-            direct_s = statistics.median(await latencies(stub + chat, [second for _, second in turns]))
-            for name, url in (("", gateway), ("proxy_", proxy)):
-                seconds = [(await latencies(url + chat, turn))[1] for turn in turns]
-                goal = "" if name else "<= 0.003"
-                note = "to the second turn of a 4,000-token conversation"
-                figures.append(
-                    Figure(f"{name}added_p50_s_4000_turn2", statistics.median(seconds) - direct_s, "s", note, goal)
-                )
-            for name, url in (("", gateway), ("proxy_", proxy)):
-                bodies = [traffic.chat(200) for _ in range(num_requests)]
-                rps = (await throughput(url + chat, bodies, 16)).per_s
-                goal = "" if name else ">= 1200"
-                figures.append(Figure(f"{name}requests_per_s", rps, "1/s", "200 tokens, 16 connections", goal))
-    figures += await _streams(folder, (gateway_core, other_core), redis, traffic, num_streams, rate)
+    bench = Bench(folder, gateway_core, other_core, redis_url(folder), traffic, sizes, peers)
+    figures = await _requests(bench)
+    figures += await _streams(bench)
+    figures.append(await _memory(bench))
+    if sizes.slow_s:
+        figures += await _slow_readers(bench)
     return figures
 
 
-async def _streams(
-    folder: Path, cores: tuple[int, int], redis: str, traffic: Traffic, num_streams: int, rate: float
-) -> list[Figure]:
-    """One frame a token, paced above what is asked for: what comes out is what the gateway can do."""
+def _fronts(bench: Bench, stub: str) -> list[tuple[str, Started]]:
+    """What stands before the stub, by what its figures begin with: ours first, then the bare proxy and the peers."""
+    fronts: list[tuple[str, Started]] = [
+        ("", _gateway(stub, bench.gateway_core, bench.redis)),
+        ("proxy_", _proxy(stub, bench.gateway_core)),
+    ]
+    if bench.peers is not None:
+        for peer in installed(bench.peers)[0]:
+            fronts.append((f"{peer.name}_", _peer(peer, bench.peers, stub, bench.gateway_core)))
+    return fronts
+
+
+async def _requests(bench: Bench) -> list[Figure]:
+    """Latency added and requests/s, unstreamed, of every front in turn between the same samples."""
+    figures: list[Figure] = []
+    traffic, sizes = bench.traffic, bench.sizes
+    with ExitStack() as stack:
+        stub = stack.enter_context(_stub(bench.folder, bench.other_core, redis=bench.redis))
+        fronts = [(name, stack.enter_context(front)) for name, front in _fronts(bench, stub)]
+        for _, url in fronts:
+            await _until_answering(url, traffic.chat(20))
+        short = [traffic.chat(200) for _ in range(sizes.samples)]
+        turns = [traffic.two_turns(4000) for _ in range(max(20, sizes.samples // 4))]
+        for url in (*(url for _, url in fronts), stub):
+            await latencies(url + CHAT, short[:50])
+        direct_s = statistics.median(await latencies(stub + CHAT, short))
+        for name, url in fronts:
+            added_s = statistics.median(await latencies(url + CHAT, short)) - direct_s
+            goal = "" if name else "<= 0.0011"
+            figures.append(Figure(f"{name}added_p50_s_200", added_s, "s", "to a 200-token prompt", goal))
+        direct_s = statistics.median(await latencies(stub + CHAT, [second for _, second in turns]))
+        for name, url in fronts:
+            seconds = [(await latencies(url + CHAT, turn))[1] for turn in turns]
+            goal = "" if name else "<= 0.003"
+            note = "to the second turn of a 4,000-token conversation"
+            added_s = statistics.median(seconds) - direct_s
+            figures.append(Figure(f"{name}added_p50_s_4000_turn2", added_s, "s", note, goal))
+        for name, url in fronts:
+            bodies = [traffic.chat(200) for _ in range(sizes.requests)]
+            rps = (await throughput(url + CHAT, bodies, 16)).per_s
+            goal = "" if name else ">= 1200"
+            figures.append(Figure(f"{name}requests_per_s", rps, "1/s", "200 tokens, 16 connections", goal))
+    values = {figure.name: figure.value for figure in figures}
+    for name in ("added_p50_s_200", "added_p50_s_4000_turn2", "requests_per_s"):
+        figures.append(Figure(f"{name}_over_proxy", values[name] / values[f"proxy_{name}"], "x", "the same run"))
+    return figures
+
+
+async def _streams(bench: Bench) -> list[Figure]:
+    """One frame a token, paced above what is asked for: what comes out is what the front can do."""
     figures = []
-    chat = "/v1/chat/completions"
-    bodies = [traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(num_streams)]
-    with _stub(folder, cores[1], redis=redis, pace_s=1.0 / rate) as stub:
-        for name in ("", "proxy_"):
-            front = _proxy(stub, cores[0]) if name else _gateway(stub, cores[0], redis)
+    num_streams = bench.sizes.streams
+    bodies = [bench.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(num_streams)]
+    with _stub(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / bench.sizes.rate) as stub:
+        for name, front in _fronts(bench, stub):
             with front as url:
-                await _until_ready(url)
-                done = await throughput(url + chat, bodies, num_streams)
+                await _until_answering(url, bench.traffic.chat(20, max_tokens=1))
+                done = await throughput(url + CHAT, bodies, num_streams)
                 goal = "" if name else ">= 25000"
                 note = f"over {num_streams} streams, {done.num_events / num_streams / STREAM_TOKENS:.2f} events a token"
                 figures.append(Figure(f"{name}stream_tokens_per_s", done.per_s * STREAM_TOKENS, "1/s", note, goal))
+    return figures
+
+
+async def _memory(bench: Bench) -> Figure:
+    bodies = [bench.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(bench.sizes.streams)]
     with (
-        _stub(folder, cores[1], redis=redis, pace_s=3600.0) as stub,
-        _gateway_process(stub, cores[0], redis) as (url, ops, process),
+        _stub(bench.folder, bench.other_core, redis=bench.redis, pace_s=3600.0) as stub,
+        _gateway_process(stub, bench.gateway_core, bench.redis) as (url, ops, process),
     ):
         await _until_ready(url)
-        waiting = [asyncio.create_task(throughput(url + chat, bodies[:50], 50))]
+        waiting = [asyncio.create_task(throughput(url + CHAT, bodies[:50], 50))]
         await _until_open(ops, 50)
         before = _rss_bytes(process)
-        waiting.append(asyncio.create_task(throughput(url + chat, (bodies * 8)[:IDLE_STREAMS], IDLE_STREAMS)))
+        waiting.append(asyncio.create_task(throughput(url + CHAT, (bodies * 8)[:IDLE_STREAMS], IDLE_STREAMS)))
         await _until_open(ops, 50 + IDLE_STREAMS)
         per_stream = (_rss_bytes(process) - before) / IDLE_STREAMS
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        figures.append(Figure("bytes_per_stream", per_stream, "B", f"of {IDLE_STREAMS} open streams", "<= 61440"))
-    return figures
+    return Figure("bytes_per_stream", per_stream, "B", f"of {IDLE_STREAMS} open streams", "<= 61440")
+
+
+async def _slow_readers(bench: Bench) -> list[Figure]:
+    """1,000 streams without end, 64 of them read a byte a second: the rate of the others, and memory, before and
+    after the slow ones have come."""
+    seconds = bench.sizes.slow_s
+    body = bench.traffic.chat(50, max_tokens=ENDLESS_TOKENS, stream=True)
+    with (
+        _stub(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / SLOW_BENCH_RATE) as stub,
+        _gateway_process(stub, bench.gateway_core, bench.redis) as (url, _, process),
+    ):
+        await _until_ready(url)
+        request = post(url + CHAT, body)
+        streams = await open_streams(url, request, NUM_STREAMS - NUM_SLOW)
+        grown: list[int] = []
+        rates: list[Rate] = []
+        slow: list[asyncio.Task[None]] = []
+        for num_slow in (0, NUM_SLOW):
+            slow = [asyncio.create_task(SlowReader(url, request).run()) for _ in range(num_slow)]
+            await asyncio.sleep(SETTLE_S)
+            before = _rss_bytes(process)
+            rates.append(await rate_of(streams, seconds))
+            grown.append(_rss_bytes(process) - before)
+        assert not any(task.done() for task in slow), "a slow reader has lost its stream"
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        for stream in streams:
+            stream.close()
+    assert not rates[-1].num_lost, "a stream has ended"
+    alone, beside = rates
+    note = f"{NUM_STREAMS - NUM_SLOW} streams beside {NUM_SLOW} of a byte a second, over those without"
+    per_slow = (grown[1] - grown[0]) / NUM_SLOW
+    return [
+        Figure("slow_readers_others_tokens_per_s", beside.per_s, "1/s", f"of {alone.per_s:,.0f} without them"),
+        Figure("slow_readers_others_ratio", beside.per_s / alone.per_s, "x", note, ">= 0.97"),
+        Figure("slow_readers_bytes_each", per_slow, "B", f"grown in {seconds:.0f} s, over that without", "<= 65536"),
+    ]
 
 
 def _bundle() -> tuple[TokenizerBundle, Tokenizer]:
@@ -151,8 +259,11 @@ def _bundle() -> tuple[TokenizerBundle, Tokenizer]:
 
 
 @contextmanager
-def _process(command: Sequence[str], core: int, *, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=stdout, text=True, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
+def _process(
+    command: Sequence[str], core: int, *, stdout: int | None = None, stderr: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
     os.sched_setaffinity(process.pid, {core})
     try:
         yield process
@@ -192,6 +303,14 @@ def _gateway_process(stub: str, core: int, redis: str) -> Iterator[tuple[str, st
 
 
 @contextmanager
+def _peer(peer: Peer, folder: Path, stub: str, core: int) -> Iterator[str]:
+    port, metrics_port = _free_ports(2)
+    quiet = subprocess.DEVNULL
+    with _process(peer.command(folder, stub, port, metrics_port), core, stdout=quiet, stderr=quiet):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
 def _proxy(stub: str, core: int) -> Iterator[str]:
     (port,) = _free_ports(1)
     with _process([sys.executable, "-m", "benchmarks.gateway_load.proxy", stub, str(port)], core):
@@ -221,6 +340,19 @@ async def _until_ready(url: str) -> None:
                         return
             except aiohttp.ClientError:
                 pass
+            await asyncio.sleep(0.05)
+
+
+async def _until_answering(url: str, body: bytes) -> None:
+    """A request sent now is answered: peers are ready in ways of their own."""
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        headers = {"content-type": "application/json"}
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.post(url + CHAT, data=body, headers=headers) as response:
+                    await response.read()
+                    if response.status == 200:
+                        return
             await asyncio.sleep(0.05)
 
 

@@ -121,11 +121,12 @@ class Connection(asyncio.Protocol):
                 self._stream(request.sampling.max_tokens, b"application/msgpack", _STARTED, _TOKEN_FRAME, _END)
             case b"/v1/chat/completions":
                 asked = json.loads(body)
+                num_tokens = asked.get("max_tokens") or asked["max_completion_tokens"]  # peers rewrite the body
                 if asked.get("stream"):
                     end = b"data: " + _HEAD % b".chunk" + b'"delta":{},"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
-                    self._stream(asked["max_tokens"], b"text/event-stream", b"", _EVENT, end)
+                    self._stream(num_tokens, b"text/event-stream", b"", _EVENT, end)
                 else:
-                    text = json.dumps(" the" * asked["max_tokens"]).encode()
+                    text = json.dumps(" the" * num_tokens).encode()
                     message = b'"message":{"role":"assistant","content":' + text + b'},"finish_reason":"length"}]}'
                     self._plain(_HEAD % b"" + message, b"application/json")
             case b"/state":
@@ -135,8 +136,8 @@ class Connection(asyncio.Protocol):
                 self._plain(pack(worker.bundle), b"application/msgpack")
             case b"/v1/models":
                 self._plain(b'{"object":"list","data":[{"id":"bench","object":"model"}]}', b"application/json")
-            case _:
-                self._plain(b"{}", b"application/json")
+            case _:  # health, and what other routers ask a server about its model
+                self._plain(b'{"model_path":"bench","served_model_name":"bench"}', b"application/json")
 
     def _plain(self, body: bytes, kind: bytes) -> None:
         self.transport.write(_PLAIN % (len(body), kind, body))
