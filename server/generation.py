@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cache.hashing import hash_chain
@@ -43,6 +43,7 @@ from server.quarantine import Quarantine
 from server.retry import RetryBudget
 from server.router.placement import Boot, NoWorkerError, Placement, Router, RouteRequest
 from server.tracing import attempt, stage
+from server.turns import Turns
 from server.waiting_room import Place, WaitingRoom
 from server.watch import StallWatch
 from server.worker_client import GenerateStream, StaleConnection, WorkerClient, WorkerLost, WorkerRefused
@@ -80,6 +81,7 @@ class Backend:
     full_queues: FullQueues
     report_failure: Callable[[WorkerId], None]
     """Tells the fleet that a worker could not be reached, or was lost."""
+    turns: Turns = field(default_factory=Turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +175,22 @@ class Generation:
         if self._backend.quarantine.holds(spec.root, spec.prompt_ids, spec.sampling):
             raise InternalError("This request has failed a moment ago and is not tried again.")
         self._place = self._backend.waiting_room.enter(spec.tenant, len(spec.prompt_ids))
+        if (same := self._backend.turns.continued(self._hashes)) is not None:
+            self._backend.metrics.continued(same=same)
         try:
             async with aclosing(self._attempts()) as batches:
                 async for batch in batches:
                     yield batch
         finally:
             self._place.leave()
+            self._remember()
+
+    def _remember(self) -> None:
+        """For the next turn of this conversation, if there is one."""
+        spec = self.spec
+        if len(self.choices) == 1 and self._finished():
+            output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
+            self._backend.turns.answered(spec.prompt_ids, self._hashes, output_ids, block_size)
 
     async def _attempts(self) -> AsyncGenerator[list[ChoiceDelta]]:
         while not self._finished():

@@ -71,6 +71,14 @@ class GatewayMetrics:
             ("direction",),
             registry=self.registry,
         )
+        self._continued = Counter(
+            "headstart_continued_turns",
+            "Turns that bring back an answer of this gateway, as the tokens it had or as others.",
+            ("answer",),
+            registry=self.registry,
+        )
+        self._same_answer = self._continued.labels("same")
+        self._other_answer = self._continued.labels("other")
         self.refusals = Counter(
             "headstart_worker_refusals", "Requests refused by a worker.", ("status",), registry=self.registry
         )
@@ -142,6 +150,10 @@ class GatewayMetrics:
             self._too_much.inc(promised - cached)
         elif cached > promised:
             self._too_little.inc(cached - promised)
+
+    def continued(self, *, same: bool) -> None:
+        """A turn that holds an answer: only the same tokens are found in a cache."""
+        (self._same_answer if same else self._other_answer).inc()
 
     def refused(self, status: int) -> None:
         self.refusals.labels(str(status) if status in (400, 409, 429, 503) else "other").inc()

@@ -324,9 +324,11 @@ class FrameReader:
 
 
 def _frame(message: Any) -> Frame:
-    match message:
-        case (1, int(choice), tuple(token_ids), None):
+    if type(message) is tuple and len(message) == 4 and message[0] == 1 and message[3] is None:  # of every token
+        _, choice, token_ids, _ = message
+        if type(choice) is int and type(token_ids) is tuple:
             return Tokens(choice, token_ids)
+    match message:
         case (int(tag), *values) if 0 <= tag < len(_FRAMES):
             return _build(_FRAMES[tag], values)
     raise WireError(f"not a frame: {message!r:.80}")

@@ -9,9 +9,7 @@ Kept in the gateway, never written to the index, never merged with it.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from cache.types import BlockHash, Epoch, WorkerId
@@ -33,25 +31,29 @@ class Overlay:
         self._publish_delay_s = publish_delay_s
         self._ttl_s = ttl_s
         self._blocks: dict[tuple[WorkerId, Epoch], Counter[BlockHash]] = {}
-        self._ends: list[tuple[float, int, Speculation]] = []
-        self._order = itertools.count()
+        self._open: dict[Speculation, float] = {}
+        """Those without a first token and when they are forgotten: in that order, since the TTL is one for all."""
+        self._confirmed: deque[tuple[float, Speculation]] = deque()
+        """As above, with the publish delay."""
 
     def add(self, worker_id: WorkerId, epoch: Epoch, hashes: Sequence[BlockHash], now_s: float) -> Speculation:
         where = (worker_id, epoch)
         speculation = Speculation(where, hashes)
         self._blocks.setdefault(where, Counter()).update(hashes)
-        self._end_at(speculation, now_s + self._ttl_s)
+        self._open[speculation] = now_s + self._ttl_s
         return speculation
 
     def confirm(self, speculation: Speculation, now_s: float) -> None:
         """The first token is out: the index will say it after the publish delay."""
-        self._end_at(speculation, now_s + self._publish_delay_s)
+        if self._open.pop(speculation, None) is not None:
+            self._confirmed.append((now_s + self._publish_delay_s, speculation))
 
     def remove(self, speculation: Speculation) -> None:
         """The request failed, or its entries are confirmed. Once is enough; more changes nothing."""
         if not speculation.present:
             return
         speculation.present = False
+        self._open.pop(speculation, None)
         blocks = self._blocks[speculation.where]
         for block_hash in speculation.hashes:
             count = blocks[block_hash] - 1
@@ -64,8 +66,10 @@ class Overlay:
 
     def expire(self, now_s: float) -> None:
         """Forget what has ended. Call it before `matched`."""
-        while self._ends and self._ends[0][0] <= now_s:
-            self.remove(heapq.heappop(self._ends)[2])
+        while self._confirmed and self._confirmed[0][0] <= now_s:
+            self.remove(self._confirmed.popleft()[1])
+        while self._open and next(iter(self._open.values())) <= now_s:
+            self.remove(next(iter(self._open)))
 
     def matched(self, worker_id: WorkerId, epoch: Epoch, hashes: Sequence[BlockHash]) -> int:
         """Blocks at the head of `hashes` that are on their way there. What is present is prefix-closed: bisect."""
@@ -84,6 +88,3 @@ class Overlay:
     @property
     def num_entries(self) -> int:
         return sum(len(blocks) for blocks in self._blocks.values())
-
-    def _end_at(self, speculation: Speculation, end_s: float) -> None:
-        heapq.heappush(self._ends, (end_s, next(self._order), speculation))
