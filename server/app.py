@@ -186,7 +186,7 @@ class HotPaths:
 def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
     app: ASGIApp = HotPaths(api.endpoints(), Router(routes=api.routes(), redirect_slashes=False))
-    app = BodyLimitMiddleware(app, admission.max_body_bytes)
+    app = BodyLimitMiddleware(app, admission.max_body_bytes, only_json=True)
     app = AuthenticationMiddleware(app, admission.identities, admission.limits)
     app = ErrorMiddleware(app, metrics)
     return RequestContextMiddleware(app, metrics, access_log=access_log)

@@ -17,13 +17,13 @@ from jsonschema import Draft202012Validator
 
 from tests.e2e.serving import Serve
 from tests.server.sse_grammar import check_chat, check_completion, events
-from tests.server.test_fuzz import Mutations, check_answer
+from tests.server.test_fuzz import JSON, Mutations, check_answer
 from tests.server.test_tools import WEATHER
 
 pytestmark = pytest.mark.e2e
 MODEL = "tiny"
 NUM_AT_ONCE = 8
-BOUNDED_S = 30.0
+BOUNDED_S = 60.0
 
 TEXTS = [
     "Say 🎉🎊 and 👩‍👩‍👧 once more",
@@ -38,7 +38,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def serve(tiny_model: Path) -> Iterator[Serve]:
     # Some bodies bring no max_tokens, and a random model all but never ends by itself: a short length bounds them.
-    worker_args = f"--served-model-name {MODEL} --max-model-len 1024"
+    worker_args = f"--served-model-name {MODEL} --max-model-len 768"
     with Serve("--model", str(tiny_model), "--num-workers", "1", "--worker-args", worker_args) as running:
         yield running
 
@@ -54,7 +54,7 @@ async def send_mutated(serve: Serve, *, num_bodies: int, seed: int) -> None:
         async def client() -> None:
             nonlocal num_ok
             for path, data in bodies:
-                async with session.post(serve.url + path, data=data) as response:
+                async with session.post(serve.url + path, data=data, headers=JSON) as response:
                     num_ok += check_answer(response.status, await response.read(), data)
 
         async with asyncio.TaskGroup() as clients:

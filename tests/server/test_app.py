@@ -284,11 +284,32 @@ async def test_body_limit(worker: ScriptedWorker) -> None:
 
     async with gateway(worker, max_body_bytes=20_000) as target, aiohttp.ClientSession() as session:
         for data in (b" " * 20_001, drip()):
-            async with session.post(target.url + "/v1/completions", data=data) as response:
+            json_type = {"content-type": "application/json"}
+            async with session.post(target.url + "/v1/completions", data=data, headers=json_type) as response:
                 assert response.status == 413
                 assert (await response.json())["error"]["code"] == "request_too_large"
         status, _, raw = await post(target.url, chat(), **{"content-encoding": "gzip"})
         assert (status, json.loads(raw)["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    ("media_type", "status"),
+    [
+        ("application/json; charset=utf-8", 200),
+        ("Application/JSON", 200),
+        ("application/vnd.api+json", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("text/plain; application/json", 415),
+    ],
+)
+async def test_only_json_is_taken_for_json(worker: ScriptedWorker, media_type: str, status: int) -> None:
+    async with gateway(worker) as target:
+        got, _, raw = await post(target.url, chat(), **{"content-type": media_type})
+        assert got == status
+        if status == 415:
+            assert json.loads(raw)["error"]["code"] == "unsupported_media_type"
 
 
 async def test_no_worker_is_503_and_health_says_so(bundle: TokenizerBundle, worker: ScriptedWorker) -> None:

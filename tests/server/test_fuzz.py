@@ -16,6 +16,7 @@ from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_tools import WEATHER
 from worker.wire import TokenizerBundle
 
+JSON = {"content-type": "application/json"}
 CHAT: dict[str, Any] = {
     "model": "tiny",
     "messages": [
@@ -184,7 +185,7 @@ async def run(bundle: TokenizerBundle, tokenizer: Tokenizer, *, num_bodies: int,
     async with gateway(worker) as target, aiohttp.ClientSession() as session:
         for _ in range(num_bodies):
             path, data = mutations.body()
-            async with session.post(target.url + path, data=data) as response:
+            async with session.post(target.url + path, data=data, headers=JSON) as response:
                 num_ok += check_answer(response.status, await response.read(), data)
     assert num_bodies / 50 < num_ok < num_bodies, "the mutations neither break everything nor nothing"
 
