@@ -17,6 +17,7 @@ from cache.index import WorkerMember
 from server.authentication import AuthenticationMiddleware
 from server.chat import chat_job, chat_spec
 from server.completions import completion_job
+from server.decoding import require_json
 from server.endpoint import EndpointServices, GenerateEndpoint
 from server.errors import UnavailableError
 from server.identity import Identities, Identity, identity_of
@@ -122,10 +123,12 @@ class PublicApi:
         return json_response(_model_card(name, self._models.allowed(name, identity_of(request.scope))))
 
     async def tokenize(self, request: Request) -> Response:
+        require_json(request.scope["headers"])
         answer = await self._text.tokenize(await request.body(), identity_of(request.scope))
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
+        require_json(request.scope["headers"])
         answer = await self._text.detokenize(await request.body(), identity_of(request.scope))
         return Response(answer, media_type="application/json")
 
@@ -180,13 +183,16 @@ class HotPaths:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         endpoint = self._endpoints.get(scope["path"]) if scope.get("method") == "POST" else None
-        return (endpoint or self._router)(scope, receive, send)
+        if endpoint is None:
+            return self._router(scope, receive, send)
+        require_json(scope["headers"])
+        return endpoint(scope, receive, send)
 
 
 def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
     app: ASGIApp = HotPaths(api.endpoints(), Router(routes=api.routes(), redirect_slashes=False))
-    app = BodyLimitMiddleware(app, admission.max_body_bytes, only_json=True)
+    app = BodyLimitMiddleware(app, admission.max_body_bytes)
     app = AuthenticationMiddleware(app, admission.identities, admission.limits)
     app = ErrorMiddleware(app, metrics)
     return RequestContextMiddleware(app, metrics, access_log=access_log)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
 
-from server.errors import InvalidRequestError
+from server.errors import InvalidRequestError, MediaTypeError
 
 MAX_DEPTH: Final = 64
 """Of a body, and of a JSON schema in it: what reads them behind us, the grammar compiler too, is recursive."""
+_JSON: Final = b"application/json"
 _ESCAPE: Final = re.compile(rb"\\.")
 _TEXT: Final = re.compile(rb'"[^"]*"')
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
@@ -31,6 +32,16 @@ def decode_json(body: bytes, decoder: Callable[[bytes], Any]) -> Any:
     if is_deeper(body, MAX_DEPTH):
         raise InvalidRequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return decoded
+
+
+def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises MediaTypeError for a body that says that it is something else: text and forms are what a page of another
+    site can send without asking first."""
+    for name, value in headers:
+        if name == b"content-type" and value != _JSON:
+            essence = value.partition(b";")[0].strip().lower()
+            if essence != _JSON and not (essence.startswith(b"application/") and essence.endswith(b"+json")):
+                raise MediaTypeError("The body must be JSON: send it with `content-type: application/json`.")
 
 
 def is_deeper(body: bytes, depth: int) -> bool:

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_JSON: Final = b"application/json"
 CONTEXT: Final = "headstart.context"
 CLIENT_GONE_STATUS: Final = 499
 
@@ -122,20 +121,12 @@ def new_request_id() -> str:
     return f"req_{secrets.token_hex(16)}"
 
 
-def is_json(media_type: bytes) -> bool:
-    """A page of another site cannot send this type without asking first, as it can send text and forms."""
-    essence = media_type.partition(b";")[0].strip().lower()
-    return essence == _JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
-
-
 class BodyLimitMiddleware:
     """Refuses bodies above `max_bytes` by their announced length, and by counting where there is none."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, *, only_json: bool = False) -> None:
-        """`only_json`: refuse bodies that say that they are something else."""
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._only_json = only_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,8 +137,6 @@ class BodyLimitMiddleware:
                 raise self._too_large()
             if name == b"content-encoding" and value.lower() != b"identity":
                 raise MediaTypeError("Compressed bodies are not accepted.")
-            if name == b"content-type" and value != _JSON and self._only_json and not is_json(value):
-                raise MediaTypeError("The body must be JSON: send it with `content-type: application/json`.")
         num_bytes = 0
 
         async def counted() -> Message:
