@@ -62,7 +62,7 @@ COPY --from=worker-packages /opt/headstart /opt/headstart
 USER 10001:10001
 EXPOSE 8100
 HEALTHCHECK --interval=10s --timeout=6s --start-period=1800s --retries=3 \
-  CMD ["python3", "-I", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8100/health/live', timeout=5)"]
+  CMD ["python3", "-I", "-c", "import ssl, urllib.request as r\ntry: r.urlopen('http://127.0.0.1:8100/health/live', timeout=5)\nexcept Exception: r.urlopen('https://127.0.0.1:8100/health/live', timeout=5, context=ssl._create_unverified_context())"]
 ENTRYPOINT ["headstart", "worker"]
 CMD ["--host", "0.0.0.0"]
 
@@ -71,6 +71,6 @@ COPY --from=gateway-packages /opt/headstart /opt/headstart
 USER 10001:10001
 EXPOSE 8000 8001
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30s --retries=3 \
-  CMD ["python3", "-I", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health/live', timeout=5)"]
+  CMD ["python3", "-I", "-c", "import ssl, urllib.request as r\ntry: r.urlopen('http://127.0.0.1:8000/health/live', timeout=5)\nexcept Exception: r.urlopen('https://127.0.0.1:8000/health/live', timeout=5, context=ssl._create_unverified_context())"]
 ENTRYPOINT ["headstart", "gateway"]
 CMD ["--host", "0.0.0.0"]

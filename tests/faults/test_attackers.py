@@ -25,6 +25,7 @@ pytestmark = pytest.mark.faults
 MIB: Final = 1 << 20
 HEALTH_S: Final = 1.0
 KEY: Final = f"sk-{secrets.token_hex(24)}"
+OPS_KEY: Final = secrets.token_hex(24)
 MAX_BODY: Final = 4 * MIB
 TIMEOUT_S: Final = 2.0
 MAX_CONNECTIONS: Final = 1200
@@ -39,6 +40,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[C
     keys.write_text("\n".join(entries))
     args = ["--api-keys", str(keys), "--max-body", str(MAX_BODY), "--max-connections", str(MAX_CONNECTIONS)]
     args += ["--header-timeout-s", str(TIMEOUT_S), "--body-timeout-s", str(TIMEOUT_S)]
+    ops_key = folder / "ops-key"
+    ops_key.write_text(OPS_KEY)
+    args += ["--ops-key-file", str(ops_key)]
     with Cluster(folder, model, Topology(num_workers=1, gateway_args=args)) as running:
         yield running
 
@@ -120,6 +124,56 @@ async def test_a_chunked_body_without_end(size: int, cluster: Cluster, siege: Wa
     for number, (num_bytes, status) in enumerate(results):
         assert num_bytes < 300 * MIB - len(piece)
         assert status in ((0, 401, 429) if number % 2 else (0, 413))
+
+
+PATHS: Final = [
+    "{path}",
+    "/{path}",
+    "{path}/",
+    "/.{path}",
+    "/./{path}",
+    "/metrics/..{path}",
+    "/route/explain/../..{path}",
+    "/route/explain;{path}",
+    "/route/explain%2f..%2f..{path}",
+    "/metrics%00{path}",
+    "{path}%00",
+    "{path}?/route/explain",
+    "{path}#/route/explain",
+    "\\{path}",
+    "{path}%0d%0aX: y",
+]
+HEADERS: Final = [
+    "Host: h",
+    "Host: h/metrics",
+    "Host: h/route/explain?",
+    "Host: h\r\nX-HTTP-Method-Override: GET",
+    "Host: h\r\nX-Original-URL: /route/explain",
+    "Host: h\r\nX-Rewrite-URL: /metrics",
+    "Host: h\r\nX-Forwarded-For: 127.0.0.1",
+    "Host: h\r\nAuthorization: Bearer " + KEY,
+    "Host: h\r\nAuthorization: Bearer " + OPS_KEY + "x",
+    "Host: h\r\nAuthorization: Bearer " + OPS_KEY + "\r\nAuthorization: Bearer x",
+    "Host: h\r\nAuthorization: Basic " + OPS_KEY,
+    "Host: h\r\nCookie: authorization=" + OPS_KEY,
+]
+
+
+async def test_no_trick_changes_anything_through_the_ops_port(cluster: Cluster, siege: Watched) -> None:
+    port, process = cluster.gateway.ops_port, cluster.gateway.process
+    changes = ["/drain", "/%64rain", "/DRAIN", "/workers/w0/drain", "/workers/w0/purge", "/workers/w0%2fpurge"]
+    for change, path, header in itertools.product(changes, PATHS, HEADERS):
+        for method in ("POST", "PUT") if path == PATHS[0] else ("POST",):
+            request = f"{method} {path.format(path=change)} HTTP/1.1\r\n{header}\r\nConnection: close\r\n"
+            status, data = await ask_raw(port, f"{request}Content-Length: 0\r\n\r\n".encode())
+            assert status in (400, 401, 403, 404, 405), (request, data)
+    assert process.is_running()
+    assert cluster.gateway.num_ready() == 1
+    (before,) = cluster.gateway.workers()
+    request = f"POST /workers/w0/purge HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer {OPS_KEY}\r\n"
+    status, data = await ask_raw(port, f"{request}Content-Length: 0\r\n\r\n".encode())
+    assert status == 200
+    assert json.loads(data.partition(b"\r\n\r\n")[2])["epoch"] != before["epoch"]
 
 
 async def test_slowloris_300(cluster: Cluster, siege: Watched) -> None:

@@ -446,6 +446,9 @@ def test_tls_keys_and_tokens_everywhere(images: dict[str, str], models: Path, tm
         while "headstart_worker_index_connected 1.0" not in scrape(worker, "worker"):
             assert time.monotonic() < deadline_s, worker.logs()
             time.sleep(0.2)
+        for container in (worker, gateway):
+            done = podman.try_podman("healthcheck", "run", container.name)
+            assert done.returncode == 0, done.stdout + done.stderr
         (pod,) = [d for d in lab.documents if d["kind"] == "Pod"]
         arguments = pod["spec"]["containers"][0]["args"]
         assert arguments[1:] == ["https://rel-headstart-gateway:80", "llm.example"]
