@@ -39,6 +39,12 @@ def _top(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _index(argv: Sequence[str]) -> int:
+    from server.index_command import main
+
+    return main(argv)
+
+
 def _exec_module(module: str, argv: Sequence[str]) -> NoReturn:
     """Become `python -m module`: the gateway's package never imports the worker's torch."""
     sys.stdout.flush()
@@ -52,6 +58,7 @@ COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
     "top": ("the fleet in a terminal: workers, load, decisions", _top),
     "doctor": ("what this machine lacks, and how to mend it", _doctor),
     "keys": ("API keys: make one, check a file of them", _keys),
+    "index": ("what the shared index holds; shared prefixes; emptying a worker", _index),
     "bench": ("the measurements; each prints a table", lambda argv: _exec_module("benchmarks", argv)),
 }
 

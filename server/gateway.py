@@ -48,6 +48,7 @@ from server.full_queues import FullQueues
 from server.generation import Backend
 from server.http_server import HttpLimits, HttpServer, affordable_connections
 from server.identity import Identities, KeyHolders, SingleTenant
+from server.index_report import index_report
 from server.limit_table import LimitTable
 from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
@@ -149,6 +150,7 @@ class Gateway:
                 explain=self.router.explain,
                 candidates=self._candidates,
                 index_state=self.router.index_state,
+                index_report=lambda: index_report(self._index),
                 prefixes=self._prefixes,
                 drain=self.drain,
                 actions=WorkerActions(self._client.session, self.fleet.workers),

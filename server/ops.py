@@ -1,6 +1,6 @@
 """The ops port: for operators, never for clients.
 
-GET /metrics /workers /prefixes /events /health/live /health/ready
+GET /metrics /workers /index /prefixes /events /health/live /health/ready
 POST /route/explain /drain /workers/{id}/drain|purge
 GET /dashboard /chat /pages/...                               /chat/api/...: the public API, for the chat page
 """
@@ -52,6 +52,7 @@ class OpsServices:
     explain: Callable[[RouteRequest], Awaitable[dict[str, Any]]]
     candidates: Callable[[], Sequence[Candidate]]
     index_state: Callable[[], Any]
+    index_report: Callable[[], Awaitable[dict[str, Any]]]
     prefixes: Callable[[int, str | None], Awaitable[FleetPrefixes]]
     """At most so many, of one model or of all."""
     drain: Callable[[], None]
@@ -72,6 +73,7 @@ class OpsApi:
         return [
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/workers", self.workers, methods=["GET"]),
+            Route("/index", self.index, methods=["GET"]),
             Route("/prefixes", self.prefixes, methods=["GET"]),
             Route("/route/explain", self.explain, methods=["POST"]),
             Route("/drain", self.drain, methods=["POST"]),
@@ -96,6 +98,10 @@ class OpsApi:
             for candidate in self._services.candidates()
         ]
         return json_response({"workers": workers, "index": _fields(self._services.index_state())})
+
+    async def index(self, request: Request) -> Response:
+        """What Redis says of every worker, read now: blocks held, lease, load."""
+        return json_response(await self._services.index_report())
 
     async def prefixes(self, request: Request) -> Response:
         """The prefixes that requests share most, over all live workers: ?limit=20&model=NAME."""

@@ -23,6 +23,7 @@ PARSERS: Final = {
     "top": "server.top.command",
     "doctor": "server.doctor.command",
     "keys": "server.keys_command",
+    "index": "server.index_command",
 }
 """Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""
 HEAD: Final = """# Configuration

@@ -47,9 +47,9 @@ class ReaderSettings:
 
 
 class _Worker:
-    """One registry entry as last read, with the decoded form of its last state."""
+    """One registry entry as last read, with what its last state said."""
 
-    __slots__ = ("generation", "load", "member", "raw", "state")
+    __slots__ = ("deadline_ms", "generation", "load", "lookup", "member", "raw", "state", "written_ms")
 
     def __init__(self, member: WorkerMember) -> None:
         self.member = member
@@ -57,22 +57,23 @@ class _Worker:
         self.raw: bytes | None = None
         self.state: schema.State | None = None
         self.load = WorkerLoad()
+        self.deadline_ms = 0
+        self.written_ms = 0
+        self.lookup = 0
+        """The last lookup that found its state."""
 
-    def take(self, raw: bytes) -> schema.State:
-        """Decode a state unless it is the one seen last. Raises RegistryError."""
-        if raw == self.raw and self.state is not None:
-            return self.state
-        state = schema.decode_state(raw)
+    def take(self, raw: bytes, state: schema.State) -> None:
         self.raw, self.state, self.load = raw, state, state.load
-        return state
+        self.deadline_ms, self.written_ms = state.deadline_ms, state.written_ms
 
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """The part of a lookup that stays the same while the registry does."""
+    """The part of a lookup that stays the same while the registry does: the command before and after the hashes."""
 
     workers: tuple[_Worker, ...]
     head: bytes
+    tail: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,13 @@ class _Shard:
         self.link = Link(endpoint, link_settings, on_change=self._link_changed)
         self.keys = schema.Keys(settings.prefix, number)
         self._workers: dict[WorkerId, _Worker] = {}
+        self._by_epoch: dict[str, _Worker] = {}
+        self._by_state: dict[bytes, _Worker] = {}
+        """By the state last read of each, as it stood in Redis."""
+        self._only_known_states = False
+        """Nothing stands beside the workers' states, as far as was seen: they may be read without naming them."""
+        self._names_needed = False
+        self._num_lookups = 0
         self._queries: dict[str | None, _Query] = {}
         self._version: bytes | None = None
         self._evalsha = b"EVALSHA_RO"
@@ -140,7 +148,7 @@ class _Shard:
         return self._candidates(query, reply)
 
     def _submit(self, query: _Query, blob: bytes) -> asyncio.Future[list[Reply]]:
-        return self.link.submit((query.head, b"$%d\r\n" % len(blob), blob, b"\r\n"), 1)
+        return self.link.submit((query.head, b"$%d\r\n" % len(blob), blob, query.tail), 1)
 
     async def _again(self, query: _Query, blob: bytes, error: ResponseError) -> Reply:
         """A server that has not the script, or an old one without EVALSHA_RO."""
@@ -175,46 +183,71 @@ class _Shard:
 
     def _query_of(self, workers: tuple[_Worker, ...]) -> _Query:
         sets = [self.keys.blocks(w.member.worker_id, w.member.epoch, w.generation) for w in workers]
-        ids = [w.member.worker_id for w in workers]
-        fixed: list[Argument] = [self._evalsha, LOOKUP_SHA, len(sets) + 2, self.keys.states, self.keys.version]
-        command = [*fixed, *sets, *ids]
-        _, _, tail = pack_command(command).partition(b"\r\n")
-        return _Query(workers, b"*%d\r\n%b" % (len(command) + 1, tail))
+        keys = [self.keys.states, self.keys.version, *sets]
+        # A name is an argument, and costs more than a state that nobody asked for: but not one of any size and number.
+        all_states = self._only_known_states and 2 * len(workers) >= len(self._workers)
+        ids = [] if all_states else [w.member.worker_id for w in workers]
+        start: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys]
+        _, _, head = pack_command(start).partition(b"\r\n")
+        _, _, tail = pack_command(ids).partition(b"\r\n")
+        return _Query(workers, b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail)
 
     def _candidates(self, query: _Query, reply: Reply) -> list[Candidate]:
         try:
-            version, seconds, microseconds, matches, states = reply
+            version, (seconds, microseconds), matches, states = reply
             now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-            matched = list(map(int, matches.split(b","))) if matches else []
-            if not len(matched) == len(states) == len(query.workers):
-                raise ValueError(f"{len(matched)} matches and {len(states)} states of {len(query.workers)} workers")
-        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(states, ResponseError) and self._only_known_states:
+                self._names_needed, self._only_known_states = True, False  # an ACL without HVALS
+                self._queries.clear()
+            if not isinstance(states, list) or len(matches) != len(query.workers):
+                raise ValueError(f"{len(matches)} matches of {len(query.workers)} workers, states {states!r:.80}")
+        except (TypeError, ValueError) as error:
             self._complain(b"reply", f"lookup gave {reply!r:.80}: {error}")
             raise LinkDownError("malformed reply") from error
         self._redis_now_ms = now_ms
         if (version or b"") != self._version:
             self._start_refresh()
-        candidates = []
-        for worker, raw, num_matched in zip(query.workers, states, matched, strict=True):
-            if raw is None:
-                continue
-            if raw != worker.raw:
-                try:
-                    worker.take(raw)
-                except (RegistryError, TypeError) as error:
-                    self._complain(worker.member.worker_id.encode(), f"state of {worker.member.worker_id!r}: {error}")
-                    continue
-            state = worker.state
-            assert state is not None
-            if state.deadline_ms <= now_ms or state.epoch != worker.member.epoch:
-                continue
-            if state.generation != worker.generation:
-                worker.generation = state.generation
+        self._num_lookups = lookup = self._num_lookups + 1
+        by_state = self._by_state
+        switched: set[_Worker] = set()
+        for raw in states:
+            worker = by_state.get(raw) or self._read_state(raw, switched)
+            if worker is not None:
+                worker.lookup = lookup
+            elif raw is not None and self._only_known_states:
+                self._only_known_states = False
                 self._queries.clear()
-                num_matched = 0
-            age_s = (now_ms - state.written_ms) * 1e-3
-            candidates.append(Candidate(worker.member, worker.load, num_matched, age_s if age_s > 0.0 else 0.0))
-        return candidates
+        if switched:  # what was found is not of the set that counts now
+            self._queries.clear()
+            matches = [0 if w in switched else n for w, n in zip(query.workers, matches, strict=True)]
+        return [
+            Candidate(
+                worker.member, worker.load, matched, (now_ms - at) * 1e-3 if now_ms > (at := worker.written_ms) else 0.0
+            )
+            for worker, matched in zip(query.workers, matches, strict=True)
+            if worker.lookup == lookup and worker.deadline_ms > now_ms
+        ]
+
+    def _read_state(self, raw: bytes | None, switched: set[_Worker]) -> _Worker | None:
+        """The known worker of which this is the state, which is kept; a new generation adds it to `switched`."""
+        if raw is None:
+            return None
+        try:
+            state = schema.decode_state(raw)
+        except (RegistryError, TypeError) as error:
+            self._complain(b"state", f"a state: {error}")
+            return None
+        worker = self._by_epoch.get(state.epoch)
+        if worker is None:
+            return None
+        if worker.raw is not None:
+            self._by_state.pop(worker.raw, None)
+        worker.take(raw, state)
+        self._by_state[raw] = worker
+        if state.generation != worker.generation:
+            worker.generation = state.generation
+            switched.add(worker)
+        return worker
 
     # --- registry ---------------------------------------------------------------------------------------------------
 
@@ -262,18 +295,16 @@ class _Shard:
             known = self._workers.get(member.worker_id)
             workers[member.worker_id] = known if known is not None and known.member == member else _Worker(member)
         self._workers = workers
+        self._by_epoch = {worker.member.epoch: worker for worker in workers.values()}
+        self._by_state = {worker.raw: worker for worker in workers.values() if worker.raw is not None}
 
     def _take_states(self, reply: Reply) -> None:
+        self._only_known_states = isinstance(reply, list) and not self._names_needed
         if not isinstance(reply, list):
             return
-        for field, value in zip(reply[::2], reply[1::2], strict=True):
-            worker = self._workers.get(WorkerId(field.decode(errors="replace")))
-            if worker is None:
-                continue
-            try:
-                worker.generation = worker.take(value).generation
-            except RegistryError as error:
-                self._complain(field, f"state of {field!r:.80}: {error}")
+        for raw in reply[1::2]:
+            if self._read_state(raw, set()) is None:
+                self._only_known_states = False
 
     def members(self) -> list[WorkerMember]:
         return [worker.member for worker in self._workers.values()]
@@ -420,5 +451,7 @@ class RedisIndex:
         return [ShardHealth(shard.link.label, shard.link.up, shard.breaker_open) for shard in self._shards]
 
     async def ping(self) -> None:
-        """One PING on the first shard's connection: the yardstick of `headstart bench index`."""
-        await self._shards[0].link.submit((b"*1\r\n$4\r\nPING\r\n",), 1)
+        """A PING on the first shard's connection, within the deadline as a lookup: the yardstick of the bench."""
+        async with asyncio.timeout(self._settings.deadline_s):
+            await self._shards[0].link.submit((b"*1\r\n$4\r\nPING\r\n",), 1)
+        self._shards[0].succeeded()

@@ -18,7 +18,17 @@ from tests.redis_server import RedisServer, until
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
 SETTINGS = ReaderSettings(poll_s=0.05, refresh_interval_s=0.0, breaker_probe_s=0.05)
 
-GATEWAY_RIGHTS = ("+get", "+hgetall", "+time", "+evalsha_ro", "+script|load", "+sismember", "+smismember", "+hmget")
+GATEWAY_RIGHTS = (
+    "+get",
+    "+hgetall",
+    "+time",
+    "+evalsha_ro",
+    "+script|load",
+    "+sismember",
+    "+smismember",
+    "+hmget",
+    "+hvals",
+)
 WORKER_RIGHTS = (
     *("+multi", "+exec", "+time", "+get", "+set", "+sadd", "+srem", "+scard", "+pexpire", "+unlink"),
     *("+hset", "+hget", "+hexists", "+hdel", "+hgetall"),

@@ -18,7 +18,8 @@ from tests.redis_server import RedisServer, until
 EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0)
 
 
-def member(name: str = "w0", epoch: str = "e0", model: str = "m") -> WorkerMember:
+def member(name: str = "w0", epoch: str | None = None, model: str = "m") -> WorkerMember:
+    epoch = epoch or f"epoch-of-{name}"
     return WorkerMember(
         WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", model, "n" * 32, "cpu-float32", 16, 4096, protocol=1
     )
@@ -130,7 +131,7 @@ async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None
     writer = IndexWriter(redis_server.url, member())
     async with running(writer):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
-        key = "{headstart:0}:b:w0:e0:1"
+        key = "{headstart:0}:b:w0:epoch-of-w0:1"
         command: dict[str, tuple[str | bytes, ...]] = {
             "lost entry": ("SREM", key, hashes[3][:8]),
             "foreign entry": ("SADD", key, "12345678"),
@@ -151,7 +152,7 @@ async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: R
     async with running(writer, index):
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
-        redis_server.command("SADD", "{headstart:0}:b:w0:e0:1", *entries(hashes))
+        redis_server.command("SADD", "{headstart:0}:b:w0:epoch-of-w0:1", *entries(hashes))
         await until(becomes(index, hashes, {"w0": 4}))
 
 
@@ -181,7 +182,7 @@ async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None
         writer.begin_epoch(member(epoch="e1"))
         assert await writer.rewrite([], WorkerLoad())
         await until(becomes(index, hashes, {"w0": 0}))
-        assert redis_server.command("EXISTS", "{headstart:0}:b:w0:e0:1") == b":0\r\n"
+        assert redis_server.command("EXISTS", "{headstart:0}:b:w0:epoch-of-w0:1") == b":0\r\n"
         assert index.members() == [member(epoch="e1")]
 
 
@@ -231,7 +232,7 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
         ("HSET", "{headstart:0}:states", "w0", "x" * 100_000),
         ("HSET", "{headstart:0}:members", "evil", '{"worker_id":"evil"}'),
         ("HSET", "{headstart:0}:members", "evil", b"\xff" * 10),
-        ("SET", "{headstart:0}:b:w0:e0:1", "a string"),
+        ("SET", "{headstart:0}:b:w0:epoch-of-w0:1", "a string"),
         ("SET", "{headstart:0}:version", "x" * 1000),
     ],
 )

@@ -37,6 +37,8 @@ COVERED: Final = {
     r"headstart bench (cache|index|engine|gateway)": "tests/benchmarks",
     r"headstart top": "tests/server/top/test_top.py",
     r"headstart doctor": "tests/server/doctor/test_doctor.py",
+    r"headstart index purge": "tests/server/test_index_command.py",
+    r"headstart index": HERE,
     r"headstart keys": "tests/server/test_api_keys.py",
     r"(docker|podman) build": "tests/k8s/test_dockerfile.py",
     r"(helm|kubectl) ": "tests/k8s",
@@ -79,6 +81,7 @@ def run(command: str, serve: Serve) -> str:
     """Its output; the addresses are those of `serve`. Asserts that it succeeds."""
     local = command.replace("http://127.0.0.1:8000", serve.url).replace("http://127.0.0.1:8001", serve.ops_url)
     local = local.split(" &")[0].replace("| jq", "")
+    local = re.sub(r"^headstart ", f"{sys.executable} -m server.cli ", local)
     if local.startswith("curl"):
         local = local.replace("curl", "curl --silent --show-error --fail-with-body --max-time 60", 1)
     done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=120, cwd=ROOT)

@@ -126,6 +126,7 @@ class ScriptedWorker:
                 Route("/state", self._state),
                 Route("/bundle", self._bundle),
                 Route("/prefixes", self._prefixes),
+                Route("/purge", self._purge, methods=["POST"]),
             ]
         )
 
@@ -170,6 +171,9 @@ class ScriptedWorker:
     async def _prefixes(self, http: Request) -> Response:
         uses = (PrefixUse(("00", "01"), 5, 0, 4, 1.0), PrefixUse(("00", "01", "02"), 7, 1, 2, 0.0))
         return Response(pack(PrefixReport(self.worker_id, self.member().epoch, self.bundle.model, 16, 100, uses)))
+
+    async def _purge(self, http: Request) -> Response:
+        return Response(b'{"epoch": "epoch-after-purge"}')
 
     async def _bundle(self, http: Request) -> Response:
         return Response(pack(self.bundle))
