@@ -14,16 +14,12 @@ import asyncio
 import json
 import os
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import tempfile
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +28,7 @@ from typing import Final
 import redis.asyncio
 import uvloop
 
+from benchmarks.private_redis import private_redis
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.hashing import Namespace as BlockNamespace
 from cache.hashing import hash_chain, index_entry
@@ -61,34 +58,7 @@ class Timing:
     p99_s: float
 
 
-# --- a private server -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def private_redis() -> Iterator[str]:
-    """The URL of a server of our own, which ends with the context."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(find_redis_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-        try:
-            _wait_for(port)
-            yield f"redis://127.0.0.1:{port}"
-        finally:
-            server.send_signal(signal.SIGKILL)
-            server.wait()
-
-
-def _wait_for(port: int) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while True:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
-            return
-        if time.monotonic() > deadline_s:
-            raise SystemExit("redis-server did not start")
-        time.sleep(0.01)
+# --- connections --------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -394,6 +364,11 @@ async def measure(url: str, options: Namespace) -> list[Figure]:
         Figure("lookup_during_rewrite_p99_s", during.p99_s, "s", "the same", "<= 0.025"),
         Figure("lookups_per_s_8_clients", throughput, "/s", "64 x 512, clients and server on this machine's CPUs"),
         Figure("ping_redis_py_p50_s", redis_py.p50_s, "s", "PING by redis.asyncio.Redis, for comparison"),
+        *(
+            Figure(f"{figure.name[:-6]}_over_redis_py_ping", figure.value / redis_py.p50_s, "x", "for comparison")
+            for figure in listed
+            if figure.name in ("lookup_64x512_p50_s", "lookup_1000x512_p50_s")
+        ),
     ]
     listed += [
         Figure(f"peer_{name}_64x512_p50_s", peer.p50_s, "s", "the peers' schema, every worker holds every block")
@@ -422,7 +397,9 @@ async def _lookup_figures(url: str, link: Link, options: Namespace) -> list[Figu
         for pattern, result in results.items():
             listed.append(Figure(f"lookup_{size}_{pattern}_p50_s", result.lookup.p50_s, "s", pattern))
             listed.append(Figure(f"lookup_{size}_{pattern}_p99_s", result.lookup.p99_s, "s", pattern))
-    listed.insert(0, Figure("ping_p50_s", statistics.median(pings_s), "s", "PING on the same connection"))
+    listed.insert(
+        0, Figure("ping_p50_s", statistics.median(pings_s), "s", "PING by the same client, with a deadline too")
+    )
     return listed
 
 

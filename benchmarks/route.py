@@ -86,6 +86,7 @@ def plan(options: Namespace) -> list[Run]:
                     speculate=policy in SPECULATING, publish_delay_s=options.index_delay + options.report_age
                 ),
                 seed=options.seed + spreading,
+                redis=options.index == "redis" and policy != POOLED,
             ),
             options.load,
         )
@@ -169,6 +170,9 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first spreading")
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
     parser.add_argument("--gateways", type=int, default=1, help="each with books of its own")
+    parser.add_argument(
+        "--index", choices=("memory", "redis"), default="memory", help="redis: a real one (same figures, more time)"
+    )
     parser.add_argument("--index-delay", type=float, default=0.1, metavar="S", help="how late the index is")
     parser.add_argument("--report-age", type=float, default=0.05, metavar="S", help="how often workers report")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
@@ -178,7 +182,7 @@ def options_of(argv: list[str]) -> Namespace:
 def main(argv: list[str]) -> int:
     options = options_of(argv)
     outcomes = execute_all(plan(options), options.jobs)
-    names = ("spreadings", "seed", "load", "gateways", "index_delay", "report_age")
+    names = ("spreadings", "seed", "load", "gateways", "index", "index_delay", "report_age")
     env = {name: getattr(options, name) for name in names}
     publish(Report("route", figures(outcomes), env), options, _draw(outcomes))
     return 0

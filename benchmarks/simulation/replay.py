@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
+from benchmarks.simulation.redis_backend import RedisBackend
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
 from cache.events import BlockEvent, Removed, Stored
 from cache.hash_allocator import HashAllocator
@@ -43,6 +44,8 @@ class ReplaySettings:
     unscored_share: float = 0.1
     """Of the requests, the first ones, which meet cold caches."""
     seed: int = 0
+    redis: bool = False
+    """The index is a real Redis instead of its model in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Replay:
         self._now_s = 0.0
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._index = MemoryIndex(lambda: self._now_s, lease_s=float("inf"))
+        self._index = RedisBackend() if settings.redis else MemoryIndex(lambda: self._now_s, lease_s=float("inf"))
         self._late: deque[tuple[float, WorkerId, list[BlockEvent]]] = deque()
         rng = random.Random(settings.seed)
         self._gateway_rng = random.Random(rng.getrandbits(64))
@@ -88,7 +91,7 @@ class Replay:
         for number in range(settings.num_workers):
             member = WorkerMember(
                 WorkerId(f"worker-{number:02}"),
-                Epoch("1"),
+                Epoch(f"{number:016x}"),
                 "http://simulated",
                 MODEL,
                 "",
@@ -107,9 +110,13 @@ class Replay:
         for session in self._workload.sessions:
             self._at(session.start_s, partial(self._arrive, session, 0))
         agenda = self._agenda
-        while agenda:
-            self._now_s, _, action = heapq.heappop(agenda)
-            action()
+        try:
+            while agenda:
+                self._now_s, _, action = heapq.heappop(agenda)
+                action()
+        finally:
+            if isinstance(self._index, RedisBackend):
+                self._index.close()
         return self._outcome()
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks.route import execute, options_of, parse_cell, plan, processes
-from benchmarks.simulation.replay import POOLED, Outcome
+from benchmarks.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
+from benchmarks.simulation.traces import ConversationTrace
+from server.router.policies import make_policy
 
 CELL = "conv25_n8"
 
@@ -62,6 +70,34 @@ def test_an_index_a_second_late_loses_nothing(outcomes: dict[str, Outcome]) -> N
 def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:
     for rival in ("one.llm-d", "one.least_load"):
         assert outcomes["one.headstart"].ttft_mean_s < outcomes[rival].ttft_mean_s
+
+
+def conversations(path: Path, num_requests: int) -> Path:
+    """A little trace in the recorded one's form: turns of conversations that share a system prompt."""
+    rng = random.Random(7)
+    ids = iter(range(1, 1 << 20))
+    open_chats = [[0] for _ in range(8)]
+    with gzip.open(path, "wt") as lines:
+        for number in range(num_requests):
+            chat = rng.choice(open_chats)
+            chat.extend(next(ids) for _ in range(rng.randint(1, 6)))
+            turn = {"timestamp": 250 * number, "input_length": 512 * len(chat), "output_length": 100, "hash_ids": chat}
+            lines.write(json.dumps(turn) + "\n")
+            if len(chat) > 24:
+                chat[:] = [0]
+    return path
+
+
+def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -> None:
+    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 150))
+    workload = trace.workload(num_workers=4, load=0.9, seed=1)
+    settings = ReplaySettings(num_workers=4, cache_share=0.3)
+    memory, redis = (
+        Replay(workload, lambda: make_policy("headstart"), replace(settings, redis=real)).run()
+        for real in (False, True)
+    )
+    assert redis == memory
+    assert memory.hit > 0.3
 
 
 @pytest.mark.parametrize("cell", ["conv", "conv0_n8", "x25_n8", "conv25_n0"])

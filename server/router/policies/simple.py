@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Final
 
 from server.router.placement import RouteRequest
 from server.router.policies.base import FleetView, Option, StatelessPolicy
-
-_SEED: Final = b"3"
-"""Which worker a key falls to is luck; of a dozen seeds this one comes closest to the published figures."""
+from server.router.policies.rendezvous import weights
 
 
 class LongestPrefix(StatelessPolicy):
@@ -47,20 +43,11 @@ class LeastLoad(StatelessPolicy):
 
 
 class ConsistentHash(StatelessPolicy):
-    """Rendezvous hashing: a key's worker changes only when that worker leaves, or a better one for it comes.
-
-    The key is the affinity key, else the prompt's first blocks.
-    """
+    """Rendezvous hashing of the affinity key, else of the prompt's first blocks."""
 
     def __init__(self, num_blocks: int = 2) -> None:
         self._num_blocks = num_blocks
 
     def scores(self, request: RouteRequest, options: Sequence[Option], fleet: FleetView) -> Sequence[float]:
         key = request.affinity_key.encode() if request.affinity_key else b"".join(request.hashes[: self._num_blocks])
-        key = key or request.request_id.encode()
-        return [_weight(key, option.member.worker_id) for option in options]
-
-
-def _weight(key: bytes, worker_id: str) -> int:
-    key = blake2b(key, digest_size=32).digest()
-    return int.from_bytes(blake2b(worker_id.encode(), digest_size=8, key=key, person=_SEED).digest(), "big")
+        return weights(key or request.request_id.encode(), options)

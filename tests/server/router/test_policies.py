@@ -67,6 +67,23 @@ def test_headstart_blurs_what_other_gateways_may_have_done() -> None:
     assert first - second == pytest.approx(0.2)
 
 
+def test_a_cache_key_is_a_hint_that_every_gateway_takes_alike_and_that_work_outdoes() -> None:
+    """Among equals the key's worker, whatever else each gateway has seen; not at the price of a match or of a queue."""
+    requests = [ask(affinity_key=f"conversation {number}") for number in range(64)]
+    names = [f"w{number}" for number in range(4)]
+    first, second = make_policy("headstart"), make_policy("headstart")
+    homes = [chosen(first, request, *map(option, names)) for request in requests]
+    assert {name for home in homes for name in home} == set(names), "keys spread"
+    for request, home in zip(requests, homes, strict=True):
+        (name,) = home
+        others = [other for other in names if other != name]
+        busy_lately = option(name, recent_s=5.0)
+        assert chosen(second, request, *map(option, reversed(others)), busy_lately) == home
+        assert name not in chosen(first, request, *map(option, others), option(name, wait_s=0.05))
+        warm = option("warm", matched_tokens=160, own_s=0.01)
+        assert chosen(first, request, *map(option, names), warm) == {"warm"}
+
+
 def test_longest_prefix_takes_the_match_whatever_waits_and_then_the_load() -> None:
     policy = make_policy("longest_prefix")
     options = [
