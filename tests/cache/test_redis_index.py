@@ -226,19 +226,22 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
 
 
 @pytest.mark.parametrize(
-    "poison",
+    ("poison", "is_told"),
     [
-        ("HSET", "{headstart:0}:states", "w0", b"\xc1"),
-        ("HSET", "{headstart:0}:states", "w0", "x" * 100_000),
-        ("HSET", "{headstart:0}:members", "evil", '{"worker_id":"evil"}'),
-        ("HSET", "{headstart:0}:members", "evil", b"\xff" * 10),
-        ("SET", "{headstart:0}:b:w0:epoch-of-w0:1", "a string"),
-        ("SET", "{headstart:0}:version", "x" * 1000),
+        (("HSET", "{headstart:0}:states", "w0", b"\xc1"), True),
+        (("HSET", "{headstart:0}:states", "w0", "x" * 100_000), True),
+        (("HSET", "{headstart:0}:states", "stranger", "x" * 100_000), True),
+        (("HSET", "{headstart:0}:members", "evil", '{"worker_id":"evil"}'), True),
+        (("HSET", "{headstart:0}:members", "evil", b"\xff" * 10), True),
+        (("SET", "{headstart:0}:b:w0:epoch-of-w0:1", "a string"), False),
+        (("SET", "{headstart:0}:version", "x" * 1000), False),
+        (("SET", "{headstart:0}:foreign", "x"), False),
     ],
 )
 async def test_poison_costs_at_most_its_own_worker(
-    redis_server: RedisServer, poison: tuple[str | bytes, ...], caplog: pytest.LogCaptureFixture
+    redis_server: RedisServer, poison: tuple[str | bytes, ...], is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is ignored, with one line in the log and an event for the metric each time that it is met."""
     hashes = chain(10)
     writers = [IndexWriter(redis_server.url, member("w0")), IndexWriter(redis_server.url, member("w1"))]
     events: list[str] = []
@@ -255,8 +258,34 @@ async def test_poison_costs_at_most_its_own_worker(
                 assert found is not None
                 assert found["w1"] == 10
                 await asyncio.sleep(0.002)
-        assert len(caplog.records) <= 1
+            if is_told:
+                await until(lambda: "invalid" in events)
+        assert len(caplog.records) == is_told
+        assert events.count("invalid") >= is_told
         assert "evil" not in {m.worker_id for m in index.members()}
+
+
+async def test_what_stands_beside_the_states_is_not_read_again(redis_server: RedisServer) -> None:
+    """Somebody else's values, of any size and number, cost one refresh and no lookup."""
+    hashes = chain(4)
+    writers = [IndexWriter(redis_server.url, member(f"w{i}")) for i in range(3)]
+    index = RedisIndex(redis_server.url, EAGER)
+    async with running(*writers, index):
+        for writer in writers:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 4, "w1": 4, "w2": 4}))
+        redis_server.command("HSET", "{headstart:0}:states", "foreign", "x" * 1_000_000)
+        assert await matches(index, hashes) == {"w0": 4, "w1": 4, "w2": 4}
+        sent = num_bytes_sent(redis_server)
+        for _ in range(10):
+            assert await matches(index, hashes) == {"w0": 4, "w1": 4, "w2": 4}
+        assert num_bytes_sent(redis_server) - sent < 500_000
+
+
+def num_bytes_sent(server: RedisServer) -> int:
+    stats = server.command("INFO", "stats")
+    (line,) = [line for line in stats.split(b"\r\n") if line.startswith(b"total_net_output_bytes:")]
+    return int(line.partition(b":")[2])
 
 
 async def test_registries_of_the_wrong_type_are_survived(redis_server: RedisServer) -> None:

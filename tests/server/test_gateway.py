@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,38 @@ async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:
         maps = mapped_files(gateway.process.pid)
         assert "tokenizers" in maps
         assert "torch" not in maps
+
+
+async def test_several_models_each_with_its_workers_and_its_namespace(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer
+) -> None:
+    """One prompt, two models, and a cache key that both requests carry: no worker, and no block, is shared."""
+    reply = raw_tokenizer.encode(ANSWER).ids
+    tiny = [ScriptedWorker(bundle, worker_id=f"tiny-{n}", reply=reply) for n in range(2)]
+    other = ScriptedWorker(replace(bundle, model="other"), worker_id="other-0", reply=reply)
+    async with AsyncExitStack() as stack:
+        for worker in (*tiny, other):
+            worker.url = await stack.enter_async_context(listening(worker.app()))
+        urls = [worker.url for worker in (*tiny, other)]
+        gateway = await stack.enter_async_context(gateway_process("--workers", *urls))
+        await gateway.until_ready()
+        ids: list[str] = []
+        while len(ids) < 2:
+            _, models = await gateway.get(gateway.url + "/v1/models")
+            ids = sorted(model["id"] for model in json.loads(models)["data"])
+        assert ids == ["other", "tiny"]
+        for model in ("tiny", "other", "tiny", "other", "tiny", "other"):
+            status, _, _ = await post(gateway.url, chat(model=model, prompt_cache_key="one"))
+            assert status == 200
+        assert sum(len(worker.received) for worker in tiny) == 3
+        assert len(other.received) == 3
+        roots = {request.root for worker in tiny for request in worker.received}
+        assert len(roots) == 1
+        assert roots.isdisjoint(request.root for request in other.received)
+        status, _, raw = await post(gateway.url, chat(model="third"))
+        assert (status, json.loads(raw)["error"]["code"]) == (404, "model_not_found")
+        _, _, explained = await post(gateway.ops, chat(model="other"), "/route/explain")
+        assert [worker["worker"] for worker in json.loads(explained)["workers"]] == ["other-0"]
 
 
 async def test_sigterm_lets_open_streams_end(worker: ScriptedWorker) -> None:
