@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("worker", nargs="?", help="whose cache `purge` empties")
     p.add_argument("--ops", default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
+    p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="the CA of its certificate (default: the system's)")
     p.add_argument("--ops-key-file", type=Path, metavar="FILE", help="the gateway's ops key, for `purge`")
     p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
     p.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
@@ -99,10 +101,12 @@ async def _ask_gateway(
     headers = {}
     if args.ops_key_file is not None:
         headers["authorization"] = f"Bearer {args.ops_key_file.read_text().strip()}"
+    context = ssl.create_default_context(cafile=args.ops_ca_file)
+    url = args.ops.rstrip("/") + path
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
-            session.request(method, args.ops.rstrip("/") + path, params=query, headers=headers) as response,
+            session.request(method, url, params=query, headers=headers, ssl=context) as response,
         ):
             answer = await response.json(content_type=None)
             if response.status != 200:
