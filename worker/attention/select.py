@@ -8,24 +8,31 @@ from worker.attention.base import Attention, AttentionShape
 from worker.attention.invariant import InvariantAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.kernels.bits import kernels_serve
 
 _log = logging.getLogger(__name__)
 
 
 def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bool) -> Attention:
-    """xformers' kernel on CUDA, torch elsewhere and for what the kernel cannot do (which is logged).
+    """xformers' kernel on CUDA, compiled decodes on a CPU in bfloat16, torch elsewhere, and where xformers' kernel
+    cannot serve (which is logged).
 
     Raises RuntimeError on CUDA without xformers: a GPU must not run slow code unnoticed.
     """
     if deterministic:
         return InvariantAttention(shape, cache)
-    if cache.keys[0].device.type != "cuda":
+    device, dtype = cache.keys[0].device, cache.keys[0].dtype
+    if kernels_serve(dtype, device, deterministic=deterministic):
+        from worker.attention.compiled_paged import CompiledPagedAttention
+
+        return CompiledPagedAttention(shape, cache)
+    if device.type != "cuda":
         return TorchPagedAttention(shape, cache)
     try:
         from worker.attention.xformers_paged import XformersPagedAttention, unsupported
     except ImportError as error:
         raise RuntimeError(f"device=cuda needs xformers: pip install 'headstart[cuda]' ({error})") from error
-    if reason := unsupported(shape, cache.keys[0].dtype, cache.block_size):
+    if reason := unsupported(shape, dtype, cache.block_size):
         _log.warning("attention runs in plain torch, which is slow on a GPU: %s", reason)
         return TorchPagedAttention(shape, cache)
     return XformersPagedAttention(shape, cache)

@@ -53,7 +53,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     decodes: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
 
@@ -71,27 +71,33 @@ class TorchPagedAttention:
         self._dtype = cache.keys[0].dtype
         self._scratch: dict[str, Tensor] = {}
 
-    def plan(self, spans: Sequence[Span]) -> dict[int | None, _Plan]:
+    def plan(self, spans: Sequence[Span]) -> dict[int | None, Plan]:
         """One plan for each width of window that the model's layers have."""
         windows = set(self._shape.windows) or {None}
         return {window: self._plan(spans, window) for window in windows}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        self._cache.write(layer, batch.slots, key, value)
+        self._write(layer, batch, key, value)
         plan = batch.plan[self._shape.window(layer)]  # type: ignore[index]
-        outputs = [self._decode(layer, query, group) for group in plan.decodes]
+        outputs = self._decode_all(layer, query, plan)
         outputs += [self._prefill(layer, query, key, value, chunk) for chunk in plan.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _plan(self, spans: Sequence[Span], window: int | None) -> _Plan:
+    def _write(self, layer: int, batch: ForwardBatch, key: Tensor, value: Tensor) -> None:
+        self._cache.write(layer, batch.slots, key, value)
+
+    def _plan(self, spans: Sequence[Span], window: int | None) -> Plan:
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
         groups = _group_by_length([_visible(span, window, self._cache.block_size) for span in spans[:num_decodes]])
+        decodes = tuple(self._plan_group(spans[start:stop], start, window) for start, stop in groups)
+        return Plan(decodes, self._plan_chunks(spans, num_decodes, window))
+
+    def _plan_chunks(self, spans: Sequence[Span], num_decodes: int, window: int | None) -> tuple[_Chunk, ...]:
         chunks, first = [], num_decodes
         for span in spans[num_decodes:]:
             chunks.append(self._plan_chunk(span, first, window))
             first += span.num_tokens
-        decodes = tuple(self._plan_group(spans[start:stop], start, window) for start, stop in groups)
-        return _Plan(decodes, tuple(chunks))
+        return tuple(chunks)
 
     def _plan_group(self, spans: Sequence[Span], first: int, window: int | None) -> _DecodeGroup:
         size = self._cache.block_size
@@ -130,6 +136,9 @@ class TorchPagedAttention:
             num_prefix=span.start - low,
             mask=mask,
         )
+
+    def _decode_all(self, layer: int, query: Tensor, plan: Plan) -> list[Tensor]:
+        return [self._decode(layer, query, group) for group in plan.decodes]
 
     def _decode(self, layer: int, query: Tensor, group: _DecodeGroup) -> Tensor:
         shape, rows = self._shape, group.stop - group.first

@@ -18,7 +18,7 @@ from worker.model.config import ModelConfig
 from worker.model.linear import Linear
 from worker.model.mlp import Mlp
 from worker.model.norm import RmsNorm
-from worker.model.rope import apply_rope
+from worker.model.rope import Rope, Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +43,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: RmsNorm
     lm_head: Linear
-    rope: Tensor
-    """(max_model_len, 2, head_dim) in the model's dtype: see `worker.model.rope`"""
+    rope: Rope
 
 
 class LlamaDecoder:
@@ -59,9 +58,9 @@ class LlamaDecoder:
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         weights = self.weights
         hidden = functional.embedding(batch.token_ids, weights.embedding)
-        cos, sin = weights.rope[batch.positions].unsqueeze(2).unbind(1)  # (num_tokens, 1, head_dim) each
+        rotation = weights.rope.at(batch.positions)
         for index, layer in enumerate(weights.layers):
-            query, key, value = self._qkv(layer, layer.input_norm(hidden), cos, sin)
+            query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation)
             attended = attention.attend(index, query, key, value, batch)
             hidden.add_(layer.output(attended))
             hidden = layer.mlp(layer.post_norm(hidden), hidden)
@@ -74,14 +73,15 @@ class LlamaDecoder:
     def weight_bytes(self) -> int:
         return sum(layer.weight_bytes for layer in self.weights.layers) + self.weights.lm_head.weight_bytes
 
-    def _qkv(self, layer: LayerWeights, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, layer: LayerWeights, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         fused = layer.qkv(states)
-        rotated_size = config.query_size + config.kv_size
-        # (num_tokens, heads + kv_heads, head_dim)
-        heads = fused[:, :rotated_size].view(len(fused), -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        split = num_rotated * config.head_dim
+        value = fused[:, split:].view(len(fused), -1, config.head_dim)
         if layer.qk_norm is not None:
-            heads = functional.rms_norm(heads, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
-        heads = apply_rope(heads, cos, sin)
-        value = fused[:, rotated_size:].view(len(fused), -1, config.head_dim)
+            heads = fused[:, :split].view(len(fused), num_rotated, config.head_dim)
+            normed = functional.rms_norm(heads, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
+            fused = normed.flatten(1)
+        heads = rotation(fused, num_rotated)
         return heads[:, : config.num_heads], heads[:, config.num_heads :], value

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker.kernels.bits import MAX_ROWS, bits, kernels_serve
+
 
 class RmsNorm(Protocol):
     """x (num_tokens, hidden_size) -> the same shape and dtype, not in place."""
@@ -38,6 +40,28 @@ class CpuRmsNorm:
         return wide.div_(length).mul_(self._weight).to(states.dtype)
 
 
+class CompiledRmsNorm:
+    """One loop for a few rows in bfloat16; more go through torch's threads."""
+
+    __slots__ = ("_kernel", "_many", "_offset", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        from worker.kernels.bfloat16 import rms_norm
+
+        self._kernel = rms_norm
+        size = weight.shape[-1]
+        self._many = CpuRmsNorm(weight, eps, exact=False)
+        self._weight = (weight.float() * size**0.5).numpy()
+        self._offset = size * eps
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if len(states) > MAX_ROWS:
+            return self._many(states)
+        out = torch.empty_like(states)
+        self._kernel(bits(states), self._weight, self._offset, bits(out))
+        return out
+
+
 class FusedRmsNorm:
     """torch's own norm: one kernel on a GPU."""
 
@@ -53,6 +77,8 @@ class FusedRmsNorm:
 
 def rms_norm(weight: Tensor, eps: float, *, deterministic: bool) -> RmsNorm:
     """`weight` (hidden_size) of any floating dtype, on the device that the norm is for."""
+    if kernels_serve(weight.dtype, weight.device, deterministic=deterministic):
+        return CompiledRmsNorm(weight, eps)
     if weight.device.type == "cpu":
         return CpuRmsNorm(weight, eps, exact=deterministic)
     return FusedRmsNorm(weight, eps)

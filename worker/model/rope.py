@@ -3,11 +3,70 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from worker.kernels.bits import MAX_ROWS, bits, kernels_serve
 from worker.model.config import RopeConfig
+
+Rotation = Callable[[Tensor, int], Tensor]
+"""(num_tokens, ...), n -> its first n heads, rotated, (num_tokens, n, head_dim); perhaps in place."""
+
+
+class Rope(Protocol):
+    """Rotations by position."""
+
+    def at(self, positions: Tensor) -> Rotation:
+        """What every layer of one step needs, for positions (num_tokens,)."""
+
+
+class PlainRope:
+    """In operations of torch."""
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: Tensor) -> None:
+        """`table` of `rope_table`, on the model's device and in its dtype."""
+        self._table = table
+
+    def at(self, positions: Tensor) -> Rotation:
+        cos, sin = self._table[positions].unsqueeze(2).unbind(1)  # (num_tokens, 1, head_dim) each
+        return partial(_rotate, cos, sin)
+
+
+class CompiledRope:
+    """One loop for a few rows in bfloat16; more go through torch's threads."""
+
+    __slots__ = ("_kernel", "_plain", "_table")
+
+    def __init__(self, table: Tensor) -> None:
+        from worker.kernels.bfloat16 import rotate
+
+        self._kernel = rotate
+        self._plain = PlainRope(table)
+        self._table = table
+
+    def at(self, positions: Tensor) -> Rotation:
+        if len(positions) > MAX_ROWS:
+            return self._plain.at(positions)
+        rows, head_dim = bits(self._table[positions]), self._table.shape[-1]
+
+        def rotate(states: Tensor, num_heads: int) -> Tensor:
+            self._kernel(bits(states), rows, num_heads)
+            return states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
+
+        return rotate
+
+
+def make_rope(table: Tensor, *, deterministic: bool) -> Rope:
+    """The fastest form for a table's device and dtype."""
+    if kernels_serve(table.dtype, table.device, deterministic=deterministic):
+        return CompiledRope(table)
+    return PlainRope(table)
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | None = None) -> Tensor:
@@ -24,9 +83,11 @@ def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | 
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1).contiguous()
 
 
-def apply_rope(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (num_tokens, heads, head_dim) by the looked-up (num_tokens, 1, head_dim) rows of `rope_table`."""
-    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, dims=-1), sin)
+def _rotate(cos: Tensor, sin: Tensor, states: Tensor, num_heads: int) -> Tensor:
+    """By the looked-up (num_tokens, 1, head_dim) rows of `rope_table`."""
+    head_dim = cos.shape[-1]
+    heads = states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
+    return torch.addcmul(heads * cos, heads.roll(head_dim // 2, dims=-1), sin)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -16,7 +16,7 @@ from worker.model.mlp import Mlp, OneDnnMlp, PlainMlp
 from worker.model.norm import RmsNorm, rms_norm
 from worker.model.options import LoadOptions
 from worker.model.packed import PACKABLE, PackedLinear, is_packable
-from worker.model.rope import rope_table
+from worker.model.rope import make_rope, rope_table
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all) while a model loads."""
@@ -54,7 +54,7 @@ class WeightLoader:
             layers=tuple(layers),
             norm=self._norm("model.norm.weight"),
             lm_head=lm_head,
-            rope=table.to(self._device, self._dtype),
+            rope=make_rope(table.to(self._device, self._dtype), deterministic=self._options.deterministic),
         )
 
     def _layer(self, prefix: str) -> LayerWeights:
