@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import generate
 from worker.metrics import WorkerMetrics
+from worker.scheduler.request import Choice, Request
+from worker.scheduler.request import Sequence as TokenSequence
 from worker.service import WorkerService
 from worker.step import SequenceResult, Step
 from worker.wire import (
@@ -314,7 +317,7 @@ async def test_before_the_model_is_loaded() -> None:
             assert response.status == 503
 
 
-async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorker) -> None:
+async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorker, runner: SlowRunner) -> None:
     async def one(i: int) -> None:
         task = asyncio.create_task(worker.generate(generate([i % 50, *range(i % 40)], 1 + i % 30, n=1 + i % 3)))
         if i % 2:
@@ -327,9 +330,15 @@ async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorke
             assert isinstance(got.last, End)
 
     num_tasks = len(asyncio.all_tasks())
+    num_objects = []
     for first in range(0, 500, 100):
         await asyncio.gather(*(one(i) for i in range(first, first + 100)))
-    await assert_idle(worker)
+        await assert_idle(worker)
+        runner.steps.clear()
+        gc.collect()
+        num_objects.append(len(gc.get_objects()))
+    assert not [held for held in gc.get_objects() if type(held) in (Request, TokenSequence, Choice)]
+    assert num_objects[-1] - num_objects[0] < 200, "one object a request would be 400"
     await worker.http.close()
     await worker.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
 
