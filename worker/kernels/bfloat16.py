@@ -30,22 +30,28 @@ _BUNCH: Final = 4
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compiled at the first call, and kept on disk where there is a place for it."""
+def _compiled(*signatures: str) -> Callable[[_Function], _Function]:
+    """Compiled when this module is imported, if there is a signature, so that no step waits for it; kept on disk where
+    there is a place for it."""
     options: dict[str, Any] = {"fastmath": _FAST, "nogil": True, "error_model": "numpy"}
-    try:
-        compiled: _Function = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # neither beside this file nor in the home folder
-        compiled = numba.njit(**options)(function)
-    return compiled
+
+    def decorate(function: _Function) -> _Function:
+        njit: Any = numba.njit
+        try:
+            compiled: _Function = njit(list(signatures) or None, cache=True, **options)(function)
+        except RuntimeError:  # neither beside this file nor in the home folder
+            compiled = njit(list(signatures) or None, **options)(function)
+        return compiled
+
+    return decorate
 
 
-@_compiled
+@_compiled()
 def _narrow(bits: int) -> int:
     return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)  # type: ignore[return-value]
 
 
-@_compiled
+@_compiled("void(u2[:, ::1], f4[::1], f8, u2[:, ::1])")
 def rms_norm(states: Bits, weight: Floats, offset: float, out: Bits) -> None:
     """x * weight / sqrt(sum(x^2) + offset), row by row, (rows, size); weight (size,)."""
     num_rows, size = states.shape
@@ -64,7 +70,7 @@ def rms_norm(states: Bits, weight: Floats, offset: float, out: Bits) -> None:
             out[row, i] = _narrow(bits[i])
 
 
-@_compiled
+@_compiled("void(u2[:, ::1], u2[:, :, ::1], i8)")
 def rotate(states: Bits, table: Bits, num_heads: int) -> None:
     """Rotate the first `num_heads` heads of (rows, ...) in place, by rows (rows, 2, head_dim) of `worker.model.rope`'s
     table."""
@@ -91,7 +97,7 @@ def rotate(states: Bits, table: Bits, num_heads: int) -> None:
                 stored[i] = _narrow(turned_bits[i])
 
 
-@_compiled
+@_compiled()
 def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int) -> np.float32:
     """2 ** (score - highest) in place -> their sum; NaN when a score is not finite. `powers` is scratch memory.
 
@@ -122,7 +128,7 @@ def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int) -> n
     return total + check
 
 
-@_compiled
+@_compiled("void(u2[:, :, :], u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[::1])")
 def write(key: Bits, value: Bits, keys: Bits, values: Bits, slots: Indices) -> None:
     """Store (rows, kv_heads, head_dim) at `slots` of pools (num_blocks, block_size, kv_heads, head_dim)."""
     num_rows, num_kv_heads, size = key.shape
@@ -136,7 +142,7 @@ def write(key: Bits, value: Bits, keys: Bits, values: Bits, slots: Indices) -> N
                 stored_values[group, i] = value[row, group, i]
 
 
-@_compiled
+@_compiled()
 def _add_bunch(sums: Floats, weights: Floats, bunch: Floats) -> None:
     """sums (reps, size) += weights (reps, _BUNCH) @ bunch (_BUNCH, size); several at once, for sums stay in memory."""
     for rep in range(sums.shape[0]):
@@ -145,7 +151,7 @@ def _add_bunch(sums: Floats, weights: Floats, bunch: Floats) -> None:
             sums[rep, i] += a * bunch[0, i] + b * bunch[1, i] + c * bunch[2, i] + d * bunch[3, i]
 
 
-@_compiled
+@_compiled("void(u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, u2[:, ::1])")
 def attend(query: Bits, keys: Bits, values: Bits, tables: Indices, bounds: Indices, scale: float, out: Bits) -> None:
     """One query a row, (rows, heads, head_dim), over keys bounds[row, 0] .. bounds[row, 1] - 1 of the row's sequence.
 
