@@ -129,6 +129,8 @@ class Fleet:
         self._verified: dict[WorkerId, tuple[WorkerMember, str | None]] = {}
         """What `_objection` said of the very same object, for it is asked at every decision."""
         self._unreachable: set[str] = set()
+        self.index_answered_s = -math.inf
+        """When a round last read the registry."""
         self._wake = asyncio.Event()
 
     # --- for the router ---------------------------------------------------------------------------------------------
@@ -206,6 +208,8 @@ class Fleet:
         """One round: the registry's leases, then direct questions to all that the registry does not vouch for."""
         found = await self._index.lookup([])
         now_s = self._clock()
+        if found is not None:
+            self.index_answered_s = now_s
         namespaces = self._namespaces()
         for member in self._index.members():
             if self._acceptable(member, namespaces):

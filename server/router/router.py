@@ -11,6 +11,7 @@ The lookup is awaited; everything after it happens in one turn of the event loop
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class HeadstartRouter:
             settings.gateway_id, make_policy(settings.policy), settings.dispatch, rng or random.Random()
         )
         self._recent = RecentPlacements(settings.max_recent_blocks)
-        self._index_failed = False
+        self._failed_s = self._answered_s = -math.inf
+        """When the index last gave no answer, and when one."""
         self._observe = observe
 
     async def place(self, request: RouteRequest) -> HeadstartPlacement:
@@ -180,11 +182,15 @@ class HeadstartRouter:
     def index_state(self) -> IndexState:
         """For readiness and metrics."""
         foresight = self.foresight
-        reason = "the last lookup got no answer" if self._index_failed else foresight.reason
-        return IndexState(self._index_failed or foresight.blind, reason, foresight.kept, foresight.told)
+        failed = self._failed_s > max(self._answered_s, self._fleet.index_answered_s)
+        reason = "the last lookup got no answer" if failed else foresight.reason
+        return IndexState(failed or foresight.blind, reason, foresight.kept, foresight.told)
 
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
-        self._index_failed = found is None
+        if found is None:
+            self._failed_s = self.clock()
+        else:
+            self._answered_s = self.clock()
         candidates = self._fleet.candidates(request.model, found)
         if found is None:
             recent = self._recent.matched(request.hashes)

@@ -256,6 +256,14 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
     three.index.away = False
     await three.place(chain(1))
     assert not three.router.index_state().blind
+    three.index.away = True
+    three.clock.now_s += 1.0
+    await three.place(chain(1))
+    assert three.router.index_state().blind
+    three.index.away = False
+    three.clock.now_s += 1.0
+    await three.fleet.poll()  # nobody asks for anything, and yet it is known that the index is back
+    assert not three.router.index_state().blind
 
 
 async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
