@@ -104,6 +104,9 @@ class Allocator(Protocol):
     def num_free_blocks(self) -> int:
         """Blocks that an allocation could take now, evictable ones included."""
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds."""
+
     def allocate(
         self,
         num_tokens: int,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from cache.allocator import BlockCopy, CacheStats
-from cache.block_table import BlockTable
+from cache.block_table import BlockTable, num_blocks_for
 
 Table = TypeVar("Table", bound=BlockTable)
 
@@ -28,6 +28,9 @@ class AllocatorBase(ABC, Generic[Table]):
     @property
     def block_size(self) -> int:
         return self._block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return num_blocks_for(num_tokens, self._block_size)
 
     @property
     @abstractmethod

@@ -44,6 +44,9 @@ class SimpleAllocator(AllocatorBase["SimpleAllocation"]):
     def num_free_blocks(self) -> int:
         return len(self._pool)
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return min(super().num_blocks_for(num_tokens), self._window_blocks)
+
     def allocate(
         self,
         num_tokens: int,
@@ -53,7 +56,7 @@ class SimpleAllocator(AllocatorBase["SimpleAllocation"]):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> SimpleAllocation | None:
-        taken = self._pool.take(min(num_blocks_for(num_tokens, self._block_size), self._window_blocks))
+        taken = self._pool.take(self.num_blocks_for(num_tokens))
         if taken is None:
             return None
         if reuse:

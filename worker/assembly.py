@@ -74,9 +74,11 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=config.block_size, eos_token_ids=bundle.eos_token_ids)
     report("measuring the prefill rate")
     rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
-    scheduler = Scheduler(
-        make_allocator(config.prefix_cache, num_blocks, config.block_size), limits, bundle.eos_token_ids
-    )
+    window_size = None
+    if config.prefix_cache == "off" and (window := model.config.attention.longest_window) is not None:
+        window_size = window + limits.max_step_tokens
+    allocator = make_allocator(config.prefix_cache, num_blocks, config.block_size, window_size)
+    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),

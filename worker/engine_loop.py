@@ -22,7 +22,7 @@ from typing import Final, Protocol, TypeVar
 
 from cache.events import BlockEvent
 from cache.index import WorkerLoad, WorkerMember
-from cache.types import NULL_BLOCK, Epoch
+from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash, Epoch
 from worker.access_times import AccessTimes
 from worker.load_report import LoadReport
 from worker.logs import about
@@ -41,6 +41,7 @@ REPORT_INTERVAL_S: Final = 0.05
 SUSPECT_NOTICE_S: Final = 0.02
 """For Started to reach the gateway before the step that a suspect may not let us survive."""
 INTEGRITY_INTERVAL_S: Final = 10.0
+_NO_ROOT: Final = BlockHash(bytes(HASH_BYTES))
 T = TypeVar("T")
 
 
@@ -151,7 +152,7 @@ class Engine:
         return self.call(lambda: self._fail_all(failed))
 
     def probe(self) -> Future[None]:
-        """Compute one token now, past the queue. The future fails when the device does."""
+        """Allocate a block and compute one token in it now, past the queue. The future fails when the device does."""
         return self.call(self._probe)
 
     def health(self, max_step_s: float) -> str | None:
@@ -302,13 +303,20 @@ class Engine:
             raise
 
     def _probe(self) -> None:
-        """One token in the null block, which is nobody's. Raises EngineDeadError."""
+        """One token in a block of the pool, or in the null block, which is nobody's, when none is free.
+
+        Raises EngineDeadError.
+        """
+        allocation = self._scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
+        table, slots = ((NULL_BLOCK,), [0]) if allocation is None else (allocation.block_table, allocation.slots(0, 1))
         draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
-        step = Step([SequenceStep((0,), 0, (NULL_BLOCK,), (0,), (draw,))])
         try:
-            self._parts.runner.run(step)
+            self._parts.runner.run(Step([SequenceStep((0,), 0, table, slots, (draw,))]))
         except Exception as error:
             raise EngineDeadError(f"the device does not compute: {error}") from error
+        finally:
+            if allocation is not None:
+                allocation.free()
         self._last_progress_s = time.monotonic()
 
     def _purge(self, epoch: Epoch) -> None:

@@ -62,7 +62,7 @@ class PagedModel:
     @torch.inference_mode()
     def logits(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """One forward over all steps -> (tokens of the step, vocab_size) for each."""
-        batch = build_batch(Step(steps), self._attention, self._model.device)
+        batch = build_batch(Step(steps), self._attention, self._model.device, self.block_size)
         logits = self._model.decoder.logits(self._model.decoder.forward(batch.forward, self._attention))
         by_index = {part.index: logits[part.first : part.stop] for part in batch.sequences}
         return [by_index[index] for index in range(len(steps))]

@@ -14,7 +14,7 @@ from cache.factory import make_allocator
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
-from tests.worker.scheduler.engine import Answer, generate
+from tests.worker.scheduler.engine import ROOT, Answer, generate
 from worker.engine_loop import Engine, EngineParts
 from worker.load_report import LoadReport, PrefillRate
 from worker.metrics import WorkerMetrics
@@ -203,14 +203,25 @@ def test_a_long_step_is_a_hang(threaded: ThreadedEngine) -> None:
     threaded.wait(key)
 
 
-def test_probe_computes_without_touching_a_block(threaded: ThreadedEngine) -> None:
-    class NullBlockRunner(ArithmeticRunner):
+def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: ThreadedEngine) -> None:
+    seen: list[int] = []
+
+    class OneToken(ArithmeticRunner):
         def run(self, step: Step) -> list[SequenceResult]:
-            assert [slot for sequence in step.sequences for slot in sequence.slots] == [0]
+            seen.extend(slot for sequence in step.sequences for slot in sequence.slots)
+            assert threaded.allocator.num_free_blocks == max(0, free - 1)
             return []
 
-    threaded.engine._parts.runner.run = NullBlockRunner(NUM_BLOCKS, BLOCK_SIZE).run
+    threaded.engine._parts.runner.run = OneToken(NUM_BLOCKS, BLOCK_SIZE).run
+    free = NUM_BLOCKS - 1
     threaded.engine.probe().result(TIMEOUT_S)
+    assert seen[0] >= BLOCK_SIZE  # not in the null block
+    assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+    held = threaded.allocator.allocate(free * BLOCK_SIZE, [0] * free * BLOCK_SIZE, ROOT)
+    free = 0
+    threaded.engine.probe().result(TIMEOUT_S)
+    assert seen[1] == 0  # in the null block: the pool is full
+    held.free()
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 

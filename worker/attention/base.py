@@ -29,6 +29,12 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     """Per layer: how many tokens a query sees, itself included, or None for all. Empty: all, everywhere."""
 
+    @property
+    def longest_window(self) -> int | None:
+        """How far back any layer sees; None: one of them sees everything."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.windows) else None
+
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 

@@ -27,7 +27,7 @@ class Batch:
     forward: ForwardBatch
 
 
-def build_batch(step: Step, attention: Attention, device: torch.device) -> Batch:
+def build_batch(step: Step, attention: Attention, device: torch.device, block_size: int) -> Batch:
     """Lay the step's sequences end to end in the order that `worker.attention.base` asks for."""
     order = sorted(range(len(step.sequences)), key=lambda index: _sort_key(step.sequences[index]))
     sequences, first = [], 0
@@ -37,12 +37,22 @@ def build_batch(step: Step, attention: Attention, device: torch.device) -> Batch
         sequences.append(BatchedSequence(sequence, first, stop, index))
         first = stop
     parts = [batched.step for batched in sequences]
-    plan = attention.plan([Span(part.start, len(part.token_ids), part.block_table) for part in parts])
+    plan = attention.plan([_span(part, block_size) for part in parts])
     token_ids = [token_id for part in parts for token_id in part.token_ids]
     positions = [position for part in parts for position in range(part.start, part.start + len(part.token_ids))]
     slots = [slot for part in parts for slot in part.slots]
     tensors = torch.tensor((token_ids, positions, slots), dtype=torch.int64).to(device, non_blocking=True)
     return Batch(tuple(sequences), ForwardBatch(tensors[0], tensors[1], tensors[2], plan))
+
+
+def _span(part: SequenceStep, block_size: int) -> Span:
+    """A table that is too short for the sequence goes round: see `cache.simple_allocator`. Its blocks are named again
+    and again; what they held before lies outside of every layer's window."""
+    table, stop = part.block_table, part.start + len(part.token_ids)
+    num_blocks = -(-stop // block_size)
+    if len(table) < num_blocks:
+        table = [table[place % len(table)] for place in range(num_blocks)]
+    return Span(part.start, len(part.token_ids), table)
 
 
 def _sort_key(sequence: SequenceStep) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class ModelRunner:
         self._cache.copy_blocks(step.copies)
         if not step.sequences:
             return []
-        batch = build_batch(step, self._attention, self._device)
+        batch = build_batch(step, self._attention, self._device, self._cache.block_size)
         hidden = self._decoder.forward(batch.forward, self._attention)
         drawn = self._draw(batch, hidden)
         results = [SequenceResult()] * len(batch.sequences)

@@ -33,7 +33,7 @@ class Admission:
         if min_newcomers is not None and num_waiting < min_newcomers:
             return []
         admitted: list[tuple[Sequence, int]] = []
-        load = _Load.of(running, self._allocator.block_size)
+        load = _Load.of(running, self._allocator)
         prefilling = [sequence for sequence in running if sequence.is_prefilling]
         for sequence in waiting:
             if budget.left == 0 or not load.has_room(sequence, self._limits):
@@ -85,7 +85,7 @@ class Admission:
         block_size = self._allocator.block_size
         hashes = sequence.hashes(block_size)
         cached = self._allocator.find(sequence.token_ids, root, hashes=hashes) if sequence.reuse else 0
-        wanted_blocks = -(-num_tokens // block_size) - cached // block_size
+        wanted_blocks = self._allocator.num_blocks_for(num_tokens) - cached // block_size
         watermark = int(self._limits.watermark * self._allocator.num_blocks)
         free_blocks = self._allocator.num_free_blocks - load.growth_blocks
         if load.num_sequences > 0 and free_blocks - wanted_blocks < watermark:
@@ -117,18 +117,18 @@ class Admission:
 class _Load:
     """What the running sequences take, and will take once their prefills are whole."""
 
-    __slots__ = ("_block_size", "growth_blocks", "num_choices", "num_sequences", "total_tokens")
+    __slots__ = ("_allocator", "growth_blocks", "num_choices", "num_sequences", "total_tokens")
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
         self.num_sequences = 0
         self.num_choices = 0
         self.total_tokens = 0
         self.growth_blocks = 0
 
     @classmethod
-    def of(cls, running: OrderedSequences, block_size: int) -> _Load:
-        load = cls(block_size)
+    def of(cls, running: OrderedSequences, allocator: Allocator) -> _Load:
+        load = cls(allocator)
         for sequence in running:
             load.add(sequence)
         return load
@@ -138,8 +138,8 @@ class _Load:
         self.num_sequences += 1
         self.num_choices += len(sequence.choices)
         self.total_tokens += len(sequence.choices) * sequence.request.total_tokens
-        missing = len(sequence.token_ids) - sequence.allocation.capacity
-        self.growth_blocks += max(0, -(-missing // self._block_size))
+        wanted_blocks = self._allocator.num_blocks_for(len(sequence.token_ids))
+        self.growth_blocks += max(0, wanted_blocks - len(sequence.allocation.block_table))
 
     def has_room(self, sequence: Sequence, limits: BatchLimits) -> bool:
         if self.num_choices + len(sequence.choices) > limits.max_num_seqs:

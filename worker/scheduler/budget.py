@@ -46,6 +46,11 @@ class BatchLimits:
     max_waiting_tokens: int = 20
     """TGI: ... unless this many steps have passed without an admission."""
 
+    @property
+    def max_step_tokens(self) -> int:
+        """The longest chunk that any step may hold."""
+        return max(self.max_num_batched_tokens, self.max_lone_prefill_tokens or 0)
+
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs",

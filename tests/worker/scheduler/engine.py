@@ -85,9 +85,10 @@ class HandEngine:
         fails: Callable[[Step], bool] = lambda step: False,
         eos: Sequence[int] = (),
         runner: Runner | None = None,
+        window_size: int | None = None,
         **limits,
     ) -> None:
-        self.allocator = make_allocator(prefix_cache, num_blocks, block_size)
+        self.allocator = make_allocator(prefix_cache, num_blocks, block_size, window_size)
         self.scheduler = Scheduler(self.allocator, BatchLimits(await_prefixes=prefix_cache != "off", **limits), eos)
         self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails)
         self.answers: dict[RequestKey, Answer] = {}
