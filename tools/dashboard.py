@@ -158,6 +158,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 (
                     (rate("headstart_workers_lost_total"), "lost"),
                     (rate("headstart_resumed_total"), "continued elsewhere"),
+                    (rate("headstart_quarantined_total"), "refused from now on"),
                     (rate("headstart_restarted_total"), "begun again"),
                 ),
                 "Attempts whose worker died or hung, and what became of the answers.",
