@@ -109,6 +109,12 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "The part of all prompt tokens that no worker had to compute, and what the index said beforehand.",
             ),
             Panel(
+                "Turns that bring back an answer",
+                "short",
+                ((rate("headstart_continued_turns_total", "answer"), "{{answer}} tokens"),),
+                "As the tokens that were generated (the cache of the answer counts), or as others.",
+            ),
+            Panel(
                 "Wrong promises",
                 "short",
                 ((rate("headstart_promise_error_tokens_total", "direction"), "{{direction}}"),),
