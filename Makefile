@@ -13,11 +13,16 @@ help:
 install: $(STAMP) ## create .venv with everything pinned in requirements/
 
 $(STAMP): requirements/gateway.txt requirements/worker.txt requirements/demo.txt requirements/dev.txt pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Headstart needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; \
+		exit 1; }
 	@echo "Installing into $(VENV) (once; a few minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# Every file lists a full closure, so --no-deps installs exactly what is pinned and nothing else.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		-r requirements/gateway.txt -r requirements/worker.txt -r requirements/demo.txt -r requirements/dev.txt
+	@for part in gateway worker demo dev; do \
+		echo "  $$part: $$(grep -c == requirements/$$part.txt) packages"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$$part.txt || exit 1; \
+	done
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

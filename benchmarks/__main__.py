@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from benchmarks.progress import elapsed
+
+HAVE_A_BAR: Final = {"replay", "route"}
 NOT_BENCHES: Final = {"__main__", "progress", "report"}
 
 
@@ -22,8 +25,10 @@ def main(argv: list[str]) -> int:
         print(f"usage: headstart bench {{{','.join(names())}}} [--json] [--plot FILE] [OPTIONS]", file=sys.stderr)
         return 2
     module = importlib.import_module(f"benchmarks.{argv[0]}")
-    code: int = module.main(argv[1:])
-    return code
+    if argv[0] in HAVE_A_BAR:
+        return int(module.main(argv[1:]))
+    with elapsed(f"headstart bench {argv[0]} is measuring"):
+        return int(module.main(argv[1:]))
 
 
 if __name__ == "__main__":

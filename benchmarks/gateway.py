@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +22,32 @@ from typing import Final
 
 import aiohttp
 import uvloop
-from tokenizers import Tokenizer
 
 from benchmarks.gateway_load.client import latencies, post, throughput
 from benchmarks.gateway_load.peers import Peer, installed
+from benchmarks.gateway_load.processes import (
+    MODEL,
+    START_TIMEOUT_S,
+    free_ports,
+    gateway_process,
+    gateway_server,
+    make_bundle,
+    proxy_server,
+    rss_bytes,
+    started,
+    stub_server,
+    until,
+    until_ready,
+)
 from benchmarks.gateway_load.slow import Rate, SlowReader, open_streams, rate_of
 from benchmarks.gateway_load.traffic import Traffic
 from benchmarks.report import Figure, Report, option_parser, publish
 from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
-from worker.model.bpe import tokenizer_from_gguf
-from worker.model.checkpoint import find_checkpoint
-from worker.model.gguf import GGUFCheckpoint
-from worker.wire import TokenizerBundle, pack
+from worker.wire import pack
 
-MODEL: Final = "bench"
 CHAT: Final = "/v1/chat/completions"
 STREAM_TOKENS: Final = 400
 IDLE_STREAMS: Final = 960
-START_TIMEOUT_S: Final = 30.0
 NUM_STREAMS: Final = 1000
 NUM_SLOW: Final = 64
 SLOW_BENCH_RATE: Final = 12.0
@@ -102,10 +109,10 @@ async def _measure(stack: ExitStack, sizes: Sizes, peers: Path | None) -> list[F
     cores = sorted(os.sched_getaffinity(0))
     gateway_core, other_core = cores[0], cores[-1]
     os.sched_setaffinity(0, {other_core})
-    bundle, tokenizer = _bundle()
+    bundle, tokenizer = make_bundle()
     (folder / "bundle").write_bytes(pack(bundle))
-    stack.enter_context(_process(redis_command(find_redis_server(), folder), other_core))
-    await _until(lambda: socket_path(folder).exists())
+    stack.enter_context(started(redis_command(find_redis_server(), folder), other_core, stdout=subprocess.DEVNULL))
+    await until(lambda: socket_path(folder).exists())
     traffic = Traffic(MODEL, tokenizer)
     bench = Bench(folder, gateway_core, other_core, redis_url(folder), traffic, sizes, peers)
     figures = await _requests(bench)
@@ -119,8 +126,8 @@ async def _measure(stack: ExitStack, sizes: Sizes, peers: Path | None) -> list[F
 def _fronts(bench: Bench, stub: str) -> list[tuple[str, Started]]:
     """What stands before the stub, by what its figures begin with: ours first, then the bare proxy and the peers."""
     fronts: list[tuple[str, Started]] = [
-        ("", _gateway(stub, bench.gateway_core, bench.redis)),
-        ("proxy_", _proxy(stub, bench.gateway_core)),
+        ("", gateway_server(stub, bench.gateway_core, bench.redis)),
+        ("proxy_", proxy_server(stub, bench.gateway_core)),
     ]
     if bench.peers is not None:
         for peer in installed(bench.peers)[0]:
@@ -133,7 +140,7 @@ async def _requests(bench: Bench) -> list[Figure]:
     figures: list[Figure] = []
     traffic, sizes = bench.traffic, bench.sizes
     with ExitStack() as stack:
-        stub = stack.enter_context(_stub(bench.folder, bench.other_core, redis=bench.redis))
+        stub = stack.enter_context(stub_server(bench.folder, bench.other_core, redis=bench.redis))
         fronts = [(name, stack.enter_context(front)) for name, front in _fronts(bench, stub)]
         for _, url in fronts:
             await _until_answering(url, traffic.chat(20))
@@ -169,7 +176,7 @@ async def _streams(bench: Bench) -> list[Figure]:
     figures = []
     num_streams = bench.sizes.streams
     bodies = [bench.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(num_streams)]
-    with _stub(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / bench.sizes.rate) as stub:
+    with stub_server(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / bench.sizes.rate) as stub:
         for name, front in _fronts(bench, stub):
             with front as url:
                 await _until_answering(url, bench.traffic.chat(20, max_tokens=1))
@@ -183,16 +190,16 @@ async def _streams(bench: Bench) -> list[Figure]:
 async def _memory(bench: Bench) -> Figure:
     bodies = [bench.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(bench.sizes.streams)]
     with (
-        _stub(bench.folder, bench.other_core, redis=bench.redis, pace_s=3600.0) as stub,
-        _gateway_process(stub, bench.gateway_core, bench.redis) as (url, ops, process),
+        stub_server(bench.folder, bench.other_core, redis=bench.redis, pace_s=3600.0) as stub,
+        gateway_process(stub, bench.gateway_core, bench.redis) as (url, ops, process),
     ):
-        await _until_ready(url)
+        await until_ready(url)
         waiting = [asyncio.create_task(throughput(url + CHAT, bodies[:50], 50))]
         await _until_open(ops, 50)
-        before = _rss_bytes(process)
+        before = rss_bytes(process)
         waiting.append(asyncio.create_task(throughput(url + CHAT, (bodies * 8)[:IDLE_STREAMS], IDLE_STREAMS)))
         await _until_open(ops, 50 + IDLE_STREAMS)
-        per_stream = (_rss_bytes(process) - before) / IDLE_STREAMS
+        per_stream = (rss_bytes(process) - before) / IDLE_STREAMS
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -205,10 +212,10 @@ async def _slow_readers(bench: Bench) -> list[Figure]:
     seconds = bench.sizes.slow_s
     body = bench.traffic.chat(50, max_tokens=ENDLESS_TOKENS, stream=True)
     with (
-        _stub(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / SLOW_BENCH_RATE) as stub,
-        _gateway_process(stub, bench.gateway_core, bench.redis) as (url, _, process),
+        stub_server(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / SLOW_BENCH_RATE) as stub,
+        gateway_process(stub, bench.gateway_core, bench.redis) as (url, _, process),
     ):
-        await _until_ready(url)
+        await until_ready(url)
         request = post(url + CHAT, body)
         streams = await open_streams(url, request, NUM_STREAMS - NUM_SLOW)
         grown: list[int] = []
@@ -217,9 +224,9 @@ async def _slow_readers(bench: Bench) -> list[Figure]:
         for num_slow in (0, NUM_SLOW):
             slow = [asyncio.create_task(SlowReader(url, request).run()) for _ in range(num_slow)]
             await asyncio.sleep(SETTLE_S)
-            before = _rss_bytes(process)
+            before = rss_bytes(process)
             rates.append(await rate_of(streams, seconds))
-            grown.append(_rss_bytes(process) - before)
+            grown.append(rss_bytes(process) - before)
         assert not any(task.done() for task in slow), "a slow reader has lost its stream"
         for task in slow:
             task.cancel()
@@ -237,110 +244,12 @@ async def _slow_readers(bench: Bench) -> list[Figure]:
     ]
 
 
-def _bundle() -> tuple[TokenizerBundle, Tokenizer]:
-    checkpoint = find_checkpoint("")
-    assert isinstance(checkpoint, GGUFCheckpoint)
-    tokenizer = tokenizer_from_gguf(checkpoint.metadata)
-    bundle = TokenizerBundle(
-        fingerprint="0" * 32,
-        model=MODEL,
-        revision="1",
-        tokenizer_json=tokenizer.to_str().encode(),
-        chat_template=str(checkpoint.metadata["tokenizer.chat_template"]),
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        eos_token_ids=(2,),
-        add_bos=False,
-        vocab_size=tokenizer.get_vocab_size(),
-        max_model_len=8192,
-        block_size=16,
-    )
-    return bundle, tokenizer
-
-
-@contextmanager
-def _process(
-    command: Sequence[str], core: int, *, stdout: int | None = None, stderr: int | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
-    os.sched_setaffinity(process.pid, {core})
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-@contextmanager
-def _stub(folder: Path, core: int, *, redis: str, pace_s: float = 0.0) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.gateway_load.stub", "--bundle", str(folder / "bundle")]
-    command += ["--redis", redis, "--pace-s", str(pace_s)]
-    with _process(command, core, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-
-
-@contextmanager
-def _gateway(stub: str, core: int, redis: str) -> Iterator[str]:
-    with _gateway_process(stub, core, redis) as (url, _, _):
-        yield url
-
-
-@contextmanager
-def _gateway_process(stub: str, core: int, redis: str) -> Iterator[tuple[str, str, int]]:
-    port, ops_port = _free_ports(2)
-    command = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
-    command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1"]
-    with _process(command, core) as process:
-        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", process.pid
-
-
 @contextmanager
 def _peer(peer: Peer, folder: Path, stub: str, core: int) -> Iterator[str]:
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     quiet = subprocess.DEVNULL
-    with _process(peer.command(folder, stub, port, metrics_port), core, stdout=quiet, stderr=quiet):
+    with started(peer.command(folder, stub, port, metrics_port), core, stdout=quiet, stderr=quiet):
         yield f"http://127.0.0.1:{port}"
-
-
-@contextmanager
-def _proxy(stub: str, core: int) -> Iterator[str]:
-    (port,) = _free_ports(1)
-    with _process([sys.executable, "-m", "benchmarks.gateway_load.proxy", stub, str(port)], core):
-        yield f"http://127.0.0.1:{port}"
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110 (another process makes it true)
-            await asyncio.sleep(0.01)
-
-
-async def _until_ready(url: str) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(url + "/health/ready") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.05)
 
 
 async def _until_answering(url: str, body: bytes) -> None:
@@ -365,7 +274,3 @@ async def _until_open(ops: str, num_streams: int) -> None:
             if f"\nheadstart_time_to_first_token_seconds_count {num_streams:.1f}" in text:
                 return
             await asyncio.sleep(0.2)
-
-
-def _rss_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

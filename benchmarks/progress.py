@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 WIDTH: Final = 30
+TICK_S: Final = 1.0
+CLEAR: Final = "\r\033[K"
+
+
+@contextmanager
+def elapsed(label: str) -> Iterator[None]:
+    """For a measurement that cannot say how far it is: the seconds since it began, once a second, on a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+    begun_s = time.monotonic()
+
+    def tick() -> None:
+        while not ended.wait(TICK_S):
+            print(f"{CLEAR}{label}: {time.monotonic() - begun_s:.0f} s", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tick, name="elapsed", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 class Progress:

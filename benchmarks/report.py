@@ -11,11 +11,14 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.progress import CLEAR
 
 Draw = Callable[[Any], None]
 """Draws on a matplotlib `Axes`."""
@@ -50,6 +53,8 @@ def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
 
 def publish(report: Report, options: argparse.Namespace, draw: Draw | None = None) -> None:
     """Print the table, draw the plot if asked to (`draw`, or a bar for every figure), and end with the JSON."""
+    if sys.stderr.isatty():
+        print(CLEAR, end="", file=sys.stderr, flush=True)
     print(table(report))
     if options.plot is not None:
         save_plot(options.plot, report, draw)

@@ -12,13 +12,14 @@ from server.choice import ChoiceDelta, TokenEntry
 from server.errors import ApiError, InvalidRequestError
 from server.generation import GenerationSpec, ParamNames
 from server.identity import Identity, allowed_priority, request_salt
-from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
+from server.job import AnswerHead, Job, StreamFormat, answer_id, encode_json, stream_format
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.models import ServedModel
 from server.openai_types import ChatRequest
 from server.parsing.messages import ChoiceMessage
 from server.parsing.output import END_THINK, OutputRules
 from server.sampling import choice_seeds, sampling_params, text_rules, token_budget, truncated
+from server.stream import DONE, sse
 from server.tools import chat_grammar, output_rules
 
 INLINE_RENDER_CHARS: Final = 16_384

@@ -10,7 +10,7 @@ from server.choice import ChoiceDelta, TokenEntry
 from server.errors import ApiError, InvalidRequestError
 from server.generation import GenerationSpec, ParamNames
 from server.identity import Identity, allowed_priority, request_salt
-from server.job import DONE, AnswerHead, Job, StreamFormat, answer_id, encode_json, sse, stream_format
+from server.job import AnswerHead, Job, StreamFormat, answer_id, encode_json, stream_format
 from server.logprobs import CompletionLogprobs, prompt_logprobs
 from server.models import ServedModel
 from server.openai_types import CompletionRequest
@@ -24,6 +24,7 @@ from server.sampling import (
     token_budget,
     truncated,
 )
+from server.stream import DONE, sse
 
 MAX_CHOICES: Final = 1024
 """Of one request, over all its prompts."""

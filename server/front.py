@@ -48,9 +48,16 @@ class SocketFront:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    """Raises OSError that says where, and what to do."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"cannot listen on {host}:{port}: {reason}. Choose other ports with --port and --ops-port; "
+            "`headstart doctor` tells which are free"
+        ) from error
     listener.set_inheritable(True)
     return _with_keepalive(listener)
 

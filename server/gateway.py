@@ -345,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(options)
         configure_logging(config.log_level, config.log_format)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         if config.processes > 1:
             from server.processes.parent import run
 

@@ -79,13 +79,6 @@ def system_fingerprint(answer: Answer) -> str | None:
     return "fp_" + blake2b(f"{worker.namespace}/{worker.numerics}".encode(), digest_size=6).hexdigest()
 
 
-def sse(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-
-
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
     """What the client wants on its chunks."""

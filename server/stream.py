@@ -1,4 +1,8 @@
-"""Server-sent events on one ASGI response: the held-back 200, keep-alive comments, and a client that goes away."""
+"""Server-sent events on one ASGI response: the held-back 200, keep-alive comments, and a client that goes away.
+
+data: {...}        one JSON object an event, no name       data: [DONE]      the last event of a whole answer
+: ping             a comment, when there is nothing else   data: {"error":   the last event of a broken one
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,18 @@ from typing import Final
 from starlette.types import Scope, Send
 
 PING: Final = b": ping\n\n"
+DONE: Final = b"data: [DONE]\n\n"
 CLIENT: Final = "headstart.client"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+def sse(payload: bytes) -> bytes:
+    """One event of an answer."""
+    return b"data: " + payload + b"\n\n"
 
 
 class ClientGoneError(Exception):

@@ -1,8 +1,12 @@
-"""A tiny random checkpoint of a real family, written to disk for the real loader: fast, and wrong about everything."""
+"""A tiny random checkpoint of a real family, written to disk for the real loader: fast, and wrong about everything.
+
+python -m tests.tiny_model FOLDER
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from tests import smollm2
@@ -35,3 +39,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, max_position_embeddings: in
     tokenizer_config = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
+
+
+if __name__ == "__main__":
+    write_tiny_model(Path(sys.argv[1]), max_position_embeddings=8192)

@@ -1,8 +1,8 @@
-"""A worker without a model: `python -m benchmarks.gateway_load.stub --bundle FILE [--redis URL] [--pace-s S]`.
+"""Workers without a model: `python -m benchmarks.gateway_load.stub --bundle FILE [--redis URL] [--num-workers N]`.
 
-Speaks the wire protocol (/generate, /state, /bundle, /health/live) and OpenAI's chat (for proxies), on one raw asyncio
-protocol. An answer is `max_tokens` times one token, at once, or paced: one frame a stream at every tick.
-Prints its URL.
+Speaks the wire protocol (/generate, /state, /bundle, /prefixes, /health/live) and OpenAI's chat (for proxies), on one
+raw asyncio protocol. An answer is `max_tokens` times one token, at once, or paced: one frame a stream at every tick.
+Prints the first one's URL.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Final, cast
 
@@ -24,6 +26,8 @@ from worker.wire import (
     End,
     Finished,
     GenerateRequest,
+    PrefixReport,
+    PrefixUse,
     Started,
     TokenizerBundle,
     Tokens,
@@ -34,6 +38,10 @@ from worker.wire import (
     unpack_request,
 )
 
+ROOT, HEAD = "0" * 16, "1" * 16
+NUM_BRANCHES: Final = 23
+PUBLISH_S: Final = 0.1
+"""Of one worker. Sixty-four share the process, and publish once a second."""
 TOKEN_ID: Final = 339  # " the" in SmolLM2's vocabulary; any text will do
 _CHUNKED: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n"
 _PLAIN: Final = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n%b"
@@ -56,8 +64,10 @@ _EVENT: Final = (
 class Worker:
     """What all connections share."""
 
-    def __init__(self, bundle: TokenizerBundle, pace_s: float) -> None:
+    def __init__(self, bundle: TokenizerBundle, pace_s: float, *, tells_cached: bool = False) -> None:
+        """`tells_cached`: hash each prompt to answer what is held of it, which takes time before the answer."""
         self.bundle = bundle
+        self.tells_cached = tells_cached
         self.pace_s = pace_s
         self.member: WorkerMember | None = None
         self.computed: list[GenerateRequest] = []
@@ -71,6 +81,27 @@ class Worker:
         for request in requests:
             hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self.bundle.block_size)
             self.held.update(dict.fromkeys(map(index_entry, hashes)))
+
+    def started(self, request: GenerateRequest) -> bytes:
+        """The first frame of an answer."""
+        if not self.tells_cached:
+            return _STARTED
+        block_size = self.bundle.block_size
+        entries = map(index_entry, hash_chain(BlockHash(request.root), request.prompt_ids, block_size))
+        num_held = sum(1 for _ in takewhile(self.held.__contains__, entries))
+        return pack_frame(Started(num_held * block_size))
+
+    def prefixes(self) -> PrefixReport:
+        """A head that all share, and branches of this worker's own: as many as a gateway asks for."""
+        member = self.member
+        assert member is not None
+        uses = [PrefixUse((ROOT, HEAD), 80, 1, 1000, 0.0)]
+        uses += [
+            PrefixUse((ROOT, HEAD, f"{member.worker_id}/{i}"), 200 + i, 0, 50 - i, 1.5) for i in range(NUM_BRANCHES)
+        ]
+        return PrefixReport(
+            member.worker_id, member.epoch, member.model, member.block_size, len(self.held), tuple(uses)
+        )
 
     async def tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +149,8 @@ class Connection(asyncio.Protocol):
             case b"/generate":
                 request = unpack_request(body)
                 worker.computed.append(request)
-                self._stream(request.sampling.max_tokens, b"application/msgpack", _STARTED, _TOKEN_FRAME, _END)
+                first = worker.started(request)
+                self._stream(request.sampling.max_tokens, b"application/msgpack", first, _TOKEN_FRAME, _END)
             case b"/v1/chat/completions":
                 asked = json.loads(body)
                 num_tokens = asked.get("max_tokens") or asked["max_completion_tokens"]  # peers rewrite the body
@@ -134,6 +166,8 @@ class Connection(asyncio.Protocol):
                 self._plain(pack(WorkerState(worker.member, _load())), b"application/msgpack")
             case b"/bundle":
                 self._plain(pack(worker.bundle), b"application/msgpack")
+            case _ if path.startswith(b"/prefixes"):
+                self._plain(pack(worker.prefixes()), b"application/msgpack")
             case b"/v1/models":
                 self._plain(b'{"object":"list","data":[{"id":"bench","object":"model"}]}', b"application/json")
             case _:  # health, and what other routers ask a server about its model
@@ -155,7 +189,7 @@ def _load() -> WorkerLoad:
     return WorkerLoad(prefill_tokens_per_s=20_000.0, num_free_blocks=100_000, num_blocks=100_000)
 
 
-async def _publish(worker: Worker, redis: str, member: WorkerMember) -> None:
+async def _publish(worker: Worker, redis: str, member: WorkerMember, every_s: float) -> None:
     """Keep the index as a worker would: what is held is published soon after it was stored."""
     writer = IndexWriter(redis, member)
     link = asyncio.create_task(writer.run())
@@ -171,36 +205,39 @@ async def _publish(worker: Worker, redis: str, member: WorkerMember) -> None:
                 fresh = list(worker.held)[published:]
                 if await writer.publish(fresh, (), _load(), published + len(fresh)):
                     published += len(fresh)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(every_s)
     finally:
         link.cancel()
 
 
-async def serve(bundle: TokenizerBundle, redis: str | None, pace_s: float) -> None:
-    worker = Worker(bundle, pace_s)
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(worker), "127.0.0.1", 0, backlog=4096)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+async def serve(bundle: TokenizerBundle, redis: str | None, pace_s: float, num_workers: int) -> None:
+    loop = asyncio.get_running_loop()
     space = Namespace(
         model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
     )
-    worker.member = WorkerMember(
-        worker_id=WorkerId("stub"),
-        epoch=Epoch("1"),
-        url=url,
-        model=bundle.model,
-        namespace=space.fingerprint,
-        numerics="none",
-        block_size=bundle.block_size,
-        max_model_len=bundle.max_model_len,
-        protocol=PROTOCOL_VERSION,
-    )
-    print(url, flush=True)
     async with asyncio.TaskGroup() as group:
-        if pace_s:
-            group.create_task(worker.tick())
-        if redis is not None:
-            group.create_task(_publish(worker, redis, worker.member))
-        group.create_task(server.serve_forever())
+        for number in range(num_workers):
+            worker = Worker(bundle, pace_s, tells_cached=num_workers > 1)
+            server = await loop.create_server(partial(Connection, worker), "127.0.0.1", 0, backlog=4096)
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            worker.member = WorkerMember(
+                worker_id=WorkerId(f"stub-{number}"),
+                epoch=Epoch("1"),
+                url=url,
+                model=bundle.model,
+                namespace=space.fingerprint,
+                numerics="none",
+                block_size=bundle.block_size,
+                max_model_len=bundle.max_model_len,
+                protocol=PROTOCOL_VERSION,
+            )
+            if number == 0:
+                print(url, flush=True)
+            if pace_s:
+                group.create_task(worker.tick())
+            if redis is not None:
+                group.create_task(_publish(worker, redis, worker.member, max(PUBLISH_S, num_workers / 64)))
+            group.create_task(server.serve_forever())
 
 
 def main() -> None:
@@ -208,10 +245,11 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--redis")
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--num-workers", type=int, default=1)
     options = parser.parse_args()
     bundle = unpack(options.bundle.read_bytes(), TokenizerBundle)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(bundle, options.redis, options.pace_s))
+        runner.run(serve(bundle, options.redis, options.pace_s, options.num_workers))
 
 
 if __name__ == "__main__":

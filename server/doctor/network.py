@@ -101,17 +101,19 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
 
 
 async def _workers_of_gateway(host: str, number: int) -> int | None:
-    """Of a gateway that answers there; None: no gateway does."""
+    """Of a gateway that answers there, with a certificate or without; None: no gateway does."""
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    url = f"http://{f'[{address}]' if ':' in address else address}:{number}/health/ready"
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
-            session.get(url) as response,
-        ):
-            if response.status == 503 and "x-request-id" in response.headers:
-                return 0
-            detail = await response.json(content_type=None)
-            return int(detail["workers"])
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, OSError):
-        return None
+    netloc = f"{f'[{address}]' if ':' in address else address}:{number}"
+    for scheme in ("http", "https"):
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+                session.get(f"{scheme}://{netloc}/health/ready", ssl=False) as response,
+            ):
+                if response.status == 503 and "x-request-id" in response.headers:
+                    return 0
+                detail = await response.json(content_type=None)
+                return int(detail["workers"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, OSError):
+            continue
+    return None

@@ -4,6 +4,7 @@ import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
 import { NONE, clock, count, rate, seconds } from "./format.js";
 
 const MAX_ROWS = 50;
+const EXPLAIN_MS = 1000; // the latest is explained this often at most: nobody reads faster
 
 export class Decisions {
   constructor(flash) {
@@ -12,6 +13,9 @@ export class Decisions {
     this.waiting = [];
     this.pinned = null;
     this.shown = null;
+    this.explained = 0;
+    this.timer = 0;
+    this.costs = [];
     this.policy = "headstart";
     this.pause = byId("pause");
     this.pause.addEventListener("click", () => this.setPaused(!this.paused));
@@ -32,6 +36,7 @@ export class Decisions {
     this.policy = policy;
     setText(byId("cost-title"), policy === "headstart" ? "Cost" : "Score");
     this.rows.clear();
+    this.explained = 0;
     byId("decisions").replaceChildren();
     this.add(decisions, {});
   }
@@ -46,25 +51,40 @@ export class Decisions {
     }
     for (const [request, tokens] of Object.entries(found)) this.setFound(request, tokens);
     byId("decisions-empty").hidden = this.rows.size > 0 || this.waiting.length > 0;
-    const latest = [...this.rows.values()].at(-1)?.decision ?? null;
-    if (latest !== null && this.pinned === null) this.explain(latest);
+    if (this.pinned === null && this.timer === 0) {
+      const leftMs = Math.max(0, this.explained + EXPLAIN_MS - performance.now());
+      if (leftMs === 0) this.explainLatest();
+      else this.timer = setTimeout(() => this.explainLatest(), leftMs);
+    }
+  }
+
+  explainLatest() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+    const latest = [...this.rows.values()].at(-1);
+    if (latest === undefined || this.pinned !== null) return;
+    this.explained = performance.now();
+    this.explain(latest.decision);
   }
 
   put(decisions) {
     const list = byId("decisions");
     for (const decision of decisions) {
-      this.rows.get(decision.request)?.element.remove();
-      this.rows.delete(decision.request);
-      const row = new Row(decision, () => this.pin(decision.request));
+      const row = this.rows.get(decision.request) ?? this.spare() ?? new Row((request) => this.pin(request));
+      this.rows.delete(row.decision?.request);
+      row.take(decision);
       this.rows.set(decision.request, row);
       list.prepend(row.element);
     }
+  }
+
+  /** The oldest row that nobody looks at, to be used again: at many decisions a second new ones would be much garbage. */
+  spare() {
+    if (this.rows.size < MAX_ROWS) return null;
     for (const [request, row] of this.rows) {
-      if (this.rows.size <= MAX_ROWS) break;
-      if (request === this.pinned) continue;
-      row.element.remove();
-      this.rows.delete(request);
+      if (request !== this.pinned && request !== this.shown && row.button !== document.activeElement) return row;
     }
+    return null;
   }
 
   setFound(request, tokens) {
@@ -80,8 +100,8 @@ export class Decisions {
   pin(request) {
     this.pinned = request;
     byId("follow").hidden = request === null;
-    const row = request === null ? [...this.rows.values()].at(-1) : this.rows.get(request);
-    if (row) this.explain(row.decision);
+    if (request === null) this.explainLatest();
+    else this.explain(this.rows.get(request).decision);
   }
 
   setRate(perS) {
@@ -97,7 +117,8 @@ export class Decisions {
     byId("why-empty").hidden = true;
     byId("verdict").replaceChildren(...verdict(decision, this.policy));
     const most = Math.max(1e-9, ...decision.candidates.map((each) => each.wait_s + each.prefill_s));
-    byId("costs").replaceChildren(...decision.candidates.map((each) => costRow(each, decision, most)));
+    while (this.costs.length < decision.candidates.length) this.costs.push(new CostRow(byId("costs")));
+    this.costs.forEach((row, i) => row.show(decision.candidates[i], decision, most));
     const rest = decision.num_candidates - decision.candidates.length;
     byId("more-candidates").hidden = rest <= 0;
     setText(byId("more-candidates"), `and ${count(rest)} more, none of them cheaper`);
@@ -105,19 +126,29 @@ export class Decisions {
 }
 
 class Row {
-  constructor(decision, choose) {
-    this.decision = decision;
+  constructor(choose) {
+    this.decision = null;
+    this.at = h("span", { class: "at" });
+    this.to = h("span", { class: "to" });
     this.held = h("i");
     this.tokens = h("span", { class: "tokens" });
     this.button = h(
       "button",
-      { type: "button", onclick: choose },
-      h("span", { class: "at" }, clock(decision.at)),
-      h("span", { class: "to" }, decision.worker),
+      { type: "button", onclick: () => choose(this.decision.request) },
+      this.at,
+      this.to,
       h("span", { class: "prompt", "aria-hidden": "true" }, this.held),
       this.tokens,
     );
-    this.element = h("li", { "data-request": decision.request }, this.button);
+    this.element = h("li", {}, this.button);
+  }
+
+  take(decision) {
+    this.decision = decision;
+    setAttribute(this.element, "data-request", decision.request);
+    setText(this.at, clock(decision.at));
+    setText(this.to, decision.worker);
+    this.mark(false);
     this.show();
   }
 
@@ -154,21 +185,34 @@ function verdict(decision, policy) {
   return parts;
 }
 
-function costRow(candidate, decision, most) {
-  const width = (part) => `${((100 * part) / most).toFixed(2)}%`;
-  const wait = h("i", { class: "wait" });
-  const prefill = h("i", { class: "prefill" });
-  setStyle(wait, "width", width(candidate.wait_s));
-  setStyle(prefill, "width", width(candidate.prefill_s));
-  const text = `${seconds(candidate.wait_s)} wait, ${seconds(candidate.prefill_s)} prefill`;
-  const bar = h("span", { class: "stack", role: "img", "aria-label": text, title: text }, wait, prefill);
-  const cost = candidate.cost === null ? NONE : candidate.cost.toFixed(3);
-  return h(
-    "tr",
-    { class: candidate.worker === decision.worker ? "chosen" : "" },
-    h("td", { class: "worker" }, candidate.worker),
-    h("td", { class: "number" }, count(candidate.matched_tokens)),
-    h("td", {}, candidate.guard ? h("span", { class: "guard" }, candidate.guard) : bar),
-    h("td", { class: "number" }, cost),
-  );
+class CostRow {
+  constructor(body) {
+    this.worker = h("td", { class: "worker" });
+    this.held = h("td", { class: "number" });
+    this.guard = h("span", { class: "guard" });
+    this.wait = h("i", { class: "wait" });
+    this.prefill = h("i", { class: "prefill" });
+    this.bar = h("span", { class: "stack", role: "img" }, this.wait, this.prefill);
+    this.cost = h("td", { class: "number" });
+    this.element = h("tr", {}, this.worker, this.held, h("td", {}, this.guard, this.bar), this.cost);
+    body.append(this.element);
+  }
+
+  /** Nothing to show: the row is kept for a decision with more candidates. */
+  show(candidate, decision, most) {
+    this.element.hidden = candidate === undefined;
+    if (candidate === undefined) return;
+    setAttribute(this.element, "class", candidate.worker === decision.worker ? "chosen" : "");
+    setText(this.worker, candidate.worker);
+    setText(this.held, count(candidate.matched_tokens));
+    this.guard.hidden = !candidate.guard;
+    this.bar.hidden = !this.guard.hidden;
+    setText(this.guard, candidate.guard ?? "");
+    setStyle(this.wait, "width", `${((100 * candidate.wait_s) / most).toFixed(2)}%`);
+    setStyle(this.prefill, "width", `${((100 * candidate.prefill_s) / most).toFixed(2)}%`);
+    const text = `${seconds(candidate.wait_s)} wait, ${seconds(candidate.prefill_s)} prefill`;
+    setAttribute(this.bar, "aria-label", text);
+    setAttribute(this.bar, "title", text);
+    setText(this.cost, candidate.cost === null ? NONE : candidate.cost.toFixed(3));
+  }
 }

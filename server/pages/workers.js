@@ -4,6 +4,7 @@ import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
 import { NONE, count, percent, plural, rate, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
+const FLASH_MS = 500;
 const TONES = { serving: "good", draining: "warn", broken: "bad", lost: "" };
 const WORDS = { serving: "Serving", draining: "Draining", broken: "Failing", lost: "Lost" };
 const CONFIRM = {
@@ -62,7 +63,7 @@ export class Workers {
     const element = this.rows.get(name)?.element;
     if (!element || element.classList.contains("flash")) return;
     element.classList.add("flash");
-    setTimeout(() => element.classList.remove("flash"), 900);
+    setTimeout(() => element.classList.remove("flash"), FLASH_MS);
   }
 
   async act(name, action) {

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,8 @@ FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 15.0
 STABLE_AFTER_S: Final = 60.0
 """A child that has lived this long begins its back-off anew."""
-
-
+MAX_HELD_BACK: Final = 20
+"""Lines of a quiet child."""
 REFUSED: Final = 2
 """Exit code of a part that cannot work as it was asked to: starting it again would not help."""
 
@@ -43,6 +44,8 @@ class ChildSpec:
     is_ready: Callable[[], Awaitable[None]] | None = None
     pass_fds: Sequence[int] = ()
     """Kept open across the start."""
+    quiet: bool = False
+    """Its lines are heard only when it has died: the last of them say why."""
 
 
 class Child:
@@ -112,11 +115,17 @@ class Child:
             pass_fds=self.spec.pass_fds,
         )
         assert process.stdout is not None
+        held_back: deque[str] = deque(maxlen=MAX_HELD_BACK)
+        hear = held_back.append if self.spec.quiet else self.spec.on_line
         watcher = asyncio.create_task(self._watch_ready())
         try:
             while line := await process.stdout.readline():
-                self.spec.on_line(line.decode(errors="replace").rstrip())
-            return await process.wait()
+                hear(line.decode(errors="replace").rstrip())
+            code = await process.wait()
+            if not self._stopping:
+                for text in held_back:
+                    self.spec.on_line(text)
+            return code
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):

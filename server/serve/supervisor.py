@@ -14,20 +14,24 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from server.serve.child import Child, ChildSpec
 from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
+from server.serve.screen import Screen
 
 if TYPE_CHECKING:
     from server.serve.command import ServeConfig
 
 STOP_GRACE_S: Final = 3.5
-"""Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL."""
+"""Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
+REDIS_GRACE_S: Final = 1.0
 DRAIN_GRACE_S: Final = 2.0
 """What the gateway and the workers may spend of it on open requests."""
 POLL_S: Final = 0.1
+REDIS: Final = "redis"
 
 
 class Supervisor:
@@ -40,6 +44,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
         self._secret_options: list[str] = []
+        self._screen = Screen(sys.stderr, config.num_workers)
 
     async def run(self) -> int:
         """Serve until SIGINT or SIGTERM. Returns the exit code. Raises RedisMissingError and ChildRefusedError."""
@@ -50,17 +55,19 @@ class Supervisor:
             self._secret_options = secret_options(Path(folder))
             starting = asyncio.create_task(self._start(Path(folder)))
             starting.add_done_callback(self._stop_on_error)
+            drawing = asyncio.create_task(self._screen.run())
             try:
                 await self._stop_requested.wait()
-                _say("stopping ...")
+                self._screen.ready()
+                self._screen.say("stopping ...")
             finally:
                 starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+                await asyncio.gather(starting, drawing, return_exceptions=True)
                 await self._stop()
         for task in (starting, *self._tasks):
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
-        _say("stopped")
+        self._screen.say("stopped")
         return 0
 
     async def _start(self, folder: Path) -> None:
@@ -69,15 +76,18 @@ class Supervisor:
         if url is None:
             url = redis_url(folder)
             await self._spawn(self._redis_spec(folder)).ready.wait()
+        plural = "" if config.num_workers == 1 else "s"
+        self._screen.stage(f"loading the model on {config.num_workers} worker{plural}")
         workers = [self._spawn(self._worker_spec(index, url)) for index in range(config.num_workers)]
         gateway = self._spawn(self._gateway_spec(url))
         for child in (*workers, gateway):
             await child.ready.wait()
         await _until(self._serves_all_workers)
+        self._screen.ready()
         await self._announce()
 
     def _spawn(self, spec: ChildSpec) -> Child:
-        child = Child(spec, _say)
+        child = Child(spec, self._screen.say)
         self._children.append(child)
         task = asyncio.create_task(child.run(), name=spec.name)
         task.add_done_callback(self._stop_on_error)
@@ -89,7 +99,10 @@ class Supervisor:
             self._stop_requested.set()
 
     async def _stop(self) -> None:
-        await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in self._children))
+        """Redis last, so that nobody misses it."""
+        parts = [child for child in self._children if child.spec.name != REDIS]
+        await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in parts))
+        await asyncio.gather(*(child.stop(REDIS_GRACE_S) for child in self._children))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -107,7 +120,8 @@ class Supervisor:
                     writer.close()
             return False
 
-        return ChildSpec("redis", redis_command(find_redis_server(), folder), _relay("redis"), lambda: _until(answers))
+        command = redis_command(find_redis_server(), folder)
+        return ChildSpec(REDIS, command, self._screen.relay(REDIS), lambda: _until(answers), quiet=True)
 
     def _worker_spec(self, index: int, url: str) -> ChildSpec:
         config = self._config
@@ -116,14 +130,14 @@ class Supervisor:
         command += ["--redis", url, "--threads", str(config.threads), "--drain-grace-s", str(DRAIN_GRACE_S)]
         if config.model is not None:
             command += ["--model", config.model]
-        return ChildSpec(name, [*command, *self._secret_options, *config.worker_args], _relay(name))
+        return ChildSpec(name, [*command, *self._secret_options, *config.worker_args], self._screen.relay(name))
 
     def _gateway_spec(self, url: str) -> ChildSpec:
         config = self._config
         command = [sys.executable, "-m", "server.gateway", "--host", config.host, "--port", str(config.port)]
         command += ["--ops-port", str(config.ops_port), "--redis", url, "--drain-grace-s", str(DRAIN_GRACE_S)]
         command += [*self._secret_options, *config.gateway_args]
-        return ChildSpec("gateway", command, _relay("gateway"))
+        return ChildSpec("gateway", command, self._screen.relay("gateway"))
 
     async def _serves_all_workers(self) -> bool:
         """The gateway is ready and knows every worker."""
@@ -145,10 +159,15 @@ class Supervisor:
             }
         )
         insecure = " --insecure" if self._config.tls else ""
-        _say(
-            f"ready in {time.monotonic() - self._started_s:.1f} s, {self._config.num_workers} workers, "
-            f"ops on port {self._config.ops_port}. Try: "
-            f"curl{insecure} {self._public_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+        scheme, host = urlsplit(self._public_url).scheme, urlsplit(self._public_url).hostname
+        curl = f"curl{insecure} {self._public_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+        self._screen.say(
+            f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {self._config.num_workers} workers\n\n"
+            f"  OpenAI API  {self._public_url}/v1\n"
+            f"  chat page   {scheme}://{host}:{self._config.ops_port}/chat\n"
+            f"  dashboard   {scheme}://{host}:{self._config.ops_port}/dashboard\n\n"
+            f"  {curl}\n\n"
+            "Ctrl-C ends them all."
         )
 
     def _session(self) -> aiohttp.ClientSession:
@@ -177,17 +196,3 @@ async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Poll until the condition holds; the caller bounds the time by cancelling."""
     while not await condition():  # noqa: ASYNC110 - what is awaited happens in another process
         await asyncio.sleep(POLL_S)
-
-
-def _relay(name: str) -> Callable[[str], None]:
-    """Pass a child's lines on under its name, but for those that a worker writes for programs."""
-
-    def pass_on(line: str) -> None:
-        if not line.startswith('{"event": '):
-            print(f"[{name}] {line}", file=sys.stderr, flush=True)
-
-    return pass_on
-
-
-def _say(text: str) -> None:
-    print(f"headstart: {text}", file=sys.stderr, flush=True)

@@ -35,6 +35,7 @@ COVERED: Final = {
     r"headstart bench route": "tests/benchmarks/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",
     r"headstart bench (cache|index|engine|gateway)": "tests/benchmarks",
+    r"headstart bench console": "tests/browser/test_load.py",
     r"headstart top": "tests/server/top/test_top.py",
     r"headstart doctor": "tests/server/doctor/test_doctor.py",
     r"headstart index purge": "tests/server/test_index_command.py",
@@ -87,6 +88,29 @@ def run(command: str, serve: Serve) -> str:
     done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, (local, done.stdout, done.stderr)
     return done.stdout
+
+
+TO_FIND: Final = {
+    "block hash": "hash",
+    "eviction": "evict",
+    "cost function": "seconds",
+    "wire types": "msgpack",
+    "SSE format": "data: ",
+}
+"""What a reader of the README alone must find, and a word that the code named there has."""
+
+
+@pytest.mark.parametrize(("topic", "word"), TO_FIND.items())
+def test_the_readme_leads_to_the_code(topic: str, word: str) -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = lines[lines.index("| to find | look for | in |") :]
+    (row,) = [line for line in lines if line.startswith("|") and topic in line.split("|")[1]]
+    symbols, files = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[2:4])
+    assert symbols
+    code = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    for symbol in symbols:
+        assert re.search(rf"^(class|def) {symbol}\b", code, re.MULTILINE), f"{symbol} is not in {files}"
+    assert word in code
 
 
 def test_the_commands_that_need_a_server(smollm2: Serve) -> None:

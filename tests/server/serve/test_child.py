@@ -90,3 +90,29 @@ async def test_a_child_dies_with_its_parent() -> None:
     assert gone
     transport = parent._transport  # type: ignore[attr-defined]
     transport.close()
+
+
+async def test_a_quiet_child_is_heard_when_it_has_died() -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    program = "import sys; [print(i) for i in range(100)]; print('no room', file=sys.stderr); sys.exit(2)"
+    spec = ChildSpec("part", [sys.executable, "-u", "-c", program], lines.put_nowait, quiet=True)
+    with pytest.raises(ChildRefusedError):
+        await Child(spec, lambda text: None).run()
+    heard = [lines.get_nowait() for _ in range(lines.qsize())]
+    assert (len(heard), heard[-1]) == (child_module.MAX_HELD_BACK, "no room")
+
+
+async def test_a_quiet_child_that_is_stopped_stays_quiet() -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    started = asyncio.Event()
+
+    async def ready() -> None:
+        started.set()
+
+    spec = ChildSpec("part", [sys.executable, "-c", STUBBORN], lines.put_nowait, is_ready=ready, quiet=True)
+    child = Child(spec, lambda text: None)
+    running = asyncio.create_task(child.run())
+    await started.wait()
+    await child.stop(0.1)
+    await running
+    assert lines.empty()

@@ -1,0 +1,128 @@
+"""The processes of a gateway's bench: each pinned to a core, ended with its context."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from worker.model.bpe import tokenizer_from_gguf
+from worker.model.checkpoint import find_checkpoint
+from worker.model.gguf import GGUFCheckpoint
+from worker.wire import TokenizerBundle
+
+MODEL: Final = "bench"
+START_TIMEOUT_S: Final = 30.0
+
+
+def make_bundle() -> tuple[TokenizerBundle, Tokenizer]:
+    checkpoint = find_checkpoint("")
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    tokenizer = tokenizer_from_gguf(checkpoint.metadata)
+    bundle = TokenizerBundle(
+        fingerprint="0" * 32,
+        model=MODEL,
+        revision="1",
+        tokenizer_json=tokenizer.to_str().encode(),
+        chat_template=str(checkpoint.metadata["tokenizer.chat_template"]),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        eos_token_ids=(2,),
+        add_bos=False,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_model_len=8192,
+        block_size=16,
+    )
+    return bundle, tokenizer
+
+
+@contextmanager
+def started(
+    command: Sequence[str], core: int, *, stdout: int | None = None, stderr: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
+    os.sched_setaffinity(process.pid, {core})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def stub_server(folder: Path, core: int, *, redis: str, pace_s: float = 0.0, num_workers: int = 1) -> Iterator[str]:
+    """The URL of the first of so many workers in one process, once they listen."""
+    command = [sys.executable, "-m", "benchmarks.gateway_load.stub", "--bundle", str(folder / "bundle")]
+    command += ["--redis", redis, "--pace-s", str(pace_s), "--num-workers", str(num_workers)]
+    with started(command, core, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+
+
+@contextmanager
+def gateway_server(stub: str, core: int, redis: str) -> Iterator[str]:
+    with gateway_process(stub, core, redis) as (url, _, _):
+        yield url
+
+
+@contextmanager
+def gateway_process(stub: str, core: int, redis: str) -> Iterator[tuple[str, str, int]]:
+    """Public URL, ops URL and process id."""
+    port, ops_port = free_ports(2)
+    command = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
+    command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1"]
+    with started(command, core) as process:
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", process.pid
+
+
+@contextmanager
+def proxy_server(stub: str, core: int) -> Iterator[str]:
+    (port,) = free_ports(1)
+    with started([sys.executable, "-m", "benchmarks.gateway_load.proxy", stub, str(port)], core):
+        yield f"http://127.0.0.1:{port}"
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 (another process makes it true)
+            await asyncio.sleep(0.01)
+
+
+async def until_ready(url: str) -> None:
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url + "/health/ready") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
