@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 
 from server.config import GatewayConfig
 from server.http_client import ConnectionPool
-from server.http_server import HttpLimits, HttpServer
+from server.http_server import SPARE_FILES, HttpLimits, HttpServer, affordable_connections
 from server.tls import ServerCertificate, WorkerCa
 from server.worker_client import WorkerClient
 from server.worker_networks import WorkerNetworks
 from tests.certificates import Authority
+from tests.server.scripted_worker import until
 from worker.config import WorkerConfig
 from worker.tls import ServerCertificate as WorkerCertificate
 
@@ -198,8 +200,32 @@ async def test_idle_connections_make_room() -> None:
         idle = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(60)]
         async with http.get(f"http://127.0.0.1:{port.port}/") as answer:
             assert answer.status == 200
-        ended = [reader for reader, _ in idle if reader.at_eof() or reader.exception() is not None]
-        assert ended == [reader for reader, _ in idle[: len(ended)]], "those that waited longest"
-        assert 40 <= len(ended) <= 42
+
+        def ended() -> list[asyncio.StreamReader]:
+            return [reader for reader, _ in idle if reader.at_eof() or reader.exception() is not None]
+
+        await until(lambda: len(ended()) >= 41)
+        assert ended() == [reader for reader, _ in idle[:41]], "those that waited longest"
         for _, writer in idle:
             writer.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed", "raised_to"),
+    [
+        (1024, 1 << 20, 8192, 2 * 8192 + SPARE_FILES),
+        (1024, 4096, (4096 - SPARE_FILES) // 2, 4096),
+        (1024, 1024, (1024 - SPARE_FILES) // 2, 1024),
+        (1 << 20, 1 << 20, 8192, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8192, None),
+        (64, 64, 1, 64),
+    ],
+)
+def test_no_more_connections_than_files(
+    soft: int, hard: int, allowed: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
+    assert affordable_connections(8192) == allowed
+    assert limits[1:] == ([] if raised_to is None else [(raised_to, hard)])
