@@ -79,10 +79,16 @@ def install_python_tools() -> None:
         shutil.rmtree(DEST / folder, ignore_errors=True)
         run(sys.executable, "-m", "venv", DEST / folder)
         python = DEST / folder / "bin" / "python"
+        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "-r", source]
         if folder == "tools":
-            run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "-r", source)
+            run(*pip)
         else:
-            run(DEST / "tools/bin/uv", "pip", "install", "-q", "--no-deps", "--python", python, "-r", source)
+            uv = [DEST / "tools/bin/uv", "pip", "install", "-q", "--no-deps", "--python", python, "-r", source]
+            try:
+                run(*uv)
+            except subprocess.CalledProcessError:
+                say("uv cannot: it does not read pip's settings; pip takes a minute longer")
+                run(*pip)
         stamp.write_text(source.read_text())
 
 
