@@ -135,6 +135,9 @@ class Connection(asyncio.Protocol):
             head, found, rest = self._received.partition(b"\r\n\r\n")
             if not found:
                 return
+            if head.startswith(b"PRI "):  # HTTP/2, which a peer tries first
+                self.transport.close()
+                return
             lowered = head.lower()
             mark = lowered.find(b"content-length:")
             size = int(lowered[mark + 15 :].split(b"\r\n", 1)[0]) if mark >= 0 else 0

@@ -79,11 +79,11 @@ def test_schemathesis(tmp_path: Path) -> None:
     """Thousands of bodies made of the specification, right and wrong: no 5xx, no dead worker, errors of four keys."""
     model = write_tiny_model(tmp_path / "tiny-llama")
     [specification] = INSTALLED.glob(f"lib/python3*/site-packages/{SPECIFICATION}")
-    worker_args = "--served-model-name tiny --max-model-len 256"
+    worker_args = "--served-model-name tiny --max-model-len 128"
     with Serve("--model", str(model), "--num-workers", "1", "--worker-args", worker_args) as serve:
         epochs = serve.epochs()
         command = [str(INSTALLED / "bin/st"), "run", str(specification), "--url", f"{serve.url}/v1"]
-        command += ["--include-path-regex", PATHS, "--phases", "coverage,fuzzing", "--max-examples", "20"]
+        command += ["--include-path-regex", PATHS, "--phases", "coverage,fuzzing", "--max-examples", "10"]
         command += ["--checks", "not_a_server_error,errors_have_four_keys,unsupported_method", "--no-color"]
         command += ["--generation-deterministic", "--no-shrink", "--suppress-health-check", "all"]
         output = run([*command, "--request-timeout", "60"], SCHEMATHESIS_HOOKS="checks", **hooks_in(PROGRAMS))
