@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.factory import make_allocator
+from worker.config import default_step_tokens
 from worker.model.checkpoint import Checkpoint, find_checkpoint
 from worker.model.config import ModelConfig
 from worker.model.gguf import GGUFCheckpoint
@@ -39,9 +40,15 @@ _ROOT: Final = b"benchmark-engine"
 class Engine:
     """The worker's own scheduler and runner, stepped as fast as they go."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, chunk_tokens: int) -> None:
+    def __init__(self, model: LoadedModel, num_blocks: int, chunk_tokens: int | None = None) -> None:
+        """Steps of `chunk_tokens`; None: as a worker on this device."""
         self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
-        limits = BatchLimits(max_num_batched_tokens=chunk_tokens, max_model_len=model.config.max_model_len)
+        batched, lone = default_step_tokens(model.device.type, model.options.dtype)
+        limits = BatchLimits(
+            max_num_batched_tokens=chunk_tokens or batched,
+            max_lone_prefill_tokens=lone if chunk_tokens is None else None,
+            max_model_len=model.config.max_model_len,
+        )
         self._scheduler = Scheduler(make_allocator("hash", num_blocks, BLOCK_SIZE), limits, ())
         self._num_requests = 0
 
@@ -275,7 +282,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 or float16 (default bfloat16)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--chunk", type=int, default=512, help="most tokens in a step (default 512)")
+    parser.add_argument("--chunk", type=int, help="most tokens in a step (default: as a worker on the device)")
     parser.add_argument("--steps", type=int, default=40, help="rounds of single decode steps (default 40)")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of a sequence in a batch (default 64)")
     parser.add_argument("--rounds", type=int, default=2, help="repetitions of everything else (default 2)")

@@ -14,7 +14,7 @@ from cache.factory import make_allocator
 from cache.hashing import Namespace
 from cache.index import WorkerMember, signed
 from cache.types import BlockId, WorkerId
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, default_step_tokens
 from worker.load_report import PrefillRate
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 _DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
 _POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
 """Part of the free memory that the pool takes when it is not told its size."""
-_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 4096}
-_LONE_PREFILL_TOKENS: Final = {("cpu", torch.bfloat16): 2048}
-"""Where larger products are faster: not in float32, in which 2,048 tokens take as long as four times 512."""
 _WARM_UP_TOKENS: Final = 256
 
 
@@ -62,11 +59,11 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
     num_blocks = _num_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
-    device = model.device.type
+    batched_tokens, lone_tokens = default_step_tokens(model.device.type, model.options.dtype)
     limits = config.limits(
         max_model_len=max_model_len,
-        default_batched_tokens=_BATCHED_TOKENS.get(device, 512),
-        default_lone_prefill_tokens=_LONE_PREFILL_TOKENS.get((device, model.dtype)),
+        default_batched_tokens=batched_tokens,
+        default_lone_prefill_tokens=lone_tokens,
     )
     bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
     if config.served_model_name is not None:
