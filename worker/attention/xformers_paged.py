@@ -86,6 +86,29 @@ class XformersPagedAttention:
             own_bias=attn_bias.BlockDiagonalCausalMask.from_seqlens(own, device=self._device) if own else None,
         )
 
+    def static_plan(self, num_rows: int, num_blocks: int) -> _Plan:
+        """As `worker.runner.graphs` asks for it: the kernel reads lengths and tables from the device anew each time."""
+        size = self._cache.block_size
+        spans = [Span(num_blocks * size - 1, 1, [0] * num_blocks)] * num_rows
+        decodes = self._paged(slice(0, num_rows), spans, [num_blocks * size] * num_rows)
+        assert decodes is not None
+        decodes.bias.k_seqinfo.seqlen.fill_(1)
+        return _Plan(num_rows, decodes, None, (), None)
+
+    def refill(self, plan: object, spans: Sequence[Span]) -> None:
+        assert isinstance(plan, _Plan)
+        assert plan.decodes is not None
+        bias = plan.decodes.bias
+        num_rows, width = bias.block_tables.shape
+        tables = torch.zeros((num_rows, width), dtype=torch.int32)
+        lengths = torch.ones(num_rows, dtype=torch.int32)
+        for row, span in enumerate(spans):
+            held = -(-span.stop // self._cache.block_size)
+            tables[row, :held] = torch.tensor(span.block_table[:held], dtype=torch.int32)
+            lengths[row] = span.stop
+        bias.block_tables.copy_(tables)
+        bias.k_seqinfo.seqlen.copy_(lengths)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         self._cache.write(layer, batch.slots, key, value)
         plan = batch.plan

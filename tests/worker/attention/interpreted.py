@@ -61,6 +61,30 @@ def difference(case: list[tuple[int, int]], block_size: int, num_heads: int, num
     return float((outputs[0] - outputs[1]).abs().max())
 
 
+def static_difference(block_size: int) -> float:
+    """A plan of fixed shape, filled twice, against a plan made for the step."""
+    generator = torch.Generator().manual_seed(block_size)
+    shape = AttentionShape(1, 4, 2, 32, 0.2)
+    cache = KVCache(shape, 40, block_size, torch.float16, torch.device("cpu"))
+    for pool in (cache.keys, cache.values):
+        pool[0].copy_(torch.randn(pool[0].shape, generator=generator).half())
+    attention = XformersPagedAttention(shape, cache)
+    query, key, value = (torch.randn(4, heads, 32, generator=generator).half() for heads in (4, 2, 2))
+    empty, worst = torch.empty(0), 0.0
+    static = attention.static_plan(4, 5)
+    for starts in ([3, 70, block_size], [0, 5 * block_size - 1]):
+        spans = [Span(start, 1, [7 * row + 1 + place for place in range(6)]) for row, start in enumerate(starts)]
+        slots = [span.block_table[span.start // block_size] * block_size + span.start % block_size for span in spans]
+        num_rows = len(spans)
+        attention.refill(static, spans)
+        batch = ForwardBatch(empty, empty, torch.tensor(slots + [0] * (4 - num_rows)), static)
+        got = attention.attend(0, query, key, value, batch)[:num_rows]
+        batch = ForwardBatch(empty, empty, torch.tensor(slots), attention.plan(spans))
+        want = attention.attend(0, *(part[:num_rows] for part in (query, key, value)), batch)
+        worst = max(worst, float((got - want).abs().max()))
+    return worst
+
+
 if __name__ == "__main__":
     shapes = [(16, 4, 2), (32, 2, 2), (64, 6, 2)]
     found = {
@@ -68,4 +92,5 @@ if __name__ == "__main__":
         for size, heads, kv_heads in shapes
         for name, case in CASES.items()
     }
+    found |= {f"static plan, blocks of {size}": static_difference(size) for size in (16, 32)}
     print(json.dumps(found))

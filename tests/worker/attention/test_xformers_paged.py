@@ -24,5 +24,5 @@ def test_it_equals_the_oracle() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 12
+    assert len(found) == 14
     assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}

@@ -1,0 +1,82 @@
+"""Recorded decodes: buffers of fixed shapes give what steps of any shape give, here replayed by running them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.families import write_family
+from tests.worker.scheduler.engine import HandEngine, generate
+from worker.attention.base import Span
+from worker.attention.torch_paged import Plan, TorchPagedAttention
+from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.runner import graphs
+from worker.runner.graphs import DecodeGraphs, Replay
+from worker.runner.model_runner import ModelRunner
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 200
+
+
+class Refillable(TorchPagedAttention):
+    """torch's attention with a plan that is made anew in place."""
+
+    def static_plan(self, num_rows: int, num_blocks: int) -> dict[int | None, Plan]:
+        return self.plan([Span(0, 1, [0])] * num_rows)
+
+    def refill(self, plan: dict[int | None, Plan], spans: Sequence[Span]) -> None:
+        num_rows = plan[None].decodes[-1].stop
+        plan.update(self.plan([*spans, *[Span(0, 1, [0])] * (num_rows - len(spans))]))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = tmp_path_factory.mktemp("llama3")
+    write_family("llama3", folder)
+    return load_model(str(folder), LoadOptions())
+
+
+def run(model: LoadedModel, recorded: list[int] | None, max_model_len: int = 256) -> list[dict[int, list[int]]]:
+    runner = ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, eos_token_ids=())
+    if recorded is not None:
+
+        def record(run: Replay) -> Replay:
+            def replay() -> torch.Tensor:
+                logits = run()
+                recorded.append(len(logits))
+                return logits
+
+            return replay
+
+        runner._graphs = DecodeGraphs(
+            model.decoder,
+            Refillable(model.config.attention, runner.cache),
+            model.device,
+            block_size=BLOCK_SIZE,
+            max_model_len=max_model_len,
+            record=record,
+        )
+    engine = HandEngine(NUM_BLOCKS, BLOCK_SIZE, runner=runner, max_model_len=256, max_num_batched_tokens=80)
+    wires = [
+        generate([i * k % 99 for k in range(1, 4 + 9 * i)], 6 + 3 * i, temperature=float(i % 2), logprobs=i % 3)
+        for i in range(7)
+    ]
+    requests = [engine.submit(wire) for wire in wires]
+    engine.finish()
+    return [engine.answer(request).tokens for request in requests]
+
+
+def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CONTEXTS", (24, 48))
+    recorded: list[int] = []
+    assert run(model, recorded) == run(model, None)
+    assert set(recorded) == {1, 2, 4, 8}  # seven sequences in eight rows, until one is left
+
+
+def test_a_step_that_no_recording_holds_is_run(model: LoadedModel) -> None:
+    recorded: list[int] = []
+    assert run(model, recorded, max_model_len=16) == run(model, None)
+    assert len(recorded) < 10  # only the first steps of the shortest

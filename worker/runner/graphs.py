@@ -1,0 +1,126 @@
+"""Decode steps of fixed shapes, recorded once and replayed: on a GPU a small step is as long as its kernels' launches.
+
+A recording reads the same memory at every replay, so each step is first copied into buffers of the recorded shape:
+
+    rows         | d0 d1 d2 | -  -  -  -  - |     of 8: the unused ones write to the null block and see its first token
+    block table  | 4 9 2  0  0  0  0  0 ... |     of all blocks that a context of the recorded length has
+
+There is a recording for each of a few numbers of rows and lengths of context; a step takes the smallest that holds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import Attention, ForwardBatch, Span
+from worker.model.decoder import Decoder
+from worker.step import SequenceStep
+
+Replay = Callable[[], Tensor]
+Recorder = Callable[[Replay], Replay]
+"""From a function without arguments to one that does the same on the same memory, and returns the same tensor."""
+
+ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+CONTEXTS: Final = (2048, 16384)
+"""Tokens, besides the longest context: a kernel divides its work by the length that it is recorded for."""
+_WARM_UP_RUNS: Final = 2
+
+
+@runtime_checkable
+class RecordableAttention(Attention, Protocol):
+    """An attention whose plan of a given shape can be filled again, in place."""
+
+    def static_plan(self, num_rows: int, num_blocks: int) -> object:
+        """A plan for `num_rows` decodes over at most `num_blocks` blocks each; every row sees the null block's first
+        token."""
+
+    def refill(self, plan: object, spans: Sequence[Span]) -> None:
+        """Let the first rows be these decodes, and the others see the null block's first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    num_rows: int
+    inputs: Tensor
+    """(3, num_rows) int64: token ids, positions, slots"""
+    plan: object
+    replay: Replay
+
+
+class DecodeGraphs:
+    """The recordings of one decoder over one pool. Recorded when made, which takes some seconds on a GPU."""
+
+    __slots__ = ("_attention", "_block_size", "_lengths", "_recordings", "_staging")
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: RecordableAttention,
+        device: torch.device,
+        *,
+        block_size: int,
+        max_model_len: int,
+        record: Recorder,
+    ) -> None:
+        self._attention = attention
+        self._block_size = block_size
+        self._lengths = sorted({*(length for length in CONTEXTS if length < max_model_len), max_model_len})
+        self._staging = torch.zeros((3, ROWS[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._recordings: dict[tuple[int, int], _Recording] = {}
+        for length in reversed(self._lengths):  # the largest first: later ones find room in its memory
+            for num_rows in reversed(ROWS):
+                inputs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+                plan = attention.static_plan(num_rows, -(-length // block_size))
+                batch = ForwardBatch(inputs[0], inputs[1], inputs[2], plan)
+
+                def run(batch: ForwardBatch = batch) -> Tensor:
+                    return decoder.logits(decoder.forward(batch, attention))
+
+                self._recordings[num_rows, length] = _Recording(num_rows, inputs, plan, record(run))
+
+    def logits(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
+        """(sequences, vocab_size) float32, to be used before the next call; None: no recording holds this step."""
+        if any(len(sequence.token_ids) != 1 for sequence in sequences) or len(sequences) > ROWS[-1]:
+            return None
+        longest = max(sequence.start for sequence in sequences) + 1
+        if longest > self._lengths[-1]:
+            return None
+        num_rows = ROWS[bisect_left(ROWS, len(sequences))]
+        recording = self._recordings[num_rows, self._lengths[bisect_left(self._lengths, longest)]]
+        columns = [(sequence.token_ids[0], sequence.start, sequence.slots[0]) for sequence in sequences]
+        staged = self._staging[:, :num_rows].zero_()
+        staged[:, : len(columns)] = torch.tensor(columns, dtype=torch.int64).T
+        recording.inputs.copy_(staged)
+        spans = [Span(sequence.start, 1, sequence.block_table) for sequence in sequences]
+        self._attention.refill(recording.plan, spans)
+        return recording.replay()[: len(sequences)]
+
+
+def cuda_recorder() -> Recorder:
+    """Records CUDA graphs that share one pool of memory."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(run: Replay) -> Replay:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is made at the first call must not be made within the recording
+            for _ in range(_WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    return record
