@@ -85,7 +85,7 @@ def test_schemathesis(tmp_path: Path) -> None:
         command = [str(INSTALLED / "bin/st"), "run", str(specification), "--url", f"{serve.url}/v1"]
         command += ["--include-path-regex", PATHS, "--phases", "coverage,fuzzing", "--max-examples", "10"]
         command += ["--checks", "not_a_server_error,errors_have_four_keys,unsupported_method", "--no-color"]
-        command += ["--generation-deterministic", "--no-shrink", "--suppress-health-check", "all"]
+        command += ["--workers", "1", "--generation-deterministic", "--no-shrink", "--suppress-health-check", "all"]
         output = run([*command, "--request-timeout", "60"], SCHEMATHESIS_HOOKS="checks", **hooks_in(PROGRAMS))
         print(output[-1000:])
         assert serve.epochs() == epochs, "no worker died"
