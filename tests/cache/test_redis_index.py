@@ -275,11 +275,10 @@ async def test_what_stands_beside_the_states_is_not_read_again(redis_server: Red
             assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 4, "w1": 4, "w2": 4}))
         redis_server.command("HSET", "{headstart:0}:states", "foreign", "x" * 1_000_000)
-        assert await matches(index, hashes) == {"w0": 4, "w1": 4, "w2": 4}
         sent = num_bytes_sent(redis_server)
-        for _ in range(10):
+        for _ in range(30):
             assert await matches(index, hashes) == {"w0": 4, "w1": 4, "w2": 4}
-        assert num_bytes_sent(redis_server) - sent < 500_000
+        assert num_bytes_sent(redis_server) - sent < 5_000_000, "one lookup that met it, and a refresh or two"
 
 
 def num_bytes_sent(server: RedisServer) -> int:
