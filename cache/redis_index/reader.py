@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from cache.index import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.link import LinkDownError
-from cache.redis_index.shard import MAX_BLOCKS, ReaderSettings, RegistryEntry, Shard
+from cache.redis_index.registry import RegistryEntry
+from cache.redis_index.shard import MAX_BLOCKS, ReaderSettings, Shard
 from cache.types import HASH_BYTES, BlockHash
 
 logger = logging.getLogger(__name__)

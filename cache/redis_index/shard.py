@@ -1,8 +1,7 @@
-"""One shard as a gateway reads it: its connection, the registry behind it, the lookup, and the breaker.
+"""One shard as a gateway reads it: its connection, the lookup, when the registry is read again, and the breaker.
 
 A lookup passes the sets of the workers that are known; the reply says what they hold, in which state they are, and the
 registry's version. Another version makes the shard read the registry again, so a new worker appears one lookup later.
-Nothing read from Redis is trusted: what does not decode is ignored, counted, and logged once.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.index import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply, pack_command
-from cache.redis_index.schema import RegistryError
+from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.script import LOOKUP, LOOKUP_SHA
-from cache.types import WorkerId
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_PER_SHARD = 4000
 """Lua's unpack takes at most some 8,000 values."""
 MAX_BLOCKS = 1 << 17
+MAX_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,46 +45,14 @@ class ReaderSettings:
     password: str | None = None
 
 
-class _Worker:
-    """One registry entry as last read, with what its last state said."""
-
-    __slots__ = ("deadline_ms", "generation", "load", "lookup", "member", "raw", "state", "written_ms")
-
-    def __init__(self, member: WorkerMember) -> None:
-        self.member = member
-        self.generation = 0
-        self.raw: bytes | None = None
-        self.state: schema.State | None = None
-        self.load = WorkerLoad()
-        self.deadline_ms = 0
-        self.written_ms = 0
-        self.lookup = 0
-        """The last lookup that found its state."""
-
-    def take(self, raw: bytes, state: schema.State) -> None:
-        self.raw, self.state, self.load = raw, state, state.load
-        self.deadline_ms, self.written_ms = state.deadline_ms, state.written_ms
-
-
 @dataclass(frozen=True, slots=True)
 class _Query:
     """The part of a lookup that stays the same while the registry does: the command before and after the hashes."""
 
-    workers: tuple[_Worker, ...]
+    workers: tuple[KnownWorker, ...]
     head: bytes
     tail: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryEntry:
-    """What `headstart index` shows of one worker."""
-
-    member: WorkerMember
-    load: WorkerLoad
-    num_entries: int
-    generation: int
-    lease_left_s: float
-    age_s: float
+    names_workers: bool
 
 
 class Shard:
@@ -103,14 +70,8 @@ class Shard:
         self._count = count
         self.link = Link(endpoint, link_settings, on_change=self._link_changed)
         self.keys = schema.Keys(settings.prefix, number)
-        self._workers: dict[WorkerId, _Worker] = {}
-        self._by_epoch: dict[str, _Worker] = {}
-        self._by_state: dict[bytes, _Worker] = {}
-        """By the state last read of each, as it stood in Redis."""
-        self._only_known_states = False
-        """Nothing stands beside the workers' states, as far as was seen: they may be read without naming them."""
-        self._names_needed = False
-        self._num_lookups = 0
+        self._registry = Registry(count)
+        self._layout = 0
         self._queries: dict[str | None, _Query] = {}
         self._version: bytes | None = None
         self._evalsha = b"EVALSHA_RO"
@@ -118,8 +79,7 @@ class Shard:
         self._refresh_task: asyncio.Task[None] | None = None
         self._failures = 0
         self._wake_probe = asyncio.Event()
-        self._redis_now_ms = 0.0
-        self._complained: set[bytes] = set()
+        self._names_needed = False
 
     # --- lookup -----------------------------------------------------------------------------------------------------
 
@@ -160,84 +120,46 @@ class Shard:
         return reply
 
     def _query(self, model: str | None) -> _Query:
+        if self._layout != self._registry.layout:
+            self._layout = self._registry.layout
+            self._queries.clear()
         query = self._queries.get(model)
         if query is None:
-            workers = [w for w in self._workers.values() if model is None or w.member.model == model]
+            workers = self._registry.workers(model)
             if len(workers) > MAX_WORKERS_PER_SHARD:
-                self._complain(b"shards", f"{len(workers)} workers in one shard: configure more shards")
+                self._registry.complain(b"shards", f"{len(workers)} workers in one shard: configure more shards")
                 del workers[MAX_WORKERS_PER_SHARD:]
             query = self._query_of(tuple(workers))
-            if len(self._queries) < 64:
+            if len(self._queries) < MAX_QUERIES:
                 self._queries[model] = query
         return query
 
-    def _query_of(self, workers: tuple[_Worker, ...]) -> _Query:
+    def _query_of(self, workers: tuple[KnownWorker, ...]) -> _Query:
         sets = [self.keys.blocks(w.member.worker_id, w.member.epoch, w.generation) for w in workers]
         keys = [self.keys.states, self.keys.version, *sets]
         # A name is an argument, and costs more than a state that nobody asked for: but not one of any size and number.
-        all_states = self._only_known_states and 2 * len(workers) >= len(self._workers)
-        ids = [] if all_states else [w.member.worker_id for w in workers]
+        may_read_all = self._registry.only_known_states and not self._names_needed
+        ids = [] if may_read_all and 2 * len(workers) >= len(self._registry) else [w.member.worker_id for w in workers]
         start: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys]
         _, _, head = pack_command(start).partition(b"\r\n")
         _, _, tail = pack_command(ids).partition(b"\r\n")
-        return _Query(workers, b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail)
+        return _Query(workers, b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail, bool(ids))
 
     def _candidates(self, query: _Query, reply: Reply) -> list[Candidate]:
         try:
             version, (seconds, microseconds), matches, states = reply
             now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-            if isinstance(states, ResponseError) and self._only_known_states:
-                self._names_needed, self._only_known_states = True, False  # an ACL without HVALS
+            if isinstance(states, ResponseError) and not query.names_workers:
+                self._names_needed = True  # an ACL without HVALS
                 self._queries.clear()
             if not isinstance(states, list) or len(matches) != len(query.workers):
                 raise ValueError(f"{len(matches)} matches of {len(query.workers)} workers, states {states!r:.80}")
         except (TypeError, ValueError) as error:
-            self._complain(b"reply", f"lookup gave {reply!r:.80}: {error}")
+            self._registry.complain(b"reply", f"lookup gave {reply!r:.80}: {error}")
             raise LinkDownError("malformed reply") from error
-        self._redis_now_ms = now_ms
         if (version or b"") != self._version:
             self._start_refresh()
-        self._num_lookups = lookup = self._num_lookups + 1
-        by_state = self._by_state
-        switched: set[_Worker] = set()
-        for raw in states:
-            worker = by_state.get(raw) or self._read_state(raw, switched)
-            if worker is not None:
-                worker.lookup = lookup
-            elif raw is not None and self._only_known_states:
-                self._only_known_states = False
-                self._queries.clear()
-        if switched:  # what was found is not of the set that counts now
-            self._queries.clear()
-            matches = [0 if w in switched else n for w, n in zip(query.workers, matches, strict=True)]
-        return [
-            Candidate(
-                worker.member, worker.load, matched, (now_ms - at) * 1e-3 if now_ms > (at := worker.written_ms) else 0.0
-            )
-            for worker, matched in zip(query.workers, matches, strict=True)
-            if worker.lookup == lookup and worker.deadline_ms > now_ms
-        ]
-
-    def _read_state(self, raw: bytes | None, switched: set[_Worker]) -> _Worker | None:
-        """The known worker of which this is the state, which is kept; a new generation adds it to `switched`."""
-        if raw is None:
-            return None
-        try:
-            state = schema.decode_state(raw)
-        except (RegistryError, TypeError) as error:
-            self._complain(b"state", f"a state: {error}")
-            return None
-        worker = self._by_epoch.get(state.epoch)
-        if worker is None:
-            return None
-        if worker.raw is not None:
-            self._by_state.pop(worker.raw, None)
-        worker.take(raw, state)
-        self._by_state[raw] = worker
-        if state.generation != worker.generation:
-            worker.generation = state.generation
-            switched.add(worker)
-        return worker
+        return self._registry.candidates(query.workers, matches, states, now_ms)
 
     # --- registry ---------------------------------------------------------------------------------------------------
 
@@ -266,61 +188,22 @@ class Shard:
         version, members, states = await self.link.call(
             ("GET", self.keys.version), ("HGETALL", self.keys.members), ("HGETALL", self.keys.states), timeout_s=2.0
         )
-        self._take_members(members)
-        self._take_states(states)
+        self._registry.refresh(members, states)
         self._version = version if isinstance(version, bytes) else b""
-        self._queries.clear()
-
-    def _take_members(self, reply: Reply) -> None:
-        if not isinstance(reply, list) or len(reply) > 2 * schema.MAX_MEMBERS:
-            self._complain(b"members", f"registry is {reply!r:.80}")
-            reply = []
-        workers: dict[WorkerId, _Worker] = {}
-        for field, value in sorted(zip(reply[::2], reply[1::2], strict=True)):
-            try:
-                member = schema.decode_member(field, value)
-            except RegistryError as error:
-                self._complain(field, f"member {field!r:.80}: {error}")
-                continue
-            known = self._workers.get(member.worker_id)
-            workers[member.worker_id] = known if known is not None and known.member == member else _Worker(member)
-        self._workers = workers
-        self._by_epoch = {worker.member.epoch: worker for worker in workers.values()}
-        self._by_state = {worker.raw: worker for worker in workers.values() if worker.raw is not None}
-
-    def _take_states(self, reply: Reply) -> None:
-        self._only_known_states = isinstance(reply, list) and not self._names_needed
-        if not isinstance(reply, list):
-            return
-        for raw in reply[1::2]:
-            if self._read_state(raw, set()) is None:
-                self._only_known_states = False
 
     def members(self) -> list[WorkerMember]:
-        return [worker.member for worker in self._workers.values()]
+        return self._registry.members()
 
     async def entries(self) -> list[RegistryEntry]:
         """The registry now, lapsed entries included. Raises LinkDownError."""
         await self._refresh()
         (now,) = await self.link.call(("TIME",), timeout_s=2.0)
-        self._redis_now_ms = int(now[0]) * 1000 + int(now[1]) // 1000
-        return self.seen_entries()
+        self._registry.at(int(now[0]) * 1000 + int(now[1]) // 1000)
+        return self._registry.entries()
 
     def seen_entries(self) -> list[RegistryEntry]:
         """The registry as the last lookup saw it: nothing is asked."""
-        now_ms = self._redis_now_ms
-        return [
-            RegistryEntry(
-                worker.member,
-                worker.load,
-                state.num_entries,
-                state.generation,
-                (state.deadline_ms - now_ms) * 1e-3,
-                (now_ms - state.written_ms) * 1e-3,
-            )
-            for worker in self._workers.values()
-            if (state := worker.state) is not None and state.epoch == worker.member.epoch
-        ]
+        return self._registry.entries()
 
     # --- breaker and probe ------------------------------------------------------------------------------------------
 
@@ -364,9 +247,3 @@ class Shard:
         self._evalsha = b"EVALSHA_RO"
         if up:
             self._wake_probe.set()
-
-    def _complain(self, key: bytes, text: str) -> None:
-        self._count("invalid")
-        if key not in self._complained and len(self._complained) < 1000:
-            self._complained.add(key)
-            logger.warning("ignored in Redis: %s", text)

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from cache.hashing import index_entry
 from cache.index import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
@@ -169,11 +171,12 @@ async def test_a_replica_serves_lookups_and_is_left_by_writers(own_redis: RedisS
         await until(scene.sees)
 
 
-async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("denied", [(), ("-hvals",)])
+async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, denied: tuple[str, ...]) -> None:
     """The gateway may read and run read-only scripts; the worker may write its keys and run none."""
     if b"redis_version:6" in own_redis.command("INFO", "server"):
         return
-    own_redis.command("ACL", "SETUSER", "gateway", "on", ">g", "~{headstart:*", *GATEWAY_RIGHTS)
+    own_redis.command("ACL", "SETUSER", "gateway", "on", ">g", "~{headstart:*", *GATEWAY_RIGHTS, *denied)
     own_redis.command("ACL", "SETUSER", "worker", "on", ">w", "~{headstart:*", *WORKER_RIGHTS)
     writer = IndexWriter(own_redis.url, MEMBER, WriterSettings(username="worker", password="w"))
     index = RedisIndex(
