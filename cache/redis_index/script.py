@@ -1,7 +1,7 @@
 """The one read-only script behind a routing decision.
 
 KEYS: states, version, then one block set per worker.   ARGV: the 16-byte hashes of the prompt's full blocks in one
-string, of which the first 8 bytes are an entry; then the workers whose states are wanted, none for all.
+string, of which the first 8 bytes are an entry; then the workers whose states are wanted, or `*` for all.
 Returns {version, {seconds, microseconds}, {matched, ...}, {state, ...}}.
 
 A set is prefix-closed, so the length of the match is where membership flips from yes to no. The search begins at the
@@ -75,8 +75,16 @@ for i = 3, #KEYS do
   finger = held
   matched[i - 2] = held
 end
-local states = #ARGV > 1 and pcall('HMGET', KEYS[1], unpack(ARGV, 2)) or pcall('HVALS', KEYS[1])
+local states = {}
+if ARGV[2] == '*' then
+  states = pcall('HVALS', KEYS[1])
+elseif #ARGV > 1 then
+  states = pcall('HMGET', KEYS[1], unpack(ARGV, 2))
+end
 return {pcall('GET', KEYS[2]), pcall('TIME'), matched, states}
 """
 
 LOOKUP_SHA: Final = sha1(LOOKUP.encode()).hexdigest()
+
+ALL: Final = "*"
+"""In place of worker ids, which never are this."""

@@ -19,7 +19,7 @@ from cache.redis_index import schema
 from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply, pack_command
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
-from cache.redis_index.script import LOOKUP, LOOKUP_SHA
+from cache.redis_index.script import ALL, LOOKUP, LOOKUP_SHA
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class _Query:
     workers: tuple[KnownWorker, ...]
     head: bytes
     tail: bytes
-    names_workers: bool
+    wants_all: bool
+    """All states there are, without naming whose."""
 
 
 class Shard:
@@ -139,17 +140,18 @@ class Shard:
         keys = [self.keys.states, self.keys.version, *sets]
         # A name is an argument, and costs more than a state that nobody asked for: but not one of any size and number.
         may_read_all = self._registry.only_known_states and not self._names_needed
-        ids = [] if may_read_all and 2 * len(workers) >= len(self._registry) else [w.member.worker_id for w in workers]
+        wants_all = may_read_all and 2 * len(workers) >= len(self._registry)
+        ids = [ALL] if wants_all else [w.member.worker_id for w in workers]
         start: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys]
         _, _, head = pack_command(start).partition(b"\r\n")
         _, _, tail = pack_command(ids).partition(b"\r\n")
-        return _Query(workers, b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail, bool(ids))
+        return _Query(workers, b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail, wants_all)
 
     def _candidates(self, query: _Query, reply: Reply) -> list[Candidate]:
         try:
             version, (seconds, microseconds), matches, states = reply
             now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-            if isinstance(states, ResponseError) and not query.names_workers:
+            if isinstance(states, ResponseError) and query.wants_all:
                 self._names_needed = True  # an ACL without HVALS
                 self._queries.clear()
             if not isinstance(states, list) or len(matches) != len(query.workers):
