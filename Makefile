@@ -14,7 +14,7 @@ install: $(STAMP) ## create .venv with everything pinned in requirements/
 
 $(STAMP): requirements/gateway.txt requirements/worker.txt requirements/demo.txt requirements/dev.txt pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Headstart needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; \
+		echo "Headstart needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make $(MAKECMDGOALS) PYTHON=python3.11"; \
 		exit 1; }
 	@echo "Installing into $(VENV) (once; a few minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
