@@ -1,0 +1,124 @@
+"""Tokenising plain text word by word, from a cache: most of a text's words were in another text before.
+
+A byte-level BPE tokenizer cuts a text by a pattern first and merges within the pieces only, so that the ids of a text
+are the ids of its pieces in a row. For ASCII the patterns of the common families can be written for Python's `re`,
+and looking the pieces up costs a fifth of the tokenizer's own cutting. A layout that is not known here, or that does
+not give the tokenizer's ids on the probes, has no such shortcut.
+Source of the patterns: the `pre_tokenizer` of GPT-2's, SmolLM2's, Llama 3's and Qwen2's tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Final
+
+MAX_WORDS: Final = 100_000
+"""About 20 MB. All are forgotten when there are more."""
+MAX_WORD_CHARS: Final = 48
+"""Longer ones are no words, and are not kept."""
+_NUM_PROBES: Final = 48
+
+Encode = Callable[[list[str]], list[list[int]]]
+"""Texts to ids by the tokenizer itself."""
+
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
+# Digits are cut out first, and end what is before them as the text's end would.
+_DIGITS_GPT2: Final = r"[0-9]|'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+"
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST: Final = r"| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3: Final = _CONTRACTIONS + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}" + _REST
+_QWEN2: Final = _CONTRACTIONS + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]" + _REST
+_BY_SPLIT: Final = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _LLAMA3,
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _QWEN2,
+}
+
+
+class Words:
+    """Thread-safe: what two threads add at once is the same."""
+
+    def __init__(self, pattern: str, encode: Encode) -> None:
+        self._cut = re.compile(pattern, re.ASCII).findall
+        self._encode = encode
+        self._known: dict[str, list[int]] = {}
+
+    def ids(self, text: str) -> list[int]:
+        """Of an ASCII text."""
+        words: list[str] = self._cut(text)
+        try:
+            return list(chain.from_iterable(map(self._known.__getitem__, words)))
+        except KeyError:
+            return self._learn(words)
+
+    def _learn(self, words: Sequence[str]) -> list[int]:
+        known = self._known
+        found = {word: ids for word in set(words) if (ids := known.get(word)) is not None}
+        missing = [word for word in dict.fromkeys(words) if word not in found]
+        fresh = dict(zip(missing, self._encode(missing), strict=True))
+        if len(known) + len(fresh) > MAX_WORDS:
+            known.clear()
+        known.update((word, ids) for word, ids in fresh.items() if len(word) <= MAX_WORD_CHARS)
+        found |= fresh
+        return list(chain.from_iterable(map(found.__getitem__, words)))
+
+
+def words_of(layout: dict[str, Any], encode: Encode) -> Words | None:
+    """The shortcut for a tokenizer.json, if it has one; `encode` knows no special tokens but the layout's own."""
+    pattern = _pattern(layout)
+    if pattern is None:
+        return None
+    words = Words(pattern, encode)
+    probes = _probes()
+    return words if [words.ids(probe) for probe in probes] == encode(probes) else None
+
+
+def _pattern(layout: dict[str, Any]) -> str | None:
+    model, normalizer = layout["model"], layout.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":  # which leaves ASCII alone
+        return None
+    if model.get("type") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
+        return None
+    if any(token["normalized"] for token in layout.get("added_tokens", ())):
+        return None
+    match _steps(layout.get("pre_tokenizer")):
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            return _GPT2
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ]:
+            return _DIGITS_GPT2
+        case [
+            {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            return _BY_SPLIT.get(regex)
+    return None
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return steps
+
+
+def _probes() -> list[str]:
+    """Texts of all that ASCII has, close together."""
+    rng = random.Random(0)
+    kinds = (
+        "abc",
+        "XYZ",
+        "0123456789",
+        "'sS'tTlLdD'",
+        '.,;:!?-_/\\"()[]{}<>|@#$%&*+=~^`',
+        " ",
+        "  \t\n\r\v\f",
+        "\0\x1b\x1f\x7f",
+    )
+    return ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 120))) for _ in range(_NUM_PROBES)]
