@@ -26,6 +26,7 @@ from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash, Epoch
 from worker.access_times import AccessTimes
 from worker.load_report import LoadReport
 from worker.logs import about
+from worker.memory import return_free_pages
 from worker.metrics import WorkerMetrics
 from worker.scheduler.plan import Emission, Plan
 from worker.scheduler.request import Constraint, Request, RequestKey, new_request
@@ -341,6 +342,7 @@ class Engine:
         if now_s - self._checked_s > INTEGRITY_INTERVAL_S:
             self._checked_s = now_s
             self._scheduler.allocator.check_integrity()
+            return_free_pages()
 
     def _deliver(self, emissions: list[Emission]) -> None:
         if emissions:

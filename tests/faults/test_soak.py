@@ -25,6 +25,8 @@ from tests.faults.worker_process import Additions
 pytestmark = pytest.mark.faults
 NUM_CLIENTS = 4
 THINK_S = 0.5
+NUM_BODIES = 200
+"""Different requests: what remembers prompts, within its bounds, has seen them all by the second third."""
 LEAVE_SHARE = 0.25
 """Clients that leave before the end."""
 FAULT_INTERVAL_S = 12.0
@@ -64,6 +66,7 @@ class Load:
         self._cluster = cluster
         self._rng = rng
         self._stopping = False
+        self._bodies = [random_body(rng) for _ in range(NUM_BODIES)]
         self.counts: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
@@ -81,7 +84,7 @@ class Load:
         async with session() as http:
             while not self._stopping:
                 gateway = self._cluster.gateways[self._rng.random() < 0.3]
-                request = asyncio.create_task(ask(http, gateway.url, random_body(self._rng)))
+                request = asyncio.create_task(ask(http, gateway.url, self._rng.choice(self._bodies)))
                 if self._rng.random() < LEAVE_SHARE:
                     await asyncio.wait([request], timeout=self._rng.uniform(0, 1.5))
                     request.cancel()
