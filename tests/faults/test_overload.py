@@ -90,10 +90,11 @@ class Tenant:
 
     async def arrive(self, per_s: float, for_s: float) -> None:
         """Requests at random times, whatever becomes of them."""
-        end_s = time.monotonic() + for_s
+        next_s = time.monotonic()
+        end_s = next_s + for_s
         tasks = set()
-        while time.monotonic() < end_s:
-            await asyncio.sleep(self.rng.expovariate(per_s))
+        while (next_s := next_s + self.rng.expovariate(per_s)) < end_s:
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
             task = asyncio.create_task(self.request())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
