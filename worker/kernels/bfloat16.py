@@ -30,10 +30,13 @@ _BUNCH: Final = 4
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _compiled(*signatures: str) -> Callable[[_Function], _Function]:
+def _compiled(*signatures: str, nogil: bool = False) -> Callable[[_Function], _Function]:
     """Compiled when this module is imported, if there is a signature, so that no step waits for it; kept on disk where
-    there is a place for it."""
-    options: dict[str, Any] = {"fastmath": _FAST, "nogil": True, "error_model": "numpy"}
+    there is a place for it.
+
+    What takes microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
+    """
+    options: dict[str, Any] = {"fastmath": _FAST, "nogil": nogil, "error_model": "numpy"}
 
     def decorate(function: _Function) -> _Function:
         njit: Any = numba.njit
@@ -151,7 +154,7 @@ def _add_bunch(sums: Floats, weights: Floats, bunch: Floats) -> None:
             sums[rep, i] += a * bunch[0, i] + b * bunch[1, i] + c * bunch[2, i] + d * bunch[3, i]
 
 
-@_compiled("void(u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, u2[:, ::1])")
+@_compiled("void(u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, u2[:, ::1])", nogil=True)
 def attend(query: Bits, keys: Bits, values: Bits, tables: Indices, bounds: Indices, scale: float, out: Bits) -> None:
     """One query a row, (rows, heads, head_dim), over keys bounds[row, 0] .. bounds[row, 1] - 1 of the row's sequence.
 
