@@ -42,4 +42,4 @@ def write_tiny_model(folder: Path, *, seed: int = 0, max_position_embeddings: in
 
 
 if __name__ == "__main__":
-    write_tiny_model(Path(sys.argv[1]), max_position_embeddings=8192)
+    write_tiny_model(Path(sys.argv[1]), max_position_embeddings=16384)
