@@ -67,7 +67,7 @@ async def send_mutated(serve: Serve, *, num_bodies: int, seed: int) -> None:
 
 
 async def test_mutated_bodies(serve: Serve) -> None:
-    await send_mutated(serve, num_bodies=200, seed=3)
+    await send_mutated(serve, num_bodies=150, seed=3)
 
 
 @pytest.mark.deep
@@ -169,7 +169,7 @@ def bounded_tool() -> dict[str, Any]:
 
 
 def test_streams_say_the_same(serve: Serve) -> None:
-    compare_streams(serve, num_prompts=10, seed=5)
+    compare_streams(serve, num_prompts=5, seed=5)
 
 
 @pytest.mark.deep
@@ -228,7 +228,7 @@ def follow_schema(serve: Serve, schema: dict[str, Any], seed: int) -> None:
 
 
 def test_answers_follow_their_schema(serve: Serve) -> None:
-    for number in range(0, 50, 5):
+    for number in range(0, 50, 10):
         follow_schema(serve, SCHEMAS[number], number)
 
 

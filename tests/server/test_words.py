@@ -66,7 +66,7 @@ def words(request: pytest.FixtureRequest) -> tuple[Words, Encode]:
     return found, encode
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=ASCII)
 def test_words_in_a_row_are_the_whole(words: tuple[Words, Encode], text: str) -> None:
     shortcut, encode = words
