@@ -88,7 +88,7 @@ def ok(serve: Serve, path: str, body: dict[str, Any]) -> Any:
 
 
 def cold(body: dict[str, Any]) -> dict[str, Any]:
-    """With nothing of it cached: what is drawn from a random model's flat logits may turn on their last bits, which depend
+    """With nothing of it cached: what is drawn from a random model's flat logits may turn on their last bits, and these
     on how much of the prompt is computed at once."""
     return body | {"cache_salt": secrets.token_hex(8)}
 
