@@ -39,6 +39,7 @@ from cache.redis_index.link import Link, LinkSettings, pack_command
 from cache.redis_index.schema import Keys, encode_member, encode_state
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from server.fleet import FetchError, Fleet
+from server.router.dispatch import DispatchSettings
 from server.router.placement import RouteRequest
 from server.router.router import HeadstartRouter, RouterSettings
 from server.serve.redis import find_redis_server
@@ -193,9 +194,8 @@ async def measure_decision(url: str, link: Link, count: int = 500) -> Timing:
     root = BlockNamespace("model", "r", "t", 16).root(salt=b"s")
     await populate(link, hash_chain(root, tokens, 16), 64, "shared")
     index = RedisIndex(url, READER)
-    router = HeadstartRouter(
-        index, Fleet(index, _no_fetch, clock=time.monotonic), RouterSettings(GatewayId("gateway-1"))
-    )
+    settings = RouterSettings(GatewayId("gateway-1"), dispatch=DispatchSettings(workers_share=True))
+    router = HeadstartRouter(index, Fleet(index, _no_fetch, clock=time.monotonic), settings)
 
     async def decide() -> None:
         hashes = hash_chain(root, tokens, 16)

@@ -83,9 +83,12 @@ def plan(options: Namespace) -> list[Run]:
                 report_s=options.report_age,
                 pooled=policy == POOLED,
                 dispatch=DispatchSettings(
-                    speculate=policy in SPECULATING, publish_delay_s=options.index_delay + options.report_age
+                    speculate=policy in SPECULATING,
+                    publish_delay_s=options.index_delay + options.report_age,
+                    workers_share=options.engine == "shared",
                 ),
                 seed=options.seed + spreading,
+                shared_engine=options.engine == "shared",
                 redis=options.index == "redis" and policy != POOLED,
             ),
             options.load,
@@ -171,6 +174,13 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
     parser.add_argument("--gateways", type=int, default=1, help="each with books of its own")
     parser.add_argument(
+        "--engine",
+        choices=("fifo", "shared"),
+        default="fifo",
+        help="fifo: one prefill after the other, as in the figures of reference; shared: as our workers do, where half"
+        " goes to the oldest and half to the shortest other",
+    )
+    parser.add_argument(
         "--index", choices=("memory", "redis"), default="memory", help="redis: a real one (same figures, more time)"
     )
     parser.add_argument("--index-delay", type=float, default=0.1, metavar="S", help="how late the index is")
@@ -182,7 +192,7 @@ def options_of(argv: list[str]) -> Namespace:
 def main(argv: list[str]) -> int:
     options = options_of(argv)
     outcomes = execute_all(plan(options), options.jobs)
-    names = ("spreadings", "seed", "load", "gateways", "index", "index_delay", "report_age")
+    names = ("spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age")
     env = {name: getattr(options, name) for name in names}
     publish(Report("route", figures(outcomes), env), options, _draw(outcomes))
     return 0

@@ -59,6 +59,7 @@ from server.processes.members import Members
 from server.quarantine import Quarantine
 from server.rate_limits import RateLimits
 from server.retry import RetryBudget
+from server.router.dispatch import DispatchSettings
 from server.router.router import HeadstartRouter, RouterSettings
 from server.serve.child import ChildRefusedError
 from server.stream import Heart
@@ -106,7 +107,9 @@ class Gateway:
         settings = FleetSettings(workers=config.workers, cluster_secret=secret, networks=networks)
         fetch = http_fetch(self._client.session)
         self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
-        router_settings = RouterSettings(gateway_id, policy=config.policy)
+        router_settings = RouterSettings(
+            gateway_id, policy=config.policy, dispatch=DispatchSettings(workers_share=True)
+        )
         self.router = HeadstartRouter(self._index, self.fleet, router_settings, observe=self.metrics.routed)
         self.metrics.registry.register(
             FleetMetrics(

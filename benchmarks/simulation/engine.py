@@ -53,6 +53,8 @@ class Job:
     num_cached_tokens: int = 0
     started_s: float = 0.0
     prefill_s: float = 0.0
+    left_s: float = 0.0
+    """Of `prefill_s`, at a worker that shares itself out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +119,11 @@ class SimulatedWorker:
         assert job.allocation is not None
         job.allocation.free()
 
+    def unfinished(self, now_s: float) -> list[tuple[Job, float]]:
+        """The prefills in service, and the seconds of each that are left."""
+        job = self.serving
+        return [] if job is None else [(job, max(0.0, job.prefill_s - (now_s - job.started_s)))]
+
     def report(self, now_s: float) -> None:
         """Bring the report up to date: the state has not changed since the last point of its grid of times."""
         at_s = now_s // self.report_s * self.report_s if self.report_s else now_s
@@ -125,15 +132,14 @@ class SimulatedWorker:
         queued: dict[GatewayId, float] = {}
         for job in self.queue:
             queued[job.gateway] = queued.get(job.gateway, 0.0) + job.estimate_s
-        if (job_now := self.serving) is not None:
-            left_s = max(0.0, job_now.prefill_s - (at_s - job_now.started_s))
-            queued[job_now.gateway] = queued.get(job_now.gateway, 0.0) + left_s
+        for job, left_s in self.unfinished(at_s):
+            queued[job.gateway] = queued.get(job.gateway, 0.0) + left_s
         self.load_s = at_s
         self.load = WorkerLoad(
             queued_prefill_s=queued,
             assigned_prefill_s=self.assigned_s,
             prefill_tokens_per_s=self.model.prefill_tokens_per_s,
-            num_running=self.num_decoding + (self.serving is not None),
+            num_running=self.num_decoding + len(self.unfinished(at_s)),
             num_waiting=len(self.queue),
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.num_blocks,

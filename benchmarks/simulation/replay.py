@@ -16,6 +16,7 @@ from functools import partial
 
 from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
 from benchmarks.simulation.redis_backend import RedisBackend
+from benchmarks.simulation.shared_engine import SharedWorker
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
 from cache.events import BlockEvent, Removed, Stored
 from cache.hash_allocator import HashAllocator
@@ -44,6 +45,8 @@ class ReplaySettings:
     unscored_share: float = 0.1
     """Of the requests, the first ones, which meet cold caches."""
     seed: int = 0
+    shared_engine: bool = False
+    """Workers share themselves out as ours do, instead of one prefill after the other."""
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
 
@@ -101,7 +104,8 @@ class Replay:
                 1,
             )
             cache = pool if settings.pooled else HashAllocator(num_blocks // settings.num_workers + 1, 1)
-            worker = SimulatedWorker(member, model, cache, settings.report_s)
+            kind = SharedWorker if settings.shared_engine else SimulatedWorker
+            worker = kind(member, model, cache, settings.report_s)
             self._index.register(member)
             workers.append(worker)
         return workers
@@ -137,16 +141,31 @@ class Replay:
         self._begin(worker)
 
     def _begin(self, worker: SimulatedWorker) -> None:
-        job = worker.begin(self._now_s)
-        if job is None:
-            return
+        if isinstance(worker, SharedWorker):
+            for job in worker.admit(self._now_s):
+                self._begun(worker, job)
+            self._await_next(worker)
+        elif (begun := worker.begin(self._now_s)) is not None:
+            self._begun(worker, begun)
+            self._at(self._now_s + begun.prefill_s, lambda: self._prefilled(worker, worker.finish_prefill(self._now_s)))
+
+    def _begun(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
         job.assignment.prefill_started(job.num_cached_tokens, self._now_s)
         self._cached[job.request.number] = (job.num_cached_tokens, job.request.num_prompt_tokens)
-        self._at(self._now_s + job.prefill_s, lambda: self._prefilled(worker))
 
-    def _prefilled(self, worker: SimulatedWorker) -> None:
-        job = worker.finish_prefill(self._now_s)
+    def _await_next(self, worker: SharedWorker) -> None:
+        """Plan the end of the next prefill; a change before then voids it."""
+        version, end_s = worker.version, worker.next_end_s(self._now_s)
+
+        def end() -> None:
+            if worker.version == version:
+                self._prefilled(worker, worker.finish_next(self._now_s))
+
+        if end_s is not None:
+            self._at(end_s, end)
+
+    def _prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
         job.assignment.first_token(self._now_s)
         self._ttft_s[job.request.number] = self._now_s - job.arrival_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import islice
 
 from cache.index import WorkerLoad
 from cache.types import Epoch, GatewayId
@@ -21,6 +22,8 @@ _FOLD_S = 2.0
 """Own bookings that no report has confirmed for so long count as assigned without it."""
 _OTHERS_MEMORY_S = 60.0
 _MAX_UNSEEN_S = 1.0
+_MAX_COMPARED = 128
+"""Requests of a long queue that are looked at one by one; the rest is taken to be like them."""
 
 
 class DecayedSum:
@@ -48,21 +51,24 @@ class DecayedSum:
 class Booking:
     """One request on one worker's book."""
 
-    __slots__ = ("_book", "_closed", "_queued", "num_blocks", "own_s", "started_s")
+    __slots__ = ("_book", "_closed", "_queued", "left_s", "num_blocks", "own_s", "started_s")
 
     def __init__(self, book: WorkerBook, own_s: float, num_blocks: int) -> None:
         self._book = book
         self._queued = True
         self._closed = False
         self.own_s = own_s
+        self.left_s = own_s
+        """Of `own_s`, where workers share themselves out: as of the book's last `shared_wait_s`."""
         self.num_blocks = num_blocks
         self.started_s: float | None = None
 
     def start(self, own_s: float, now_s: float) -> None:
         """Its prefill begins; `own_s` is the estimate now that the worker has said what it found cached."""
         if self._queued and self.started_s is None:
+            self._book.advance(now_s)
             self._book.queued_s += own_s - self.own_s
-            self.own_s = own_s
+            self.own_s = self.left_s = own_s
             self.started_s = now_s
 
     def first_token(self) -> None:
@@ -85,6 +91,7 @@ class WorkerBook:
     """What this gateway knows of the work at one epoch of one worker."""
 
     __slots__ = (
+        "_advanced_s",
         "_assigned",
         "_counter_s",
         "_folded_s",
@@ -108,6 +115,7 @@ class WorkerBook:
         self.queued_s = 0.0
         """Estimated prefill seconds of own requests without a first token."""
         self._queue: dict[Booking, None] = {}
+        self._advanced_s = 0.0
         self._assigned = DecayedSum(window_s)
         self._unreported: deque[tuple[float, float]] = deque()
         self._unreported_s = 0.0
@@ -154,16 +162,51 @@ class WorkerBook:
             self._unreported_s -= self._unreported.popleft()[1]
 
     def wait_s(self, now_s: float) -> float:
-        """Prefill seconds before a request that came now would begin."""
+        """Prefill seconds before a request that came now would begin, at a worker that takes them one by one."""
         own_s = self.queued_s
         for booking in self._queue:
             if booking.started_s is not None:
                 own_s -= min(now_s - booking.started_s, booking.own_s)
                 break
+        return max(0.0, own_s) + self._others_left_s(own_s, now_s)
+
+    def shared_wait_s(self, own_s: float, now_s: float) -> tuple[float, float]:
+        """The same at a worker that gives half of itself to the oldest prefill and half to the shortest other, and
+        how many prefills there would wait for one of `own_s`.
+
+        The shorter ones go first; meanwhile, and beside it, the oldest has its half. Of other gateways only the sum
+        of their work is known: it is taken as old.
+        """
+        self.advance(now_s)
+        left_s = [booking.left_s for booking in islice(self._queue, _MAX_COMPARED) if booking.left_s > 0.0]
+        more = max(1.0, len(self._queue) / _MAX_COMPARED)
+        old_s = (left_s[0] if left_s else 0.0) + self._others_left_s(sum(left_s), now_s)
+        shorter_s = more * sum(seconds for seconds in left_s[1:] if seconds < own_s)
+        num_longer = more * sum(seconds >= own_s for seconds in left_s[1:]) + (0.5 if old_s > own_s else 0.0)
+        return shorter_s + min(old_s, own_s + shorter_s), num_longer
+
+    def advance(self, now_s: float) -> None:
+        """Take off what the started prefills have had since the last call. For `Booking`, before one more starts."""
+        elapsed_s = now_s - self._advanced_s
+        self._advanced_s = now_s
+        oldest = islice(self._queue, _MAX_COMPARED)
+        running = [booking for booking in oldest if booking.started_s is not None and booking.left_s > 0.0]
+        while elapsed_s > 0.0 and running:
+            served = [running[0]]
+            if len(running) > 1:
+                served.append(min(running[1:], key=lambda booking: booking.left_s))
+            step_s = min(elapsed_s, min(booking.left_s for booking in served) * len(served))
+            for booking in served:
+                booking.left_s -= step_s / len(served)
+            elapsed_s -= step_s
+            running = [booking for booking in running if booking.left_s > 1e-9]
+
+    def _others_left_s(self, own_s: float, now_s: float) -> float:
+        """What is left of other gateways' work beside `own_s` of ours."""
         others_s = self._others_s
         if others_s > 0.0:
             others_s -= (now_s - self._reported_s) * others_s / (others_s + own_s)
-        return max(0.0, own_s) + max(0.0, others_s)
+        return max(0.0, others_s)
 
     def unseen_s(self, now_s: float) -> float:
         """For how long others may have sent work here that no report has shown yet; 0 when there are no others."""

@@ -23,6 +23,8 @@ from server.router.policies import FleetView, Option, Policy
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
     cost: CostModel = field(default_factory=CostModel)
+    workers_share: bool = False
+    """Workers do as ours does: half of a step to the oldest prefill, half to the shortest other. False: one by one."""
     default_prefill_tokens_per_s: float = 2000.0
     """For a worker that has measured nothing, when none of its peers has."""
     speculate: bool = True
@@ -172,12 +174,17 @@ class Dispatcher:
         overlay_blocks = self.overlay.matched(member.worker_id, member.epoch, request.hashes)
         matched_tokens = min(max(candidate.matched_blocks, overlay_blocks) * block_size, most_tokens)
         rate = load.prefill_tokens_per_s or rate
+        own_s = self.settings.cost.own_s(request.num_prompt_tokens - matched_tokens, rate)
+        wait_s, num_delayed = (
+            book.shared_wait_s(own_s, now_s) if self.settings.workers_share else (book.wait_s(now_s), 0.0)
+        )
         num_others = max(0, load.num_running + load.num_waiting - book.num_outstanding)
         option = Option(
             member=member,
             matched_tokens=matched_tokens,
-            own_s=self.settings.cost.own_s(request.num_prompt_tokens - matched_tokens, rate),
-            wait_s=book.wait_s(now_s),
+            own_s=own_s,
+            wait_s=wait_s,
+            num_delayed=num_delayed,
             recent_s=book.recent_s(now_s),
             num_outstanding=book.num_outstanding + num_others,
             num_waiting=max(book.num_queued, load.num_waiting),

@@ -25,12 +25,13 @@ def outcomes() -> dict[str, Outcome]:
         "one": (["headstart", "llm-d", "least_load"], ["--gateways", "1"]),
         "four": (["headstart"], ["--gateways", "4"]),
         "late": (["headstart"], ["--index-delay", "1.0"]),
+        "shared": (["headstart"], ["--engine", "shared"]),
     }
     planned = {}
     for name, (policies, arguments) in runs.items():
         options = options_of(["--cells", CELL, "--policies", *policies, "--spreadings", "1", *arguments])
         for run in plan(options):
-            if run.policy != POOLED or name == "one":
+            if run.policy != POOLED or name in ("one", "shared"):
                 planned[f"{name}.{run.policy}"] = run
     with processes(2) as pool:
         return dict(zip(planned, pool.map(execute, planned.values()), strict=True))
@@ -65,6 +66,13 @@ def test_four_gateways_lose_little(outcomes: dict[str, Outcome]) -> None:
 
 def test_an_index_a_second_late_loses_nothing(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["late.headstart"].ttft_mean_s <= 1.02 * outcomes["one.headstart"].ttft_mean_s
+
+
+def test_headstart_is_nearer_where_workers_share_themselves_out_as_ours_do(outcomes: dict[str, Outcome]) -> None:
+    ours, bound = outcomes["shared.headstart"], outcomes["shared.pooled"]
+    assert ours.hit >= 0.97 * bound.hit
+    assert ours.ttft_mean_s <= 1.10 * bound.ttft_mean_s
+    assert ours.max_over_mean_busy <= 1.05
 
 
 def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:

@@ -36,6 +36,8 @@ class Option:
     """Size of its pool, 0 where it is not known."""
     unseen_s: float = 0.0
     """Age of what is known of other gateways' requests there; 0 when there are none."""
+    num_delayed: float = 0.0
+    """Requests there that would wait for this one, where workers share themselves out."""
     queued_s: float = 0.0
     """Prefill seconds queued there, with nothing taken off for the one in service."""
     prefill_tokens_per_s: float = 1.0

@@ -108,3 +108,69 @@ def test_a_decayed_sum_does_not_depend_on_the_order(amounts: list[tuple[float, f
         total.add(amount, at_s)
     expected = sum(amount * math.exp((at_s - 100.0) / 60.0) for at_s, amount in amounts)
     assert total.at(100.0) == pytest.approx(expected)
+
+
+SECONDS = st.integers(1, 40).map(lambda quarter_s: quarter_s / 4)
+
+
+def first_token_s(left_s: list[float], own_s: float) -> float:
+    """By the rule itself, in steps: half to the oldest, half to the shortest other, until the last of all is done."""
+    running = [*left_s, own_s]
+    mine, now_s = len(left_s), 0.0
+    while running[mine] > 1e-9:
+        waiting = [n for n, seconds in enumerate(running) if seconds > 1e-9]
+        served = waiting[:1] if len(waiting) == 1 else [waiting[0], min(waiting[1:], key=lambda n: (running[n], -n))]
+        step_s = min(running[n] for n in served) * len(served)
+        for n in served:
+            running[n] -= step_s / len(served)
+        now_s += step_s
+    return now_s
+
+
+@given(st.lists(SECONDS, max_size=5), SECONDS)
+def test_a_worker_that_shares_itself_out_lets_the_short_pass(left_s: list[float], own_s: float) -> None:
+    worker = book()
+    for seconds in left_s:
+        worker.book(seconds, 1, now_s=0.0).start(seconds, now_s=0.0)
+    wait_s, num_longer = worker.shared_wait_s(own_s, 0.0)
+    ends_s = first_token_s(left_s, own_s)
+    assert wait_s + own_s <= ends_s + 1e-6, "at most what the rule gives it: a new oldest may take its half on"
+    assert wait_s + own_s >= 0.5 * ends_s
+    assert num_longer <= len(left_s)
+    if len(left_s) < 2:
+        assert wait_s + own_s == pytest.approx(ends_s)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=5), st.integers(1, 160).map(lambda quarter_s: quarter_s / 4))
+def test_what_the_started_have_had_is_taken_off(left_s: list[float], elapsed_s: float) -> None:
+    """However often it is asked in between, and never more than there was."""
+    often, once = book(), book()
+    for worker in (often, once):
+        for seconds in left_s:
+            worker.book(seconds, 1, now_s=0.0).start(seconds, now_s=0.0)
+    for part in range(1, 4):
+        often.shared_wait_s(1.0, elapsed_s * part / 4)
+    huge_s = 1e6
+    left = max(0.0, sum(left_s) - elapsed_s)
+    assert often.shared_wait_s(huge_s, elapsed_s)[0] == pytest.approx(left, abs=1e-6)
+    assert once.shared_wait_s(huge_s, elapsed_s)[0] == pytest.approx(left, abs=1e-6)
+
+
+def test_a_shared_worker_counts_those_that_would_wait_and_the_work_of_others() -> None:
+    worker = book()
+    worker.book(8.0, 1, now_s=0.0).start(8.0, now_s=0.0)
+    assert worker.shared_wait_s(2.0, 0.0) == (2.0, 0.5), "beside the oldest it has half"
+    worker.book(3.0, 1, now_s=0.0).start(3.0, now_s=0.0)
+    assert worker.shared_wait_s(5.0, 0.0) == (11.0, 0.5)
+    assert worker.shared_wait_s(2.0, 0.0) == (2.0, 1.5), "it passes the three seconds"
+    worker.observe(WorkerLoad({OTHER: 4.0}), 0.0, ME)
+    assert worker.shared_wait_s(20.0, 0.0)[0] == 15.0
+
+
+def test_a_long_queue_costs_no_more_to_look_at() -> None:
+    worker = book()
+    for _ in range(1024):
+        worker.book(1.0, 1, now_s=0.0)
+    wait_s, num_longer = worker.shared_wait_s(2.0, 0.0)
+    assert wait_s == pytest.approx(1024, rel=0.02)
+    assert num_longer == 0.0
