@@ -1,13 +1,14 @@
 """The cost of sending a request to a worker, in seconds. Pure.
 
     own_w  = c0 + (prompt tokens - matched tokens) / prefill rate
-    wait_w = prefill seconds queued at w, less the elapsed part of the one in service      (see books)
+    wait_w = prefill seconds that come before its first token      (books.wait_s; books.shared_wait_s)
+    late_w = prefills at w that would wait for it                  (0 where they are computed one by one)
     rho    = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
     beta   = min(8, rho / (1 - rho))
-    cost_w = wait_w + (1 + beta) * own_w + 0.001 * (prefill seconds assigned to w, decayed over 60 s)
+    cost_w = wait_w + (1 + beta + late_w) * own_w + 0.001 * (prefill seconds assigned to w, decayed over 60 s)
 
-beta is the delay that one more second of work puts on the requests behind it. Capping rho matters: in overload an
-uncapped rho / (1 - rho) turns negative.
+beta is the delay that one more second of work puts on the requests that will come, late_w on those that are there.
+Capping rho matters: in overload an uncapped rho / (1 - rho) turns negative.
 """
 
 from __future__ import annotations

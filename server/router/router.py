@@ -238,6 +238,7 @@ def _explained(choice: Choice) -> dict[str, Any]:
         "index_tokens": choice.index_tokens,
         "overlay_tokens": choice.overlay_tokens,
         "wait_s": option.wait_s,
+        "delayed": option.num_delayed,
         "prefill_s": option.own_s,
         "recent_s": option.recent_s,
         "outstanding": option.num_outstanding,
