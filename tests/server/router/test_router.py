@@ -10,6 +10,7 @@ from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.memory_index import MemoryIndex
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.fleet import FetchError, Fleet, FleetSettings, RegistryIndex
+from server.router.dispatch import DispatchSettings
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import HeadstartPlacement, HeadstartRouter, RouterSettings
 from worker.wire import PROTOCOL_VERSION, WorkerState
@@ -81,7 +82,7 @@ def ask(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
 class Fleets:
     """A router over a fleet whose workers answer from a dict."""
 
-    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = ()) -> None:
+    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = (), workers_share: bool = False) -> None:
         self.clock = Clock()
         self.index = Index(self.clock)
         self.states: dict[str, WorkerState] = {}
@@ -91,7 +92,7 @@ class Fleets:
         self.router = HeadstartRouter(
             self.index,
             self.fleet,
-            RouterSettings(GatewayId("g"), policy=policy),
+            RouterSettings(GatewayId("g"), policy, DispatchSettings(workers_share=workers_share)),
             clock=self.clock,
             rng=random.Random(1),
         )
@@ -141,6 +142,43 @@ async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None
         WorkerId("b"), hashes[:30], load=WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
     )
     assert await three.worker(hashes) != "b"
+
+
+@pytest.fixture
+def sharing() -> Fleets:
+    """As gateways have it: workers give half of themselves to the oldest prefill and half to the shortest other."""
+    fleets = Fleets(workers_share=True)
+    for name in "abc":
+        fleets.index.register(member(name))
+    return fleets
+
+
+async def test_a_short_rest_goes_to_its_holder_past_a_long_prefill(sharing: Fleets) -> None:
+    """With workers that take one by one it would wait for nine seconds there, and goes elsewhere."""
+    hashes = chain(40)
+    sharing.index.memory.publish(
+        WorkerId("b"), hashes[:30], load=WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
+    )
+    assert await sharing.worker(hashes) == "b"
+    crowd = [await sharing.place(chain(1), excluded=boots("a", "c")) for _ in range(40)]
+    assert await sharing.worker(hashes) != "b", "forty short ones would all pass"
+    for placement in crowd:
+        placement.close(ok=True)
+    assert await sharing.worker(hashes) == "b"
+
+
+async def test_a_burst_spreads_where_workers_share(sharing: Fleets) -> None:
+    placements = [await sharing.place(chain(20)) for _ in range(30)]
+    chosen = [placement.worker.worker_id for placement in placements]
+    assert {chosen.count(name) for name in "abc"} == {10}
+    for placement in placements:
+        placement.prefill_started(0)
+        sharing.clock.now_s += 0.1
+        placement.first_token()
+        placement.close(ok=True)
+    assert sharing.router.num_booked() == 0
+    explained = await sharing.router.explain(ask(chain(20)))
+    assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
 async def test_a_burst_sees_its_own_picks(three: Fleets) -> None:
