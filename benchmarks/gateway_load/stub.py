@@ -42,7 +42,7 @@ ROOT, HEAD = "0" * 16, "1" * 16
 NUM_BRANCHES: Final = 23
 PUBLISH_S: Final = 0.1
 """Of one worker. Sixty-four share the process, and publish once a second."""
-TOKEN_ID: Final = 339  # " the" in SmolLM2's vocabulary; any text will do
+TOKEN_ID: Final = 260  # " the" in SmolLM2's vocabulary, as its OpenAI twin says
 _CHUNKED: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n"
 _PLAIN: Final = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n%b"
 _LAST: Final = b"0\r\n\r\n"
