@@ -26,7 +26,7 @@ from tests.faults.worker_process import Additions
 from tests.redis_server import RedisServer, redis_binaries
 
 ROOT: Final = Path(__file__).parents[2]
-START_TIMEOUT_S: Final = 120.0
+START_TIMEOUT_S: Final = 240.0
 NUM_BLOCKS: Final = 8192
 """Of a worker's pool, unless a test says otherwise: 64 MiB."""
 _context = multiprocessing.get_context("forkserver")

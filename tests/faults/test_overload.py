@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 import statistics
 import time
@@ -188,4 +189,5 @@ async def until_normal(probe: Tenant, normal_s: float, since_s: float) -> float:
         outcome = await probe.request(NUM_TOKENS)
         if outcome.ok and outcome.took_s < 1.25 * normal_s:
             return time.monotonic() - outcome.took_s - since_s
-        assert time.monotonic() < since_s + 30
+        if time.monotonic() > since_s + 30:
+            return math.inf
