@@ -217,7 +217,7 @@ async def _no_fetch(url: str) -> WorkerState:
 async def measure_publish(url: str, link: Link) -> tuple[float, float]:
     """Blocks published per second in batches of 2,000, and Redis' bytes per entry at 200,000."""
     await link.call(("FLUSHALL",), timeout_s=30)
-    writer = IndexWriter(url, member_of(0))
+    writer = IndexWriter(url, member_of(0), WriterSettings(timeout_s=30.0, lease_s=60.0))
     blocks = entries(200_000)
     async with running(writer):
         assert await writer.rewrite([], LOAD)
@@ -234,7 +234,7 @@ def _rewrite_for_ever(url: str) -> None:
     """In a process of its own: a worker that rewrites 200,000 entries again and again."""
 
     async def rewrite() -> None:
-        writer = IndexWriter(url, member_of(9999), WriterSettings(timeout_s=30.0))
+        writer = IndexWriter(url, member_of(9999), WriterSettings(timeout_s=30.0, lease_s=60.0))
         blocks = entries(200_000)
         async with running(writer):
             while await writer.rewrite(blocks, LOAD):

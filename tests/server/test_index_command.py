@@ -51,8 +51,12 @@ async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator
     tasks = [asyncio.create_task(writer.run()) for writer in writers]
     try:
         for writer, count in zip(writers, (20, 3), strict=True):
-            await until(lambda writer=writer: writer.link.up)
-            assert await writer.rewrite([IndexEntry(os.urandom(8)) for _ in range(count)], WorkerLoad(num_running=2))
+            held = [IndexEntry(os.urandom(8)) for _ in range(count)]
+
+            async def stands(writer: IndexWriter = writer, held: list[IndexEntry] = held) -> bool:
+                return writer.link.up and await writer.rewrite(held, WorkerLoad(num_running=2))
+
+            await until(stands)
         yield
     finally:
         for task in tasks:
