@@ -29,10 +29,12 @@ def smollm2() -> Iterator[Serve]:
         yield serve
 
 
-def run(command: list[str], **env: str) -> str:
-    """What the program printed. Asserts that it succeeded."""
+def run(command: list[str], folder: Path | None = None, **env: str) -> str:
+    """What the program printed; it may leave things in `folder`. Asserts that it succeeded."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "*"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=os.environ | quiet | env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=540, cwd=folder, env=os.environ | quiet | env
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -86,7 +88,7 @@ def test_schemathesis(tmp_path: Path) -> None:
         command += ["--include-path-regex", PATHS, "--phases", "coverage,fuzzing", "--max-examples", "10"]
         command += ["--checks", "not_a_server_error,errors_have_four_keys,unsupported_method", "--no-color"]
         command += ["--workers", "1", "--generation-deterministic", "--no-shrink", "--suppress-health-check", "all"]
-        output = run([*command, "--request-timeout", "60"], SCHEMATHESIS_HOOKS="checks", **hooks_in(PROGRAMS))
+        output = run([*command, "--request-timeout", "60"], tmp_path, SCHEMATHESIS_HOOKS="checks", **hooks_in(PROGRAMS))
         print(output[-1000:])
         assert serve.epochs() == epochs, "no worker died"
     found = re.search(r"(\d+) generated, (\d+) passed", output)
