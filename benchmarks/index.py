@@ -38,11 +38,11 @@ from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Link, LinkSettings, pack_command
 from cache.redis_index.schema import Keys, encode_member, encode_state
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
-from server.fleet import FetchError, Fleet
 from server.router.dispatch import DispatchSettings
 from server.router.placement import RouteRequest
 from server.router.router import HeadstartRouter, RouterSettings
 from server.serve.redis import find_redis_server
+from server.workers.fleet import FetchError, Fleet
 from worker.wire import PROTOCOL_VERSION, WorkerState
 
 PATTERNS: Final = ("three", "head", "shared", "deep")

@@ -14,23 +14,23 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.index import WorkerMember
-from server.authentication import AuthenticationMiddleware
-from server.chat import chat_job, chat_spec
-from server.completions import completion_job
-from server.decoding import require_json
-from server.endpoint import EndpointServices, GenerateEndpoint
+from server.api.chat import chat_job, chat_spec
+from server.api.completions import completion_job
+from server.api.endpoint import EndpointServices, GenerateEndpoint
+from server.api.responses.presenter import ResponsesPresenter
+from server.api.responses.types import FIELD_NAMES, decode_responses, errors_renamed
+from server.api.text_api import TextApi
 from server.errors import UnavailableError
-from server.identity import Identities, Identity, identity_of
-from server.job import Job, encode_json
+from server.generation.job import Job, encode_json
+from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
-from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
-from server.models import Models, ServedModel
-from server.openai_types import ChatRequest, CompletionRequest, decode
-from server.rate_limits import RateLimits
-from server.responses.presenter import ResponsesPresenter
-from server.responses.types import FIELD_NAMES, decode_responses, errors_renamed
-from server.text_api import TextApi
+from server.schema.decoding import require_json
+from server.schema.types import ChatRequest, CompletionRequest, decode
+from server.text.models import Models, ServedModel
 from server.tracing import stage
+from server.trust.authentication import AuthenticationMiddleware
+from server.trust.identity import Identities, Identity, identity_of
+from server.trust.rate_limits import RateLimits
 
 OWNED_BY: Final = "headstart"
 

@@ -22,7 +22,7 @@ def _gateway(argv: Sequence[str]) -> int:
 
 
 def _keys(argv: Sequence[str]) -> int:
-    from server.keys_command import main
+    from server.trust.keys_command import main
 
     return main(argv)
 
@@ -40,7 +40,7 @@ def _top(argv: Sequence[str]) -> int:
 
 
 def _index(argv: Sequence[str]) -> int:
-    from server.index_command import main
+    from server.index.command import main
 
     return main(argv)
 

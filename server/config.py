@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from server.limit_table import MAX_PROCESSES
+from server.http.tls import ServerCertificate, WorkerCa
 from server.logs import LOG_FORMATS, LogFormat
-from server.parsing.formats import MARKERS, ToolFormat
 from server.router.policies import POLICIES
-from server.tls import ServerCertificate, WorkerCa
-from server.worker_networks import DEFAULT_NETWORKS, WorkerNetworks
+from server.text.parsing.formats import MARKERS, ToolFormat
+from server.trust.limit_table import MAX_PROCESSES
+from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 from cache.index import Candidate
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
-from server.api_keys import KeyFile
+from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.config import GatewayConfig, parse
 from server.console.decisions import DecisionLog
@@ -40,35 +40,35 @@ from server.console.feed import Feed, FeedSources
 from server.console.stems import StemWatch
 from server.console.traffic import Totals, buckets, total
 from server.console.workers import FleetSources
-from server.endpoint import EndpointServices
-from server.failed_auth import FailedAuth
-from server.fleet import Fleet, FleetSettings, NoIndex, http_fetch
-from server.front import Front, SocketFront, is_loopback, listen
-from server.full_queues import FullQueues
-from server.generation import Backend
-from server.http_server import HttpLimits, HttpServer, affordable_connections
-from server.identity import Identities, KeyHolders, SingleTenant
-from server.index_report import index_report
-from server.limit_table import LimitTable
+from server.generation.full_queues import FullQueues
+from server.generation.generation import Backend
+from server.generation.retry import RetryBudget
+from server.generation.waiting_room import WaitingRoom
+from server.http.front import Front, SocketFront, is_loopback, listen
+from server.http.server import HttpLimits, HttpServer, affordable_connections
+from server.http.stream import Heart
+from server.index.report import index_report
 from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
-from server.models import ModelOptions, Models
 from server.ops import OpsServices, ops_app
-from server.prefixes import FleetPrefixes, fleet_prefixes
 from server.processes.members import Members
-from server.quarantine import Quarantine
-from server.rate_limits import RateLimits
-from server.retry import RetryBudget
 from server.router.dispatch import DispatchSettings
 from server.router.router import HeadstartRouter, RouterSettings
 from server.serve.child import ChildRefusedError
-from server.stream import Heart
+from server.text.models import ModelOptions, Models
 from server.tracing import open_tracing
-from server.waiting_room import WaitingRoom
-from server.watch import StallWatch
-from server.worker_actions import WorkerActions
-from server.worker_client import WorkerClient
-from server.worker_networks import WorkerNetworks
+from server.trust.api_keys import KeyFile
+from server.trust.failed_auth import FailedAuth
+from server.trust.identity import Identities, KeyHolders, SingleTenant
+from server.trust.limit_table import LimitTable
+from server.trust.rate_limits import RateLimits
+from server.workers.actions import WorkerActions
+from server.workers.client import WorkerClient
+from server.workers.fleet import Fleet, FleetSettings, NoIndex, http_fetch
+from server.workers.networks import WorkerNetworks
+from server.workers.prefixes import FleetPrefixes, fleet_prefixes
+from server.workers.quarantine import Quarantine
+from server.workers.watch import StallWatch
 from worker.wire import gateway_token
 
 log = logging.getLogger(__name__)

@@ -25,17 +25,17 @@ from server.console.feed import Feed
 from server.console.forward import ForwardMiddleware
 from server.console.origin import SameOriginMiddleware
 from server.console.pages import Pages
-from server.decoding import decode_json
 from server.errors import InvalidRequestError
-from server.generation import prompt_hashes, route_request
-from server.identity import DEFAULT_TENANT, Identity
-from server.job import Job
+from server.generation.generation import prompt_hashes, route_request
+from server.generation.job import Job
+from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
-from server.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
-from server.ops_key import OpsKeyMiddleware
-from server.prefixes import MAX_LIMIT, FleetPrefixes
 from server.router.placement import RouteRequest
-from server.worker_actions import ACTIONS, WorkerActions
+from server.schema.decoding import decode_json
+from server.trust.identity import DEFAULT_TENANT, Identity
+from server.trust.ops_key import OpsKeyMiddleware
+from server.workers.actions import ACTIONS, WorkerActions
+from server.workers.prefixes import MAX_LIMIT, FleetPrefixes
 
 MAX_BODY_BYTES: Final = 32 << 20
 

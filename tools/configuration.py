@@ -22,8 +22,8 @@ PARSERS: Final = {
     "worker": "worker.config",
     "top": "server.top.command",
     "doctor": "server.doctor.command",
-    "keys": "server.keys_command",
-    "index": "server.index_command",
+    "keys": "server.trust.keys_command",
+    "index": "server.index.command",
 }
 """Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""
 HEAD: Final = """# Configuration

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.types import Receive, Scope, Send
 
 from server.console.feed import Feed
-from server.middleware import context_of
-from server.stream import AnswerGuard, ClientGoneError, SseSink, client_of
+from server.http.middleware import context_of
+from server.http.stream import AnswerGuard, ClientGoneError, SseSink, client_of
 
 
 class EventsEndpoint:

@@ -24,7 +24,7 @@ from server.console.decisions import DecisionLog
 from server.console.traffic import Totals, Traffic
 from server.console.workers import FleetSources, worker_rows
 from server.errors import UnavailableError
-from server.job import encode_json
+from server.generation.job import encode_json
 
 log = logging.getLogger(__name__)
 

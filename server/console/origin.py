@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ForbiddenError
-from server.middleware import send_error
+from server.http.middleware import send_error
 
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 

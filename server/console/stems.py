@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from cache.index import WorkerMember
 from cache.types import Epoch, WorkerId
-from server.prefixes import Ask, FleetPrefix, ask_all, merged
+from server.workers.prefixes import Ask, FleetPrefix, ask_all, merged
 from worker.wire import PrefixReport
 
 MAX_STEMS: Final = 16

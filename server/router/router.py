@@ -20,7 +20,6 @@ from typing import Any
 
 from cache.index import Candidate, PrefixIndex, WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.fleet import Fleet
 from server.router.dispatch import Assignment, Choice, Dispatcher, DispatchSettings
 from server.router.foresight import Foresight
 from server.router.hits import HitRates
@@ -28,6 +27,7 @@ from server.router.placement import NoWorkerError, RouteRequest
 from server.router.policies import make_policy
 from server.router.recent import RecentPlacements
 from server.router.watcher import Decision, DecisionWatcher
+from server.workers.fleet import Fleet
 
 _BREAKER = "breaker open"
 

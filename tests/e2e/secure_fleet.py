@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from server.api_keys import digest_text
+from server.trust.api_keys import digest_text
 from tests.certificates import Authority
 from tests.e2e.serving import free_ports
 from tests.faults.cluster import Gateway, Part, Worker

@@ -18,9 +18,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.e2e.serving import Serve
+from tests.server.api.test_tools import WEATHER
 from tests.server.sse_grammar import check_chat, check_completion, events
 from tests.server.test_fuzz import JSON, Mutations, check_answer
-from tests.server.test_tools import WEATHER
 
 pytestmark = pytest.mark.e2e
 MODEL = "tiny"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.sampling import choice_seeds
+from server.api.sampling import choice_seeds
 from tests.e2e.serving import Serve
 
 pytestmark = pytest.mark.e2e

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cache.hashing import Namespace, hash_chain, index_entry
-from server.identity import tenant_salt
+from server.trust.identity import tenant_salt
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
 from tests.faults.cluster import wait_until
 from tests.redis_server import RedisServer

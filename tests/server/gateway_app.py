@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 
 from cache.index import WorkerMember
 from cache.types import GatewayId, WorkerId
+from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
-from server.endpoint import EndpointServices
-from server.full_queues import FullQueues
-from server.generation import Backend
-from server.http_protocol import GatewayProtocol
-from server.identity import Identities, SingleTenant
-from server.limit_table import LimitTable
+from server.generation.full_queues import FullQueues
+from server.generation.generation import Backend
+from server.generation.retry import RetryBudget
+from server.generation.waiting_room import WaitingRoom
+from server.http.protocol import GatewayProtocol
+from server.http.stream import Heart
 from server.metrics import GatewayMetrics
-from server.models import ModelOptions, Models
-from server.quarantine import Quarantine
-from server.rate_limits import RateLimits
-from server.retry import RetryBudget
 from server.router.placement import NoWorkerError, RouteRequest
-from server.stream import Heart
-from server.waiting_room import WaitingRoom
-from server.watch import StallWatch
-from server.worker_client import WorkerClient
+from server.text.models import ModelOptions, Models
+from server.trust.identity import Identities, SingleTenant
+from server.trust.limit_table import LimitTable
+from server.trust.rate_limits import RateLimits
+from server.workers.client import WorkerClient
+from server.workers.quarantine import Quarantine
+from server.workers.watch import StallWatch
 from tests.server.scripted_worker import ScriptedWorker, listening
 
 

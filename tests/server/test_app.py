@@ -251,7 +251,7 @@ async def test_null_equals_absent(worker: ScriptedWorker) -> None:
 
 
 def chat_fields() -> list[str]:
-    from server.openai_types import ChatRequest
+    from server.schema.types import ChatRequest
 
     return list(ChatRequest.__struct_fields__)
 

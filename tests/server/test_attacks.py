@@ -10,13 +10,13 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from server.decoding import is_deeper
-from server.http_protocol import GatewayProtocol
-from server.ops_key import OpsKeyMiddleware
+from server.http.protocol import GatewayProtocol
+from server.schema.decoding import is_deeper
+from server.trust.ops_key import OpsKeyMiddleware
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
-from tests.server.test_authentication import raw
+from tests.server.trust.test_authentication import raw
 from worker.wire import TokenizerBundle
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cache.types import Epoch
-from server.full_queues import PAUSE_S
+from server.generation.full_queues import PAUSE_S
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker, until
 from tests.server.sse_grammar import GrammarError, check_chat, events

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from server.openai_types import ChatRequest, CompletionRequest, ModelFields
-from server.responses.types import ResponsesRequest
+from server.api.responses.types import ResponsesRequest
+from server.schema.types import ChatRequest, CompletionRequest, ModelFields
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post

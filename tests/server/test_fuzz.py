@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from server.openai_types import ChatRequest, CompletionRequest
+from server.schema.types import ChatRequest, CompletionRequest
+from tests.server.api.test_tools import WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_tools import WEATHER
 from worker.wire import TokenizerBundle
 
 JSON = {"content-type": "application/json"}

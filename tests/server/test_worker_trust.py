@@ -10,10 +10,10 @@ import pytest
 
 from cache.index import WorkerMember, signature, signed
 from cache.types import Epoch, WorkerId
-from server.fleet import FetchError, Fleet, FleetSettings, NoIndex
-from server.http_client import ConnectionPool
-from server.worker_client import WorkerClient, WorkerLost
-from server.worker_networks import AddressRefusedError, WorkerNetworks
+from server.workers.client import WorkerClient, WorkerLost
+from server.workers.fleet import FetchError, Fleet, FleetSettings, NoIndex
+from server.workers.http_client import ConnectionPool
+from server.workers.networks import AddressRefusedError, WorkerNetworks
 from tests.worker.live_worker import serve
 from worker.app import make_app
 from worker.metrics import WorkerMetrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cache.index import WorkerMember
 from cache.types import Epoch, WorkerId
 from server.console.stems import AGE_S_PER_BLOCK, MAX_ASKED, MIN_AGE_S, StemWatch, tree
-from server.prefixes import merged
-from server.worker_client import WorkerLost
+from server.workers.client import WorkerLost
+from server.workers.prefixes import merged
 from worker.wire import PrefixReport, PrefixUse
 
 ROOT, SYSTEM, CHAT, OTHER, TURN = "00", "aa", "bb", "cc", "dd"

@@ -15,7 +15,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from server.api_keys import digest_text
+from server.trust.api_keys import digest_text
 from tests.server.console.test_console import events
 from tests.server.scripted_worker import ScriptedWorker, listening, until
 from tests.server.sse_grammar import check_chat

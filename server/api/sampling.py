@@ -1,0 +1,174 @@
+"""From a checked body to the worker's sampling parameters: the fields that need the model's vocabulary and limits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from server.errors import ContextLengthError, InvalidRequestError
+from server.schema.parts import ResponseFormat, StructuredOutputs
+from server.schema.types import SamplingFields
+from server.text.detokenizer import TextRules
+from server.text.models import ServedModel
+from worker.wire import Grammar, SamplingParams
+
+_SEED_MASK: Final = 2**63 - 1
+
+
+def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
+    """Choice 0 has the request's seed, choice i a hash of it and i; drawn here when the request has none."""
+    first = secrets.randbits(63) if seed is None else seed & _SEED_MASK
+    return (first, *(_derived(first, index) for index in range(1, num_choices)))
+
+
+def _derived(seed: int, index: int) -> int:
+    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(4, "little"), digest_size=8, person=b"headstart-seed")
+    return int.from_bytes(digest.digest(), "little") & _SEED_MASK
+
+
+def token_budget(
+    model: ServedModel, num_prompt_tokens: int, limit: int | None, *, default: int | None, param: str
+) -> int:
+    """How many tokens may be generated. Raises ContextLengthError when what was asked for does not fit."""
+    room = model.max_model_len - num_prompt_tokens
+    if room < 1 or (limit is not None and limit > room):
+        asked = f" and {limit} for the answer" if limit is not None else ""
+        message = (
+            f"This model's context holds {model.max_model_len} tokens; "
+            f"the request has {num_prompt_tokens} in the prompt{asked}."
+        )
+        raise ContextLengthError(message, param=param)
+    if limit is not None:
+        return limit
+    return room if default is None else min(default, room)
+
+
+def sampling_params(
+    request: SamplingFields,
+    model: ServedModel,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Raises InvalidRequestError."""
+    vocab_size = model.bundle.vocab_size
+    if request.min_tokens is not None and request.min_tokens > max_tokens:
+        raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        typical_p=_or(request.typical_p, 1.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        logit_bias=_logit_bias(request.logit_bias, vocab_size),
+        bad_words=_bad_words(request.bad_words, model),
+        allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
+        min_tokens=request.min_tokens or 0,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=_in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
+    """`markers`: special tokens that a parser has to see."""
+    terminal = frozenset(request.stop_token_ids or ())
+    return TextRules(
+        stops=request.stop_strings,
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special=request.skip_special_tokens is not False,
+        terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
+        shown_ids=frozenset(id_ for marker in markers if (id_ := model.tokenizer.token_id(marker)) is not None),
+    )
+
+
+def truncated(prompt_ids: list[int], request: SamplingFields) -> list[int]:
+    """`truncate_prompt_tokens`: the last so many tokens, or the first with truncation_side `right`."""
+    keep = request.truncate_prompt_tokens
+    if keep is None or len(prompt_ids) <= keep:
+        return prompt_ids
+    return prompt_ids[:keep] if request.truncation_side == "right" else prompt_ids[-keep:]
+
+
+def check_vocabulary(token_ids: Iterable[int], model: ServedModel, param: str) -> None:
+    _in_vocabulary(token_ids, model.bundle.vocab_size, param)
+
+
+def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> Grammar | None:
+    """What the output is held to; at most one of both is given."""
+    if formatted is not None and formatted.type == "json_object":
+        return Grammar("json_object", "")
+    if formatted is not None and formatted.json_schema is not None:
+        schema = formatted.json_schema.schema
+        return Grammar("json_object", "") if schema is None else Grammar("json_schema", _json(schema))
+    if structured is None:
+        return None
+    if structured.json is not None:
+        schema_ = structured.json
+        return Grammar("json_schema", schema_ if isinstance(schema_, str) else _json(schema_))
+    if structured.regex is not None:
+        return Grammar("regex", structured.regex)
+    if structured.grammar is not None:
+        return Grammar("grammar", structured.grammar)
+    if structured.choice is not None:
+        return Grammar("choice", _json(structured.choice))
+    return Grammar("json_object", "")
+
+
+def grammar_param(request: SamplingFields) -> str:
+    """The field that an error of the request's grammar is about."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not bias:
+        return ()
+    pairs = []
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
+            message = f"logit_bias: a key is a token id from 0 to {vocab_size - 1}, as a string."
+            raise InvalidRequestError(message, param="logit_bias")
+        pairs.append((int(key), value))
+    return tuple(pairs)
+
+
+def _bad_words(words: list[str] | None, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text and as it follows a space."""
+    banned: dict[tuple[int, ...], None] = {}
+    for word in words or ():
+        if not 1 <= len(word) <= 1024:
+            raise InvalidRequestError("bad_words holds strings of 1 to 1024 characters.", param="bad_words")
+        for text in (word, " " + word.lstrip()):
+            banned[tuple(model.tokenizer.encode_text(text))] = None
+    return tuple(ids for ids in banned if ids)
+
+
+def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    return None if token_ids is None else _in_vocabulary(token_ids, vocab_size, "allowed_token_ids")
+
+
+def _in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    ids = tuple(token_ids)
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequestError(f"{param}: token ids go from 0 to {vocab_size - 1}.", param=param)
+    return ids

@@ -1,0 +1,1 @@
+"""One request from its checked job to its last token, whichever workers it takes."""

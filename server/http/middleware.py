@@ -1,0 +1,196 @@
+"""Pure ASGI around the whole app: a request id on every answer, a limit on bodies, and errors in one shape.
+
+RequestContext -> Errors -> Authentication -> BodyLimit -> routes
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.current import CURRENT
+from server.errors import ApiError, BodyTooLargeError, InternalError, MediaTypeError, as_api_error
+from server.http.stream import ClientGoneError
+from server.metrics import GatewayMetrics
+from server.tracing import RequestTrace
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("server.access")
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+CONTEXT: Final = "headstart.context"
+CLIENT_GONE_STATUS: Final = 499
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """What is known of a request from its first byte on."""
+
+    request_id: str
+    started_s: float
+    route: str = "other"
+    status: int = 0
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """More for the answer; whoever owns the list may still change it."""
+    worker: str = ""
+    """Where it went, as far as it went anywhere; several in one text when several prompts did."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    trace: RequestTrace | None = None
+    """Its spans; None: not traced, or not sampled."""
+
+
+def context_of(scope: Scope) -> RequestContext:
+    context: RequestContext = scope[CONTEXT]
+    return context
+
+
+class RequestContextMiddleware:
+    """Puts a RequestContext into the scope and its headers on the answer; counts and times what passes."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, *, access_log: bool = False) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = RequestContext(_request_id(scope), time.perf_counter())
+        scope[CONTEXT] = context
+        CURRENT.set(context)
+        scope["app"] = self  # makes Starlette's router raise its 404 and 405, which ErrorMiddleware then writes
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                elapsed_ms = (time.perf_counter() - context.started_s) * 1e3
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", context.request_id.encode()),
+                    (b"openai-processing-ms", b"%d" % elapsed_ms),
+                    *context.headers,
+                ]
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            self._metrics.in_flight.dec()
+            elapsed_s = time.perf_counter() - context.started_s
+            self._metrics.answered(context.route, context.status, elapsed_s)
+            if context.trace is not None:
+                context.trace.end(context)
+            if self._access_log and (context.route != "other" or context.status >= 400):
+                log_answer(context, elapsed_s)
+
+
+def log_answer(context: RequestContext, elapsed_s: float) -> None:
+    """One line: what became of a request, in numbers and names."""
+    fields = {
+        "route": context.route,
+        "status": context.status,
+        "seconds": round(elapsed_s, 6),
+        "worker": context.worker,
+        "prompt_tokens": context.num_prompt_tokens,
+        "cached_tokens": context.num_cached_tokens,
+        "output_tokens": context.num_output_tokens,
+    }
+    line = " ".join(f"{name}={value}" for name, value in fields.items())
+    access.info("%s: %s", context.request_id, line, extra=fields)
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            text: str = value.decode()
+            return text
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies above `max_bytes` by their announced length, and by counting where there is none."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > self._max_bytes:
+                raise self._too_large()
+            if name == b"content-encoding" and value.lower() != b"identity":
+                raise MediaTypeError("Compressed bodies are not accepted.")
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_bytes:
+                    raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> ApiError:
+        return BodyTooLargeError(f"The body must not be larger than {self._max_bytes} bytes.")
+
+
+class ErrorMiddleware:
+    """The last resort: every exception that no response has preceded becomes the four-key error object."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        context = context_of(scope)
+        try:
+            await self._app(scope, receive, watched)
+        except ClientGoneError:
+            context.status = CLIENT_GONE_STATUS
+            self._metrics.disconnects.inc()
+            log.info("%s: the client has gone (%d)", context.request_id, CLIENT_GONE_STATUS)
+        except Exception as error:
+            failure = as_api_error(error)
+            if isinstance(failure, InternalError) and failure is not error:
+                log.exception("%s: unexpected error", context.request_id)
+            self._metrics.dropped(failure.code or failure.type)
+            if started:
+                raise
+            await send_error(failure, send)
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    body = error.body()
+    headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

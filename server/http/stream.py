@@ -1,0 +1,183 @@
+"""Server-sent events on one ASGI response: the held-back 200, keep-alive comments, and a client that goes away.
+
+data: {...}        one JSON object an event, no name       data: [DONE]      the last event of a whole answer
+: ping             a comment, when there is nothing else   data: {"error":   the last event of a broken one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final
+
+from starlette.types import Scope, Send
+
+PING: Final = b": ping\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+CLIENT: Final = "headstart.client"
+HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def sse(payload: bytes) -> bytes:
+    """One event of an answer."""
+    return b"data: " + payload + b"\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+class SseSink:
+    """One streamed response. The 200 goes out with the first event or the first keep-alive, whichever is earlier."""
+
+    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._ping: asyncio.Task[None] | None = None
+        self._writing = False
+        self.started = False
+        self.last_write_s = time.monotonic()
+
+    async def write(self, events: bytes, *, more: bool = True) -> None:
+        """Waits while the client is slow to read."""
+        if self._ping is not None:
+            await asyncio.wait({self._ping})
+        self._writing = True
+        try:
+            await self._put(events, more=more)
+        finally:
+            self._writing = False
+
+    def ping(self) -> None:
+        """A comment that clients ignore, unless something is being written."""
+        if not self._writing and self._ping is None:
+            self._ping = asyncio.create_task(self._put(PING, more=True))
+            self._ping.add_done_callback(self._pinged)
+
+    def cancel_ping(self) -> None:
+        if self._ping is not None:
+            self._ping.cancel()
+
+    def _pinged(self, task: asyncio.Task[None]) -> None:
+        self._ping = None
+        if not task.cancelled():
+            task.exception()  # a client that is gone is found by the watch on `receive`
+
+    async def _put(self, data: bytes, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            headers = HEADERS + self._headers()
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self.last_write_s = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class Heart:
+    """Sends keep-alives on streams that have been silent for `keepalive_s`. One task calls `run`."""
+
+    def __init__(self, keepalive_s: float) -> None:
+        self._keepalive_s = keepalive_s
+        self._sinks: set[SseSink] = set()
+
+    @contextmanager
+    def keeping(self, sink: SseSink) -> Iterator[None]:
+        self._sinks.add(sink)
+        try:
+            yield
+        finally:
+            self._sinks.discard(sink)
+            sink.cancel_ping()
+
+    async def run(self) -> None:
+        interval_s = min(1.0, self._keepalive_s / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            before_s = time.monotonic() - self._keepalive_s
+            for sink in self._sinks:
+                if sink.last_write_s < before_s:
+                    sink.ping()
+
+
+class ClientConnection:
+    """A client's connection, as the HTTP protocol knows it; one answer at a time watches it."""
+
+    __slots__ = ("_on_lost", "lost")
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._on_lost: Callable[[], None] | None = None
+
+    def lose(self) -> None:
+        """For the protocol: the connection has ended."""
+        self.lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        self._on_lost = on_lost
+
+
+def client_of(scope: Scope) -> ClientConnection:
+    """What `server.http.protocol` has put there: a callback costs less, a request and a stream, than a task that waits
+    for ASGI's `receive`."""
+    client: ClientConnection = scope[CLIENT]
+    return client
+
+
+class AnswerGuard:
+    """While inside, a client that goes away and the deadline (None: there is none) cancel the current task.
+
+    Outside the first is a ClientGoneError, the second a TimeoutError. Leave it before the last part of the response
+    is sent: what is complete shall not be cancelled.
+    """
+
+    __slots__ = ("_client", "_inside", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
+
+    def __init__(self, client: ClientConnection, timeout_s: float | None = None) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._reason: type[Exception] | None = None
+        self._inside = False
+
+    def __enter__(self) -> None:
+        if self._client.lost:
+            raise ClientGoneError
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancels = task.cancelling()
+        self._inside = True
+        if self._timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel, TimeoutError)
+        self._client.watch(self._gone)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.watch(None)
+        if self._reason is not None and self._task.uncancel() <= self._num_cancels:
+            raise self._reason from error
+
+    def end(self, reason: type[Exception]) -> None:
+        """Cancel as well: outside that is `reason`."""
+        if self._inside:
+            self._cancel(reason)
+
+    def _gone(self) -> None:
+        self._cancel(ClientGoneError)
+
+    def _cancel(self, reason: type[Exception]) -> None:
+        if self._reason is None:
+            self._reason = reason
+            self._task.cancel()

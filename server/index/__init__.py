@@ -1,0 +1,1 @@
+"""What the shared index holds, for `headstart index` and the ops port."""

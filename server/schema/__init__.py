@@ -1,0 +1,1 @@
+"""What clients may send: OpenAI's bodies, checked field by field."""

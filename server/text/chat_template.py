@@ -1,0 +1,192 @@
+"""A model's own chat template, rendered in jinja2's immutable sandbox: messages in, the prompt's text out.
+
+The template comes with the model's files and is code: it can neither reach Python's objects nor change what it is
+given, its time and its output are bounded, and a request can pass it known switches only, never a template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+import jinja2
+import jinja2.nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from server.errors import InvalidRequestError
+from server.schema.parts import FunctionCall, Message, TextPart
+from server.schema.types import ChatRequest
+from server.text.parsing.hermes_prompt import with_tools
+from server.text.template_sandbox import BoundedEnvironment, bounded
+
+MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
+ALLOWED_KWARGS: Final = frozenset(
+    {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
+)
+"""Switches that public templates read; anything else from a request could shadow a variable of the template."""
+
+_CONTINUATION_MARK: Final = "\u2063headstart-continue\u2063"
+
+
+class TemplateError(ValueError):
+    """The model's template is not one that we can compile."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; for a prompt it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (the declaration of jinja2's own class)
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As Hugging Face's renderer has it: jinja2's own filter would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template. `render` is thread-safe and pure but for `strftime_now`."""
+
+    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        try:
+            self._template = _environment().bounded_template(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateError(f"chat_template: {error}") from error
+        self.source = source
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._knows_developer = "developer" in source
+        self._takes_tools = "tools" in source
+
+    def render(self, request: ChatRequest) -> str:
+        """The prompt of a checked request. Raises InvalidRequestError when the template refuses the messages."""
+        messages = [self._message(message) for message in request.messages]
+        tools = _tools(request)
+        if not self._takes_tools:
+            messages = with_tools(messages, tools or [])
+        continued = bool(request.continue_final_message)
+        if continued:
+            messages[-1]["content"] += _CONTINUATION_MARK
+        variables: dict[str, Any] = {
+            **self._tokens,
+            **_template_kwargs(request),
+            **bounded(),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": not continued and request.add_generation_prompt is not False,
+        }
+        text = self._run(variables)
+        if not continued:
+            return text
+        before, mark, _ = text.rpartition(_CONTINUATION_MARK)
+        if not mark:
+            message = "this model's template cannot continue a message."
+            raise InvalidRequestError(message, param="continue_final_message")
+        return before
+
+    def _run(self, variables: Mapping[str, Any]) -> str:
+        parts: list[str] = []
+        num_chars = 0
+        try:
+            for part in self._template.generate(variables):
+                parts.append(part)
+                num_chars += len(part)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise InvalidRequestError("the rendered messages are too long.", param="messages")
+        except InvalidRequestError:
+            raise
+        except jinja2.TemplateError as error:
+            message = f"The model's chat template refuses these messages: {error}"
+            raise InvalidRequestError(message, param="messages") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+            message = f"The model's chat template cannot render these messages ({type(error).__name__})."
+            raise InvalidRequestError(message, param="messages") from error
+        return "".join(parts)
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        elif role == "function":  # the deprecated spelling of a tool's answer
+            role = "tool"
+        fields: dict[str, Any] = {"role": role, "content": message_text(message.content)}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                fields[name] = value
+        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+            fields["reasoning_content"] = reasoning
+        if message.tool_calls:
+            fields["tool_calls"] = [_call(call.id, call.function) for call in message.tool_calls]
+        elif message.function_call:
+            fields["tool_calls"] = [_call(message.function_call.name, message.function_call)]
+        return fields
+
+
+def message_text(content: str | Sequence[TextPart] | None) -> str:
+    """Text-only templates want one string: parts are joined by line ends."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
+
+
+def _call(id_: str, function: FunctionCall) -> dict[str, Any]:
+    written = {"name": function.name, "arguments": _arguments(function.arguments)}
+    return {"id": id_, "type": "function", "function": written}
+
+
+def _arguments(text: str) -> object:
+    """Templates print arguments as JSON themselves, so that they want the object behind OpenAI's JSON string."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    tools = []
+    for tool in request.usable_tools:
+        assert tool.function is not None, "checked with the request"
+        function: dict[str, Any] = {"name": tool.function.name}
+        if tool.function.description is not None:
+            function["description"] = tool.function.description
+        function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
+    kwargs = dict(request.chat_template_kwargs or {})
+    for name in kwargs:
+        if name not in ALLOWED_KWARGS:
+            message = f"chat_template_kwargs takes only {', '.join(sorted(ALLOWED_KWARGS))}."
+            raise InvalidRequestError(message, param="chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    return kwargs

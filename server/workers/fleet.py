@@ -1,0 +1,372 @@
+"""The workers this gateway knows, and which of them can be sent a request now.
+
+Known from the registry and from `--workers`; each also answers GET /state itself. The list only grows by what is
+heard and shrinks by what is seen dead, so an empty registry empties nothing.
+
+    lease in the registry   direct answer    the worker is
+    alive                   any              a candidate with the match that the index says
+    lapsed or unread        healthy          a candidate with match 0
+    lapsed or unread        failing          gone
+    lapsed or unread        not asked yet    a candidate with match 0 for `grace_s` after it was last heard of
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember, signature
+from cache.types import BlockHash, WorkerId
+from server.workers.networks import WorkerNetworks
+from server.workers.patience import patiently
+from worker.wire import PROTOCOL_VERSION, WireError, WorkerState, unpack
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[str], Coroutine[Any, Any, WorkerState]]
+"""GET /state of a worker's base URL. Raises FetchError."""
+MAX_VERIFIED: Final = 50_000
+_MAX_STATE_BYTES: Final = 256 * 1024
+_DNS: Final = "dns:"
+
+
+class FetchError(Exception):
+    """The worker did not answer, or not with a state."""
+
+
+class RegistryIndex(PrefixIndex, Protocol):
+    """The shared index, as the fleet needs it."""
+
+    def members(self) -> list[WorkerMember]: ...
+
+
+class NoIndex:
+    """For a gateway without Redis: it knows `--workers` alone, and routes by its own books and placements."""
+
+    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+        return None
+
+    def members(self) -> list[WorkerMember]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    workers: tuple[str, ...] = ()
+    """Base URLs, or dns:NAME:PORT for every address of a name."""
+    poll_s: float = 1.0
+    fetch_timeout_s: float = 2.0
+    grace_s: float = 5.0
+    forget_s: float = 600.0
+    first_break_s: float = 1.0
+    max_break_s: float = 30.0
+    cluster_secret: bytes = field(default=b"", repr=False)
+    """A worker whose member is not signed with it is refused."""
+    networks: WorkerNetworks = field(default_factory=WorkerNetworks)
+    """Where workers may be."""
+
+
+class _Known:
+    """One worker and everything heard of it."""
+
+    __slots__ = (
+        "broken_until_s",
+        "failed_s",
+        "heard_s",
+        "leased_s",
+        "load",
+        "load_s",
+        "member",
+        "num_failures",
+        "ok_s",
+    )
+
+    def __init__(self, member: WorkerMember, now_s: float) -> None:
+        self.member = member
+        self.heard_s = now_s
+        self.leased_s = -math.inf
+        self.ok_s = -math.inf
+        """The last direct answer."""
+        self.failed_s = -math.inf
+        """The last direct question without one."""
+        self.load = WorkerLoad()
+        self.load_s = now_s
+        self.num_failures = 0
+        self.broken_until_s = -math.inf
+
+
+class Fleet:
+    """Owned by the gateway's event loop: `run()` asks, everything else only looks."""
+
+    def __init__(
+        self,
+        index: RegistryIndex,
+        fetch: Fetch,
+        settings: FleetSettings | None = None,
+        *,
+        clock: Callable[[], float],
+        namespaces: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`namespaces()` gives the namespace that each model's workers must announce, as far as it is known."""
+        self._index = index
+        self._fetch = fetch
+        self._settings = settings or FleetSettings()
+        for target in self._settings.workers:
+            _check_target(target)
+        self._clock = clock
+        self._namespaces = namespaces
+        self._known: dict[WorkerId, _Known] = {}
+        self._refused: set[tuple[str, str, str]] = set()
+        self._verified: dict[WorkerId, tuple[WorkerMember, str | None]] = {}
+        """What `_objection` said of the very same object, for it is asked at every decision."""
+        self._unreachable: set[str] = set()
+        self.index_answered_s = -math.inf
+        """When a round last read the registry."""
+        self._wake = asyncio.Event()
+
+    # --- for the router ---------------------------------------------------------------------------------------------
+
+    def candidates(self, model: str, found: Sequence[Candidate] | None) -> list[Candidate]:
+        """What a lookup found, and beside it every other worker of the model that is not known to be gone."""
+        now_s = self._clock()
+        candidates = []
+        leased = set()
+        namespaces = self._namespaces()
+        for candidate in found or ():
+            if self._acceptable(candidate.member, namespaces):
+                leased.add(candidate.member.worker_id)
+                self._lease(candidate, now_s)
+                if candidate.member.model == model:
+                    candidates.append(candidate)
+        for worker_id, known in self._known.items():
+            if worker_id not in leased and known.member.model == model and self._live(known, now_s):
+                age_s = now_s - max(known.load_s, 0.0)
+                candidates.append(Candidate(known.member, known.load, 0, age_s))
+        return candidates
+
+    def broken(self, worker_id: WorkerId) -> bool:
+        """Requests to it failed a moment ago."""
+        known = self._known.get(worker_id)
+        return known is not None and known.broken_until_s > self._clock()
+
+    def report_failure(self, worker_id: WorkerId) -> None:
+        """The HTTP side could not reach it, or lost it: leave it alone for a while, longer each time."""
+        known = self._known.get(worker_id)
+        if known is None:
+            return
+        known.num_failures += 1
+        pause_s = self._settings.first_break_s * 2.0 ** min(known.num_failures - 1, 10)
+        known.broken_until_s = self._clock() + min(self._settings.max_break_s, pause_s)
+        self._wake.set()
+
+    def report_success(self, worker_id: WorkerId) -> None:
+        """It has produced a token."""
+        known = self._known.get(worker_id)
+        if known is not None and known.num_failures:
+            known.num_failures = 0
+            known.broken_until_s = -math.inf
+
+    def workers(self, model: str | None = None) -> list[WorkerMember]:
+        """The workers known now, live ones first."""
+        now_s = self._clock()
+        known = [k for k in self._known.values() if model is None or k.member.model == model]
+        known.sort(key=lambda k: not self._live(k, now_s))
+        return [k.member for k in known]
+
+    def live_workers(self, model: str | None = None) -> list[WorkerMember]:
+        """Those that a request could be sent to."""
+        now_s = self._clock()
+        return [
+            known.member
+            for known in self._known.values()
+            if (model is None or known.member.model == model) and self._live(known, now_s) and not known.load.draining
+        ]
+
+    # --- finding out ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look at the registry and ask workers directly, until cancelled."""
+        while True:
+            await self.poll()
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._settings.poll_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def poll(self) -> None:
+        """One round: the registry's leases, then direct questions to all that the registry does not vouch for."""
+        found = await self._index.lookup([])
+        now_s = self._clock()
+        if found is not None:
+            self.index_answered_s = now_s
+        namespaces = self._namespaces()
+        for member in self._index.members():
+            if self._acceptable(member, namespaces):
+                self._hear(member, now_s)
+        for candidate in found or ():
+            if self._acceptable(candidate.member, namespaces):
+                self._lease(candidate, now_s)
+        urls = set(await self._static_urls())
+        urls.update(
+            known.member.url for known in self._known.values() if known.leased_s < now_s or known.broken_until_s > now_s
+        )
+        await asyncio.gather(*(self._ask(url) for url in urls))
+        self._forget()
+
+    async def _ask(self, url: str) -> None:
+        try:
+            state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
+        except (FetchError, TimeoutError) as error:
+            now_s = self._clock()
+            for known in self._at(url):
+                known.failed_s = now_s
+            if url not in self._unreachable:
+                self._unreachable.add(url)
+                logger.warning("worker at %s does not answer: %s", url, error or "timeout")
+            return
+        self._unreachable.discard(url)
+        now_s = self._clock()
+        member = state.member
+        for known in self._at(url):
+            if known.member.worker_id != member.worker_id:
+                known.failed_s = now_s  # somebody else lives there now
+        if self._acceptable(member, self._namespaces()):
+            known = self._hear(member, now_s)
+            known.ok_s = now_s
+            if known.leased_s < now_s:
+                known.load, known.load_s = state.load, now_s
+
+    async def _static_urls(self) -> list[str]:
+        urls: list[str] = []
+        for target in self._settings.workers:
+            if target.startswith(_DNS):
+                urls.extend(await _resolve(target.removeprefix(_DNS), self._settings.networks.scheme))
+            else:
+                urls.append(target.rstrip("/"))
+        return urls
+
+    def _at(self, url: str) -> Iterable[_Known]:
+        return [known for known in self._known.values() if known.member.url.rstrip("/") == url.rstrip("/")]
+
+    def _hear(self, member: WorkerMember, now_s: float) -> _Known:
+        known = self._known.get(member.worker_id)
+        if known is None:
+            logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
+            known = self._known[member.worker_id] = _Known(member, now_s)
+        elif known.member != member:
+            known.member = member
+            known.load, known.load_s = WorkerLoad(), now_s
+            known.broken_until_s, known.num_failures = -math.inf, 0
+        return known
+
+    def _lease(self, candidate: Candidate, now_s: float) -> None:
+        known = self._known.get(candidate.member.worker_id)
+        if known is None or known.member is not candidate.member:
+            known = self._hear(candidate.member, now_s)
+            known.member = candidate.member
+        known.leased_s = known.heard_s = now_s
+        known.load, known.load_s = candidate.load, now_s - candidate.load_age_s
+
+    def _live(self, known: _Known, now_s: float) -> bool:
+        """Whether a worker without a lease in hand may still be a candidate."""
+        if known.ok_s > known.failed_s and now_s - known.ok_s <= 3 * self._settings.poll_s:
+            return True
+        if known.failed_s > max(known.ok_s, known.leased_s):
+            return False
+        return now_s - max(known.heard_s, known.ok_s) <= self._settings.grace_s
+
+    def _forget(self) -> None:
+        now_s = self._clock()
+        registered = {member.worker_id for member in self._index.members()}
+        for worker_id, known in list(self._known.items()):
+            last_s = max(known.heard_s, known.leased_s, known.ok_s)
+            if worker_id not in registered and now_s - last_s > self._settings.forget_s:
+                del self._known[worker_id]
+                logger.info("worker %s is forgotten", worker_id)
+
+    def _acceptable(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
+        """False, and loudly so once, for a worker whose tokens, hashes or secret are not ours."""
+        known = self._known.get(member.worker_id)
+        expected = namespaces.get(member.model)
+        if member.protocol != PROTOCOL_VERSION:
+            reason = f"it speaks protocol {member.protocol}, this gateway {PROTOCOL_VERSION}"
+        elif (objection := self._objection(member)) is not None:
+            reason = objection
+        elif expected is not None and member.namespace != expected:
+            reason = f"its namespace is {member.namespace}, that of {member.model} is {expected}"
+        else:
+            return True
+        if known is not None:
+            del self._known[member.worker_id]
+        complaint = (member.worker_id, member.epoch, reason)
+        if complaint not in self._refused and len(self._refused) < 10_000:
+            self._refused.add(complaint)
+            logger.error("worker %s at %s is refused: %s", member.worker_id, member.url, reason)
+        return False
+
+    def _objection(self, member: WorkerMember) -> str | None:
+        """What speaks against its address or its signature."""
+        kept = self._verified.get(member.worker_id)
+        if kept is not None and kept[0] is member:
+            return kept[1]
+        objection = self._settings.networks.objection(member.url)
+        if not hmac.compare_digest(
+            member.secret_check.encode(), signature(self._settings.cluster_secret, member).encode()
+        ):
+            objection = "its registration is not signed with this gateway's cluster secret"
+        if len(self._verified) > MAX_VERIFIED:
+            self._verified.clear()
+        self._verified[member.worker_id] = (member, objection)
+        return objection
+
+
+def http_fetch(session: aiohttp.ClientSession) -> Fetch:
+    """Asks workers over `session`."""
+
+    async def fetch(url: str) -> WorkerState:
+        try:
+            async with session.get(url + "/state", allow_redirects=False) as response:
+                body = await response.content.read(_MAX_STATE_BYTES)
+                if response.status != 200:
+                    raise FetchError(f"status {response.status}")
+        except (aiohttp.ClientError, OSError) as error:
+            raise FetchError(str(error) or type(error).__name__) from error
+        try:
+            return unpack(body, WorkerState)
+        except WireError as error:
+            raise FetchError(str(error)) from error
+
+    return fetch
+
+
+def _check_target(target: str) -> None:
+    if target.startswith(_DNS):
+        name, _, port = target.removeprefix(_DNS).rpartition(":")
+        if not name or not port.isdigit():
+            raise ValueError(f"--workers {target!r}: use dns:NAME:PORT")
+        return
+    parts = urlsplit(target)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--workers {target!r}: use http://HOST:PORT or dns:NAME:PORT")
+
+
+async def _resolve(name_and_port: str, scheme: str) -> list[str]:
+    name, _, port = name_and_port.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        logger.debug("%s does not resolve: %s", name, error)
+        return []
+    hosts = sorted({str(address[4][0]) for address in found})
+    return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]

@@ -1,0 +1,152 @@
+"""/v1/responses with the openai client, whose stream helper checks every event against its types."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import client, post
+from worker.wire import Grammar, TokenizerBundle
+
+TOOL: Any = {"type": "function", "strict": None, **WEATHER["function"]}
+
+
+@pytest.fixture
+def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
+    return Says(bundle, raw_tokenizer)
+
+
+async def test_text_streamed_and_unstreamed(says: Says) -> None:
+    worker = says("The capital is Paris. 🎉")
+    worker.num_cached_tokens = 16
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.responses.create(model="tiny", input="Capital?", instructions="Be brief.", store=False)
+        assert answer.output_text == "The capital is Paris. 🎉"
+        assert answer.status == "completed"
+        assert answer.usage is not None
+        assert answer.usage.input_tokens_details.cached_tokens == 16
+        assert answer.usage.input_tokens == len(worker.received[0].prompt_ids)
+        async with sdk.responses.stream(model="tiny", input="Capital?", instructions="Be brief.") as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == answer.output_text
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+    assert says.prompt(worker).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nCapital?")
+
+
+async def test_events_are_numbered_and_nested(says: Says) -> None:
+    async with gateway(says(CALL)) as target:
+        _, headers, raw = await post(
+            target.url, {"model": "tiny", "input": "x", "tools": [TOOL], "stream": True}, "/v1/responses"
+        )
+    assert headers["content-type"].startswith("text/event-stream")
+    assert raw.endswith(b"\n\n")
+    events = []
+    for block in raw.decode()[:-2].split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    depth = 0
+    for event in events:
+        depth += event["type"].endswith(".added") - event["type"].endswith(("content_part.done", "output_item.done"))
+        assert 0 <= depth <= 2
+    assert depth == 0
+    kinds = [item["type"] for item in events[-1]["response"]["output"]]
+    assert kinds == ["message", "function_call"]
+
+
+async def test_tools_and_their_results(says: Says) -> None:
+    worker = says(CALL)
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.responses.create(model="tiny", input="Weather?", tools=[TOOL])
+        message, call = answer.output
+        assert message.type == "message"
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Köln"})
+        history: Any = [
+            {"role": "user", "content": "Weather?"},
+            *(item.model_dump(exclude_none=True) for item in answer.output),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+        ]
+        await sdk.responses.create(model="tiny", input=history, tools=[TOOL])
+    prompt = says.prompt(worker)
+    assert "<tool_response>\nrain\n</tool_response>" in prompt
+    assert prompt.count("<|im_start|>assistant\n") == 2, "text and calls of one turn are one message"
+
+
+async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> None:
+    worker = says("one two three four")
+    schema = {"type": "json_schema", "name": "s", "schema": {"type": "object"}}
+    async with gateway(worker) as target:
+        body = {"model": "tiny", "input": "x", "max_output_tokens": 2, "text": {"format": schema}}
+        _, _, raw = await post(target.url, body, "/v1/responses")
+    answer = json.loads(raw)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert worker.received[0].sampling.grammar == Grammar("json_schema", '{"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0]"),
+        ({"input": 5}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "bad name"}]}, "tools[0]"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"model": "none"}, "model"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": "word " * 3000}, "input"),
+        ({"max_output_tokens": 5000}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+    ],
+)
+async def test_what_is_not_offered_is_said(says: Says, fields: dict[str, Any], param: str) -> None:
+    worker: ScriptedWorker = says("x")
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, {"model": "tiny", "input": "x", **fields}, "/v1/responses")
+    assert status in (400, 404)
+    assert json.loads(raw)["error"]["param"] == param
+    assert worker.received == []
+
+
+async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:
+    worker = says("<think>Hm.</think>Yes, 4. \U0001f389", chat_template="{{ messages[0].content }}{# <think> #}")
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.responses.create(model="tiny", input="x", top_logprobs=2)
+        async with sdk.responses.stream(model="tiny", input="x", include=["message.output_text.logprobs"]) as stream:
+            final = await stream.get_final_response()
+    for response, num_top in ((answer, 2), (final, 0)):
+        message: Any = response.output[-1]
+        logprobs = message.content[0].logprobs
+        *text, end = [bytes(token.bytes) for token in logprobs]
+        assert b"".join(text).decode() == message.content[0].text == "Yes, 4. \U0001f389"
+        assert end == b"<|im_end|>"
+        assert {len(token.top_logprobs) for token in logprobs} == {num_top}
+
+
+async def test_sampling_fields_reach_the_worker(says: Says) -> None:
+    worker = says("one two three")
+    fields = {"top_k": 3, "stop": "two", "frequency_penalty": 1.5, "logit_bias": {"5": 2}, "min_p": 0.1}
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, {"model": "tiny", "input": "x", **fields}, "/v1/responses")
+    sampling = worker.received[0].sampling
+    assert (sampling.top_k, sampling.frequency_penalty, sampling.min_p) == (3, 1.5, 0.1)
+    assert sampling.logit_bias == ((5, 2.0),)
+    assert json.loads(raw)["output"][0]["content"][0]["text"] == "one "

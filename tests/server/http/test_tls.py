@@ -1,0 +1,231 @@
+"""Certificates: shown, checked, replaced without a restart, and refused when they are not what was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import ssl
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from server.config import GatewayConfig
+from server.http.server import SPARE_FILES, HttpLimits, HttpServer, affordable_connections
+from server.http.tls import ServerCertificate, WorkerCa
+from server.workers.client import WorkerClient
+from server.workers.http_client import ConnectionPool
+from server.workers.networks import WorkerNetworks
+from tests.certificates import Authority
+from tests.server.scripted_worker import until
+from worker.config import WorkerConfig
+from worker.tls import ServerCertificate as WorkerCertificate
+
+LIMITS = HttpLimits(65536, 0.5, 0.5, 100, 1.0)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ca")
+
+
+async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": scope["scheme"][:2].encode()})
+
+
+class Port:
+    """One HTTPS port of a gateway in this process."""
+
+    def __init__(self, tls: ssl.SSLContext | None, limits: HttpLimits = LIMITS) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self._server = HttpServer(hello, limits, tls)
+
+    async def __aenter__(self) -> Port:
+        self._task = asyncio.create_task(self._server.serve([self.listener]))
+        while not self._server.started:  # noqa: ASYNC110 (it has no event)
+            await asyncio.sleep(0.001)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+
+    async def serial(self, trust: ssl.SSLContext) -> str:
+        """Of the certificate that it shows. Raises ssl.SSLError."""
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=trust)
+        try:
+            return str(writer.get_extra_info("peercert")["serialNumber"])
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("kind", [ServerCertificate, WorkerCertificate])
+async def test_a_new_certificate_is_shown_without_a_restart(kind: type, authority: Authority) -> None:
+    cert, key = authority.issue("gateway", "127.0.0.1")
+    certificate = kind(str(cert), str(key))
+    async with Port(certificate.context) as port:
+        first = await port.serial(authority.trust())
+        whole = cert.read_bytes(), key.read_bytes()
+        cert.write_bytes(authority.issue("other", "127.0.0.1")[0].read_bytes())
+        certificate.reload_if_changed()
+        assert await port.serial(authority.trust()) == first, "half a pair is not used"
+        cert.write_text("rubbish")
+        certificate.reload_if_changed()
+        assert await port.serial(authority.trust()) == first
+        cert.write_bytes(whole[0])
+        authority.issue("gateway", "127.0.0.1")
+        certificate.reload_if_changed()
+        assert await port.serial(authority.trust()) != first
+
+
+async def test_what_a_certificate_must_be(authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.issue("gateway", "127.0.0.1")
+    async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await port.serial(Authority(tmp_path / "stranger").trust())
+        old = authority.trust()
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await port.serial(old)
+
+
+async def test_a_handshake_that_does_not_come_is_cut(authority: Authority) -> None:
+    cert, key = authority.issue("gateway", "127.0.0.1")
+    async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected", "ca", "works"),
+    [
+        (["127.0.0.1"], None, True, True),
+        (["worker.example"], None, True, False),
+        (["worker.example"], "worker.example", True, True),
+        (["*.workers.svc"], "w0.workers.svc", True, True),
+        (["127.0.0.1"], "worker.example", True, False),
+        (["127.0.0.1"], None, False, False),
+    ],
+)
+async def test_workers_are_who_their_certificate_says(
+    names: list[str], expected: str | None, ca: bool, works: bool, authority: Authority, tmp_path: Path
+) -> None:
+    cert, key = authority.issue("worker", *names)
+    trusted = authority if ca else Authority(tmp_path / "another")
+    worker_ca = WorkerCa(str(trusted.path), expected)
+    networks = WorkerNetworks(tls_only=True)
+    client = WorkerClient.open("token", networks, worker_ca.context)
+    pool = ConnectionPool(connect_timeout_s=2, token="token", networks=networks, tls=worker_ca.context)
+    try:
+        async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+            url = f"https://127.0.0.1:{port.port}"
+            assert await client.is_alive(url) == works
+            if works:
+                connection = await pool.post(url, b"x")
+                assert await connection.head() == 200
+                assert await connection.read() == b"ht"
+                connection.close()
+            else:
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    await pool.post(url, b"x")
+    finally:
+        pool.close()
+        await client.close()
+
+
+async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path / "new")
+    cert, key = other.issue("worker", "127.0.0.1")
+    ca = WorkerCa(str(authority.path))
+    client = WorkerClient.open(tls=ca.context)
+    try:
+        async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+            url = f"https://127.0.0.1:{port.port}"
+            assert not await client.is_alive(url)
+            authority.path.write_bytes(authority.path.read_bytes() + other.path.read_bytes())
+            ca.reload_if_changed()
+            assert await client.is_alive(url)
+    finally:
+        await client.close()
+
+
+def test_a_worker_without_tls_is_refused_where_it_is_asked_for() -> None:
+    networks = WorkerNetworks(tls_only=True)
+    assert networks.objection("https://127.0.0.1:1") is None
+    assert "does not speak TLS" in str(networks.objection("http://127.0.0.1:1"))
+    assert WorkerNetworks().objection("http://127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tls_cert": "x"}, "--tls-key"),
+        ({"tls_key": "x"}, "--tls-cert"),
+        ({"worker_tls_name": "x"}, "--worker-ca"),
+        ({"worker_ca": "x"}, "https://"),
+        ({"max_connections": 0}, "--max-connections"),
+    ],
+)
+def test_options_that_go_together(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        GatewayConfig(workers=("http://127.0.0.1:1",), **fields)  # type: ignore[arg-type]
+
+
+def test_files_that_are_none_are_named(tmp_path: Path, authority: Authority) -> None:
+    cert, key = authority.issue("one", "127.0.0.1")
+    other = authority.issue("two", "127.0.0.1")[1]
+    missing = str(tmp_path / "missing.pem")
+    config = GatewayConfig(workers=("dns:w:1",), tls_cert=missing, tls_key=str(key), worker_ca=str(key))
+    with pytest.raises(ValueError, match=r"--tls-cert.*missing\.pem"):
+        config.certificate()
+    with pytest.raises(ValueError, match="--worker-ca"):
+        config.workers_ca()
+    with pytest.raises(ValueError, match="--tls-cert"):
+        WorkerConfig(tls_cert=str(cert), tls_key=str(other)).certificate()
+    with pytest.raises(ValueError, match="--tls-key"):
+        WorkerConfig(tls_cert=str(cert))
+    assert WorkerConfig().certificate() is None
+
+
+async def test_idle_connections_make_room() -> None:
+    limits = HttpLimits(65536, 10.0, 10.0, 20, 1.0)
+    async with Port(None, limits) as port, aiohttp.ClientSession() as http:
+        idle = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(60)]
+        async with http.get(f"http://127.0.0.1:{port.port}/") as answer:
+            assert answer.status == 200
+
+        def ended() -> list[asyncio.StreamReader]:
+            return [reader for reader, _ in idle if reader.at_eof() or reader.exception() is not None]
+
+        await until(lambda: len(ended()) >= 41)
+        assert ended() == [reader for reader, _ in idle[:41]], "those that waited longest"
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed", "raised_to"),
+    [
+        (1024, 1 << 20, 8192, 2 * 8192 + SPARE_FILES),
+        (1024, 4096, (4096 - SPARE_FILES) // 2, 4096),
+        (1024, 1024, (1024 - SPARE_FILES) // 2, 1024),
+        (1 << 20, 1 << 20, 8192, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8192, None),
+        (64, 64, 1, 64),
+    ],
+)
+def test_no_more_connections_than_files(
+    soft: int, hard: int, allowed: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
+    assert affordable_connections(8192) == allowed
+    assert limits[1:] == ([] if raised_to is None else [(raised_to, hard)])

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.text.parsing.formats import format_of
+from server.text.parsing.json_scan import JsonScanner
+from server.text.parsing.output import OutputParser, OutputRules
+from server.text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+
+HERMES = OutputRules(tools="hermes")
+LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))
+MISTRAL = OutputRules(tools="mistral")
+LIST = OutputRules(tools="list")
+THINKING = OutputRules(reasoning="maybe", tools="hermes")
+
+
+def read(rules: OutputRules, parts: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """(reasoning, content, calls) of a text that arrives in parts."""
+    parser = OutputParser(rules)
+    pieces: list[Piece] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+    reasoning = content = ""
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(name):
+                calls.append((name, ""))
+            case CallArguments(text):
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return reasoning, content, calls
+
+
+ARGUMENTS = '{"city": "K\\"ö}<ln", "days": [1, {"x": null}]}'
+CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
+CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
+    (HERMES, "just text < here", ("", "just text < here", [])),
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [("f", ARGUMENTS)])),
+    (HERMES, f"Let me look. \n<tool_call>{CALL}</tool_call>\n", ("", "Let me look.", [("f", ARGUMENTS)])),
+    (HERMES, f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", ("", "", [("f", ARGUMENTS)] * 2)),
+    (HERMES, f"<tool_call>{CALL}</tool_call> and then", ("", " and then", [("f", ARGUMENTS)])),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
+    (HERMES, "<tool_call>{broken}</tool_call>", ("", "{broken}", [])),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [1, 2', ("", "", [("f", '{"a": [1, 2')])),
+    (HERMES, "a <tool_", ("", "a <tool_", [])),
+    (HERMES, "trailing \n", ("", "trailing \n", [])),
+    (LLAMA, '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
+    (LLAMA, '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', ("", "", [("f", "{}")])),
+    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', ("", "", [("f", "{}"), ("g", "{}")])),
+    (LLAMA, '{"name": "other", "parameters": {}}', ("", '{"name": "other", "parameters": {}}', [])),
+    (LLAMA, '{"answer": 42}', ("", '{"answer": 42}', [])),
+    (LLAMA, " plain", ("", " plain", [])),
+    (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS)] * 2)),
+    (MISTRAL, f"ok[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g{{}}", ("", "ok", [("f", ARGUMENTS), ("g", "{}")])),
+    (MISTRAL, "[TOOL", ("", "[TOOL", [])),
+    (
+        LIST,
+        '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]',
+        ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (OutputRules(forced="f"), '{"a": 1}', ("", "", [("f", '{"a": 1}')])),
+    (
+        OutputRules(tools="hermes", parallel=False),
+        f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>",
+        ("", "", [("f", ARGUMENTS)]),
+    ),
+    (
+        THINKING,
+        f"<think>\nhm </thi</think>\n\nYes.<tool_call>{CALL}</tool_call>",
+        ("\nhm </thi", "Yes.", [("f", ARGUMENTS)]),
+    ),
+    (THINKING, "no thoughts", ("", "no thoughts", [])),
+    (THINKING, "<thi", ("", "<thi", [])),
+    (OutputRules(reasoning="inside"), "deep</think>\nYes", ("deep", "Yes", [])),
+    (OutputRules(reasoning="inside"), "deep and never e</th", ("deep and never e</th", "", [])),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_at_once_and_character_by_character(case: int) -> None:
+    rules, text, expected = CASES[case]
+    assert read(rules, [text]) == expected
+    assert read(rules, list(text)) == expected
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), case=st.integers(0, len(CASES) - 1), cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_any_cut_of_any_text(data: st.DataObject, case: int, cuts: list[int]) -> None:
+    rules, text, _ = CASES[case]
+    start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
+    text = data.draw(st.sampled_from([text, text[:end], text[:start] + text[end:], text[start:end] * 2]))
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    assert read(rules, [text[a:b] for a, b in pairwise(edges)]) == read(rules, [text])
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=JSON, cut=st.integers(0, 50))
+def test_the_scanner_finds_the_end_of_a_value(value: Any, cut: int) -> None:
+    text = json.dumps(value)
+    scanner = JsonScanner()
+    first = scanner.feed(text[:cut])
+    used = first if scanner.done else first + scanner.feed(text[cut:] + ", rest")
+    assert used == len(text)
+    assert scanner.done or cut >= len(text)
+
+
+def test_formats_of_templates() -> None:
+    assert format_of("... <tool_call> ...") == "hermes"
+    assert format_of("... [TOOL_CALLS] ...") == "mistral"
+    assert format_of("... <|python_tag|> ...") == "llama3"
+    assert format_of("nothing") is None

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from server.errors import InvalidRequestError
+from server.schema.types import ChatRequest, decode
+from server.text.chat_template import ChatTemplate, TemplateError
+from tests.server.conftest import CHATML
+
+
+def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
+    return decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}), ChatRequest)
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def test_generation_prompt_and_its_absence() -> None:
+    chatml = template(CHATML)
+    assert chatml.render(request(USER)) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert chatml.render(request(USER, add_generation_prompt=False)) == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_continue_final_message_keeps_its_trailing_space() -> None:
+    text = template(CHATML).render(
+        request(USER, {"role": "assistant", "content": "Well, "}, continue_final_message=True)
+    )
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell, "
+
+
+@pytest.mark.parametrize(("source", "role"), [(CHATML, "system"), (CHATML + "{# developer #}", "developer")])
+def test_developer_is_system_unless_the_template_knows_it(source: str, role: str) -> None:
+    assert template(source).render(request({"role": "developer", "content": "x"})).startswith(f"<|im_start|>{role}\n")
+
+
+def test_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert "user\na\nb<|im_end|>" in template(CHATML).render(request({"role": "user", "content": parts}))
+
+
+def test_tools_and_their_calls_as_objects() -> None:
+    source = (
+        "{{ tools | tojson }}|{{ messages[1].tool_calls[0].function.arguments.city }}|{{ messages[2].tool_call_id }}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": '{"city": "Köln <b>"}'}}
+    text = template(source).render(
+        request(
+            USER,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            tools=[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}],
+        )
+    )
+    assert text == ('[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]|Köln <b>|c1')
+
+
+def test_tool_choice_none_hides_the_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "w"}}]
+    assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")) == "True"
+
+
+def test_generation_blocks_and_loop_controls() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert template(source).render(request(USER, USER)) == "Hi"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[5].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% set _ = messages.append(1) %}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ 'x' * (17 * 1024 * 1024) }}",
+    ],
+)
+def test_what_a_template_cannot_do_is_the_request_refused(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        template(source).render(request(USER))
+    assert raised.value.param == "messages"
+
+
+def test_a_broken_template_is_refused_by_name() -> None:
+    with pytest.raises(TemplateError, match="chat_template"):
+        template("{% if %}")
+
+
+def test_switches_pass_and_variables_do_not() -> None:
+    source = "{{ enable_thinking }}{{ reasoning_effort }}"
+    assert template(source).render(request(USER, chat_template_kwargs={"enable_thinking": False})) == "False"
+    assert template(source).render(request(USER, reasoning_effort="none")) == "Falsenone"
+    for name in ("messages", "tools", "bos_token", "raise_exception"):
+        with pytest.raises(InvalidRequestError) as raised:
+            template(source).render(request(USER, chat_template_kwargs={name: 1}))
+        assert raised.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% for i in range(90000) %}{{ m(n + 1) }}{% endfor %}{% endmacro %}{{ m(0) }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * [1] }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ (10 ** 300000) ** 300000 }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_work_without_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.text.template_sandbox.bounded.__defaults__", (0.2,))
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="template"):
+        template(source).render(request(USER))
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_loops_are_what_they_were() -> None:
+    source = (
+        "{% for m in messages recursive %}{{ loop.index }}{{ m.content }}{% if loop.last %}!{% endif %}"
+        "{% else %}none{% endfor %}{{ 3 * 'ab' }}{{ 2 ** 10 }}"
+    )
+    assert template(source).render(request(USER, USER)) == "1Hi2Hi!ababab1024"

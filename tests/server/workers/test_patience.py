@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from server.workers.patience import patiently
+
+
+async def test_a_busy_loop_does_not_count_as_waiting() -> None:
+    async def answer() -> int:
+        await asyncio.sleep(0.05)
+        return 7
+
+    task = asyncio.create_task(patiently(answer(), 0.2))
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251 -- the loop is to stand still
+    assert await task == 7
+
+
+async def test_what_never_comes_ends_and_is_cancelled() -> None:
+    ended = asyncio.Event()
+
+    async def silence() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        await patiently(silence(), 0.05)
+    assert ended.is_set()
+
+    task = asyncio.create_task(patiently(silence(), 10))
+    await asyncio.sleep(0)
+    ended.clear()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_errors_are_those_of_the_work() -> None:
+    async def fail() -> None:
+        raise ConnectionRefusedError("no")
+
+    with pytest.raises(ConnectionRefusedError):
+        await patiently(fail(), 1.0)
