@@ -16,6 +16,7 @@ from cache.index import WorkerMember, signed
 from cache.types import BlockId, WorkerId
 from worker.config import WorkerConfig, default_step_tokens
 from worker.load_report import PrefillRate
+from worker.memory import bound_primitives
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
 from worker.runner.model_runner import ModelRunner
@@ -51,6 +52,7 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
 
     Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
     """
+    bound_primitives()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     options = _load_options(config)
