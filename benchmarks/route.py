@@ -5,6 +5,7 @@ cell is a workload, a cache size and a number of workers:
 
     conv25_n8   Mooncake conversations at load 0.95, the fleet's caches hold 25 % of the distinct blocks, 8 workers
     agent40_n8  coding-agent sessions, closed loop, 40 %, 8 workers
+    tau60_n16   tool conversations with one system prompt, closed loop, 60 %, 16 workers
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from typing import Any, Final
 from benchmarks.progress import Progress
 from benchmarks.report import Figure, Report, option_parser, publish
 from benchmarks.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
-from benchmarks.simulation.traces import CODING_AGENT, CONVERSATION, CodingAgentTrace, ConversationTrace
+from benchmarks.simulation.traces import (
+    CODING_AGENT,
+    CONVERSATION,
+    TOOL_CHAT,
+    CodingAgentTrace,
+    ConversationTrace,
+    ToolChatTrace,
+)
+from server.router.cost import CostModel
 from server.router.dispatch import DispatchSettings
 from server.router.policies import POLICIES, make_policy
 
@@ -31,7 +40,9 @@ DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")
 SPECULATING: Final = frozenset({"headstart", "llm-d"})
 """Policies that count blocks on their way as present, as they do in the reference figures."""
-_CELL: Final = re.compile(r"(conv|agent)(\d+)_n(\d+)")
+REFERENCE_COST: Final = CostModel(recent_weight=0.001)
+"""Of the reference figures, whose engine takes one prefill after the other; gateways have the default."""
+_CELL: Final = re.compile(r"(conv|agent|tau)(\d+)_n(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +66,14 @@ class Run:
 def parse_cell(text: str) -> Cell:
     match = _CELL.fullmatch(text)
     if match is None or not int(match[2]) or not int(match[3]):
-        raise ArgumentTypeError(f"cell {text!r}: use conv25_n8, agent40_n8 and the like")
+        raise ArgumentTypeError(f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8 and the like")
     return Cell(text, match[1], int(match[2]) / 100, int(match[3]))
 
 
 @cache
-def _trace(name: str) -> ConversationTrace | CodingAgentTrace:
+def _trace(name: str) -> ConversationTrace | CodingAgentTrace | ToolChatTrace:
+    if name == "tau":
+        return ToolChatTrace(DATA / TOOL_CHAT)
     return ConversationTrace(DATA / CONVERSATION) if name == "conv" else CodingAgentTrace(DATA / CODING_AGENT)
 
 
@@ -86,6 +99,7 @@ def plan(options: Namespace) -> list[Run]:
                     speculate=policy in SPECULATING,
                     publish_delay_s=options.index_delay + options.report_age,
                     workers_share=options.engine == "shared",
+                    cost=CostModel() if options.engine == "shared" else REFERENCE_COST,
                 ),
                 seed=options.seed + spreading,
                 shared_engine=options.engine == "shared",

@@ -22,6 +22,7 @@ from cache.types import HASH_BYTES, BlockHash
 
 ROOT: Final = BlockHash(b"\0" * HASH_BYTES)
 CONVERSATION: Final = "mooncake_conversation_first40min.jsonl.gz"
+TOOL_CHAT: Final = "taubench_airline_text_dev.jsonl.gz"
 CODING_AGENT: Final = "cc_agent_sessions_devhalf.jsonl.gz"
 _BUCKET_S: Final = 3.0
 _REST: Final = 1 << 31
@@ -165,6 +166,56 @@ class CodingAgentTrace:
             self._num_distinct,
             self.PREFILL_TOKENS_PER_S,
         )
+
+
+class ToolChatTrace:
+    """Recorded conversations with tools (tau-bench, airline), as text: closed loop, tokenised for SmolLM2.
+
+    Every prompt begins with the same policy. A conversation ends before the first prompt that exceeds the context.
+    """
+
+    BLOCK_SIZE: Final = 16
+    PREFILL_TOKENS_PER_S: Final = 8000.0
+    OUTPUT_TOKENS: Final = 64
+    MAX_PROMPT_TOKENS: Final = 8192
+    START_S: Final = 30.0
+
+    def __init__(self, path: Path) -> None:
+        from benchmarks.gateway_load.processes import make_bundle
+        from benchmarks.replay_load.workload import Shape, load
+        from server.text.chat_template import template_environment
+
+        bundle, tokenizer = make_bundle()
+        template = template_environment().from_string(bundle.chat_template or "")
+        numbers = count()
+        self._sessions: list[list[TraceRequest]] = []
+        for conversation in load(path, Shape()):
+            requests = []
+            for turn in conversation.turns:
+                messages = [{**message, "content": message.get("content") or ""} for message in turn.messages]
+                ids = tokenizer.encode(template.render(messages=messages, add_generation_prompt=True)).ids
+                if len(ids) > self.MAX_PROMPT_TOKENS:
+                    break
+                size = self.BLOCK_SIZE
+                blocks = [_name_of(ids[i : i + size]) for i in range(0, len(ids) - size, size)]
+                requests.append(_request(next(numbers), len(ids), self.OUTPUT_TOKENS, blocks))
+            self._sessions.append(requests)
+        self._num_distinct = len({h for requests in self._sessions for request in requests for h in request.hashes})
+
+    def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
+        """All conversations begin within half a minute; `load` does not apply to a closed loop."""
+        rng = random.Random(seed)
+        sessions = [
+            Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests)) for requests in self._sessions
+        ]
+        sessions.sort(key=lambda session: session.start_s)
+        num_requests = sum(map(len, self._sessions))
+        return Workload(sessions, self.BLOCK_SIZE, num_requests, self._num_distinct, self.PREFILL_TOKENS_PER_S)
+
+
+def _name_of(token_ids: Sequence[int]) -> int:
+    digest = blake2b(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _REST
 
 
 def _name(kind: str, group: int, number: int) -> int:

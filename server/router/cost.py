@@ -5,7 +5,7 @@
     late_w = prefills at w that would wait for it                  (0 where they are computed one by one)
     rho    = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
     beta   = min(8, rho / (1 - rho))
-    cost_w = wait_w + (1 + beta + late_w) * own_w + 0.001 * (prefill seconds assigned to w, decayed over 60 s)
+    cost_w = wait_w + (1 + beta + late_w) * own_w + 0.1 * (prefill seconds assigned to w, decayed over 60 s)
 
 beta is the delay that one more second of work puts on the requests that will come, late_w on those that are there.
 Capping rho matters: in overload an uncapped rho / (1 - rho) turns negative.
@@ -23,8 +23,9 @@ class CostModel:
     window_s: float = 60.0
     max_rho: float = 0.98
     max_beta: float = 8.0
-    recent_weight: float = 0.001
-    """Spreads cold requests: among equals the worker with less recent work."""
+    recent_weight: float = 0.1
+    """Spreads conversations before queues do: a worker on which they gather evicts them from its cache, and to move one
+    later costs more than each of its turns would wait."""
 
     def own_s(self, num_tokens: int, tokens_per_s: float) -> float:
         """Prefill seconds of `num_tokens` uncached tokens."""

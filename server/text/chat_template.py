@@ -60,7 +60,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> BoundedEnvironment:
+def template_environment() -> BoundedEnvironment:
+    """The sandbox with what chat templates use: their filters, tags and globals."""
     environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -73,7 +74,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         try:
-            self._template = _environment().bounded_template(source)
+            self._template = template_environment().bounded_template(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
         self.source = source

@@ -36,4 +36,7 @@ class Headstart(StatelessPolicy):
             keyed = weights(request.affinity_key.encode(), options)
             at = keyed.index(min(keyed))
             costs_s[at] -= AFFINITY * request.num_prompt_tokens / options[at].prefill_tokens_per_s
+            # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
+            least_recent_s = min(option.recent_s for option in options)
+            costs_s[at] -= fleet.cost.recent_weight * (options[at].recent_s - least_recent_s)
         return costs_s
