@@ -40,8 +40,8 @@ from server.console.feed import Feed, FeedSources
 from server.console.stems import StemWatch
 from server.console.traffic import Totals, buckets, total
 from server.console.workers import FleetSources
+from server.generation.backend import Backend
 from server.generation.full_queues import FullQueues
-from server.generation.generation import Backend
 from server.generation.retry import RetryBudget
 from server.generation.waiting_room import WaitingRoom
 from server.http.front import Front, SocketFront, is_loopback, listen

@@ -26,8 +26,8 @@ from server.console.forward import ForwardMiddleware
 from server.console.origin import SameOriginMiddleware
 from server.console.pages import Pages
 from server.errors import InvalidRequestError
-from server.generation.generation import prompt_hashes, route_request
 from server.generation.job import Job
+from server.generation.spec import prompt_hashes, route_request
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
 from server.router.placement import RouteRequest

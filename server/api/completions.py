@@ -19,8 +19,8 @@ from server.api.sampling import (
 from server.errors import ApiError, InvalidRequestError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.generation import GenerationSpec, ParamNames
 from server.generation.job import AnswerHead, Job, StreamFormat, answer_id, encode_json, stream_format
+from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
 from server.schema.types import CompletionRequest
 from server.text.models import ServedModel

@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import as_api_error
 from server.generation.answer import Answer, OpenAnswers
-from server.generation.generation import Backend, Generation
+from server.generation.backend import Backend
+from server.generation.generation import Generation
 from server.generation.job import Job
 from server.http.middleware import RequestContext, context_of
 from server.http.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of

@@ -14,113 +14,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Final
 
-from cache.hashing import hash_chain
 from cache.index import WorkerMember
-from cache.types import BlockHash, GatewayId, WorkerId
-from server.errors import (
-    ApiError,
-    BodyTooLargeError,
-    ContextLengthError,
-    DeadlineError,
-    InternalError,
-    InvalidRequestError,
-    OverloadedError,
-    UnavailableError,
-    WorkerLostError,
-)
+from server.errors import InternalError, WorkerLostError
+from server.generation.backend import Backend
 from server.generation.choice import Choice, ChoiceDelta, merged
-from server.generation.full_queues import FullQueues
-from server.generation.losses import Losses, Stage, again_s
-from server.generation.retry import RetryBudget
-from server.generation.waiting_room import Place, WaitingRoom
-from server.metrics import GatewayMetrics
-from server.router.placement import Boot, NoWorkerError, Placement, Router, RouteRequest
-from server.text.detokenizer import TextRules
-from server.text.models import ServedModel
-from server.text.turns import Turns
+from server.generation.failures import Failures, WorkerFailed
+from server.generation.losses import Stage
+from server.generation.spec import GenerationSpec, prompt_hashes, route_request
+from server.generation.waiting_room import Place
+from server.router.placement import NoWorkerError, Placement
 from server.tracing import attempt, stage
-from server.workers.client import GenerateStream, StaleConnection, WorkerClient, WorkerLost, WorkerRefused
-from server.workers.quarantine import Quarantine
-from server.workers.watch import StallWatch
-from worker.wire import (
-    End,
-    Failed,
-    Finished,
-    Frame,
-    GenerateRequest,
-    PromptLogprobs,
-    SamplingParams,
-    Started,
-    TokenLogprobs,
-    Tokens,
-)
+from server.workers.client import GenerateStream, WorkerLost, WorkerRefused
+from worker.wire import End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, TokenLogprobs, Tokens
 
 log = logging.getLogger(__name__)
 
 SECOND_CHANCE_S: Final = 0.25
 """Before we look again for a worker, because there is none: one that was lost may live, or a new one start."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Backend:
-    """What every generation of this process shares."""
-
-    gateway_id: GatewayId
-    router: Router
-    client: WorkerClient
-    watch: StallWatch
-    budget: RetryBudget
-    metrics: GatewayMetrics
-    quarantine: Quarantine
-    waiting_room: WaitingRoom
-    full_queues: FullQueues
-    report_failure: Callable[[WorkerId], None]
-    """Tells the fleet that a worker could not be reached, or was lost."""
-    turns: Turns = field(default_factory=Turns)
-
-
-@dataclass(frozen=True, slots=True)
-class ParamNames:
-    """The request's fields that a worker's refusal may be about."""
-
-    prompt: str
-    grammar: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationSpec:
-    """One prompt and how to answer it."""
-
-    request_id: str
-    model: ServedModel
-    prompt_ids: Sequence[int]
-    root: BlockHash
-    seeds: tuple[int, ...]
-    """One a choice."""
-    sampling: SamplingParams
-    rules: TextRules
-    params: ParamNames
-    first_index: int = 0
-    """What the first choice is called in the answer; the deltas' `choice` counts from here."""
-    priority: int = 0
-    tenant: str = ""
-    """What workers know the tenant by."""
-    affinity_key: str | None = None
-    end_of_thought_id: int | None = None
-    """The token that ends the model's thoughts, when it has any and this is one token."""
-
-
-class WorkerFailed(Exception):
-    """The worker ended the stream with Failed."""
-
-    def __init__(self, failed: Failed) -> None:
-        super().__init__(f"{failed.code}: {failed.message}")
-        self.failed = failed
 
 
 class Generation:
@@ -149,7 +63,7 @@ class Generation:
         ]
         self._hashes = prompt_hashes(spec)
         self._numerics: str | None = None
-        self._losses = Losses()
+        self._failures = Failures(spec, backend)
         self._stage = Stage.SENT
         self._place: Place | None = None
         self._stopped_early = False
@@ -203,13 +117,13 @@ class Generation:
                         yield batch
                 ok = True
             except WorkerRefused as error:
-                self._refused(placement.worker, error)
+                self._failures.refused(placement.worker, error)
             except WorkerLost as error:
                 if self._finished():
                     return
-                self._lost(placement.worker, error)
+                self._failures.lost(placement.worker, error, self._stage)
             except WorkerFailed as error:
-                self._failed(placement.worker, error)
+                self._failures.failed(placement.worker, error, self._stage)
             finally:
                 placement.close(ok=ok)
             if not ok:
@@ -224,14 +138,15 @@ class Generation:
 
     async def _choose(self) -> Placement:
         """A worker for this attempt. Raises ApiError."""
+        losses = self._failures.losses
         resumed = any(choice.output_ids for choice in self.choices)
         numerics = self._numerics if resumed else None
-        full = {} if resumed or self._losses.num_losses else self._backend.full_queues.of(self.spec.tenant)
+        full = {} if resumed or losses.num_losses else self._backend.full_queues.of(self.spec.tenant)
         if full and all(
             (worker.worker_id, worker.epoch) in full for worker in self._backend.router.workers(self.spec.model.name)
         ):
-            raise self._full(full)
-        excluded = frozenset(self._losses.excluded).union(full)
+            raise self._failures.full(full)
+        excluded = frozenset(losses.excluded).union(full)
         try:
             with stage("route") as span:
                 placement = await self._backend.router.place(route_request(self.spec, self._hashes, numerics, excluded))
@@ -240,16 +155,16 @@ class Generation:
                     span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
         except NoWorkerError as error:
             if full:
-                raise self._full(full) from error
+                raise self._failures.full(full) from error
             if resumed and not self.committed:
                 self._restart()
-            elif self._losses.second_chance() or (not error.contended and self._losses.look_again()):
+            elif losses.second_chance() or (not error.contended and losses.look_again()):
                 await asyncio.sleep(SECOND_CHANCE_S)
             elif resumed:
                 message = "The worker was lost and no other can continue its answer."
                 raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
             else:
-                raise self._no_worker(error) from error
+                raise self._failures.no_worker(error) from error
             return await self._choose()
         if self.worker is None or not self.committed:
             self.worker = placement.worker
@@ -259,27 +174,12 @@ class Generation:
         self._numerics = placement.worker.numerics
         return placement
 
-    def _full(self, full: Mapping[Boot, WorkerRefused]) -> ApiError:
-        """What the worker with room first has said a moment ago."""
-        refused = min(full.values(), key=again_s)
-        return error_of(refused.failed, self.spec.params, refused.status)
-
     def _restart(self) -> None:
         """Begin again, on any worker: the client has seen nothing."""
         for choice in self.choices:
             choice.reset()
         self.num_restarts += 1
         self._backend.metrics.restarted.inc()
-
-    def _no_worker(self, error: NoWorkerError) -> ApiError:
-        """Workers that refused or died say more than the router, which was told to leave them out."""
-        if self._losses.num_losses:
-            return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
-        if (refusal := self._losses.last_refusal) is not None:
-            return error_of(refusal.failed, self.spec.params, refusal.status)
-        if error.contended:
-            return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
-        return UnavailableError(str(error), retry_after_s=error.retry_after_s)
 
     def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
         return GenerateRequest(
@@ -293,7 +193,7 @@ class Generation:
             priority=self.spec.priority,
             tenant=self.spec.tenant,
             deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
-            is_suspect=self._losses.is_suspect,
+            is_suspect=self._failures.losses.is_suspect,
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
         )
@@ -323,7 +223,7 @@ class Generation:
             if type(frame) is Tokens:
                 if self._stage is not Stage.ANSWERED:
                     self._stage = Stage.ANSWERED
-                    self._losses.cleared()
+                    self._failures.losses.cleared()
                 choice = self._choice(frame.choice)
                 if not choice.done and choice.take(frame):
                     self._stopped_here(choice, placement.worker)
@@ -375,95 +275,3 @@ class Generation:
             await self._backend.client.abort(worker.url, self.spec.request_id, choice)
         except WorkerLost as error:
             log.info("%s: abort of choice %d failed: %s", self.spec.request_id, choice, error)
-
-    def _refused(self, worker: WorkerMember, error: WorkerRefused) -> None:
-        """Nothing was begun. Raises ApiError when it shall not be tried again."""
-        self._backend.metrics.refused(error.status)
-        if error.failed.code == "queue_full":
-            self._backend.full_queues.note((worker.worker_id, worker.epoch), self.spec.tenant, error)
-        if error.status not in (401, 409, 429, 502, 503, 504):
-            raise error_of(error.failed, self.spec.params, error.status) from error
-        if not self._losses.refused(worker, error) or not self._backend.budget.spend():
-            raise error_of(error.failed, self.spec.params, error.status) from error
-        log.info("%s: worker %s refused: %s", self.spec.request_id, worker.worker_id, error)
-
-    def _failed(self, worker: WorkerMember, error: WorkerFailed) -> None:
-        """The worker said that it gives the request up. Raises ApiError when it shall not be tried again."""
-        if not error.failed.retryable:
-            failure = error_of(error.failed, self.spec.params)
-            if isinstance(failure, InternalError):
-                self._quarantine()
-            raise failure from error
-        if error.failed.code == "draining":
-            log.info("%s: worker %s hands it over", self.spec.request_id, worker.worker_id)
-            self._losses.exclude(worker)
-            return
-        self._lost(worker, error)
-
-    def _lost(self, worker: WorkerMember, error: Exception) -> None:
-        """The worker is gone, or gave up. Raises ApiError when the request shall not be tried again."""
-        self._backend.metrics.lost.inc()
-        log.warning("%s: worker %s lost: %s", self.spec.request_id, worker.worker_id, error)
-        if isinstance(error, StaleConnection) and self._losses.num_refusals == 0:
-            self._losses.num_refusals += 1
-            return
-        if isinstance(error, WorkerLost):
-            self._backend.report_failure(worker.worker_id)
-        failure = self._losses.lost(worker, self._stage)
-        if failure is not None:
-            if isinstance(failure, InternalError):
-                self._quarantine()
-            raise failure from error
-
-    def _quarantine(self) -> None:
-        spec = self.spec
-        log.error("%s: the request is quarantined: it has failed on its own", spec.request_id)
-        self._backend.quarantine.add(spec.root, spec.prompt_ids, spec.sampling)
-        self._backend.metrics.quarantined.inc()
-
-
-def route_request(
-    spec: GenerationSpec,
-    hashes: Sequence[BlockHash],
-    numerics: str | None = None,
-    excluded: frozenset[Boot] = frozenset(),
-) -> RouteRequest:
-    return RouteRequest(
-        request_id=spec.request_id,
-        model=spec.model.name,
-        num_prompt_tokens=len(spec.prompt_ids),
-        hashes=hashes,
-        numerics=numerics,
-        excluded=excluded,
-        affinity_key=spec.affinity_key,
-    )
-
-
-def prompt_hashes(spec: GenerationSpec) -> list[BlockHash]:
-    return hash_chain(spec.root, spec.prompt_ids, spec.model.bundle.block_size)
-
-
-def error_of(failed: Failed, params: ParamNames, status: int | None = None) -> ApiError:
-    """What a worker's Failed means to the client."""
-    match failed.code:
-        case "context_length_exceeded":
-            return ContextLengthError(failed.message, param=params.prompt)
-        case "invalid_grammar":
-            return InvalidRequestError(failed.message, param=params.grammar)
-        case "queue_full" | "queue_timeout" | "no_room" | "overloaded":
-            retry_after_s = 1.0 if failed.retry_after_s is None else failed.retry_after_s
-            return OverloadedError(failed.message, code="queue_full", retry_after_s=retry_after_s)
-        case "draining" | "wrong_epoch" | "not_ready":
-            return UnavailableError("The worker is not ready; try again.", retry_after_s=1.0)
-        case "payload_too_large":
-            return BodyTooLargeError("The request is too large for a worker.")
-        case "deadline" | "timeout":
-            return DeadlineError(failed.message)
-    if status == 400 or failed.code.startswith("invalid"):
-        return InvalidRequestError(failed.message)
-    if status == 429:
-        return OverloadedError(failed.message, code="queue_full", retry_after_s=1.0)
-    if status in (502, 503, 504) or failed.retryable:
-        return UnavailableError("The worker could not take the request; try again.", retry_after_s=1.0)
-    log.error("a worker failed a request: %s: %s", failed.code, failed.message)
-    return InternalError("The worker met an internal error.")

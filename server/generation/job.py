@@ -17,7 +17,7 @@ import msgspec
 from server.errors import ApiError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta
-from server.generation.generation import GenerationSpec
+from server.generation.spec import GenerationSpec
 from server.text.models import ServedModel
 
 encode_json = msgspec.json.Encoder().encode

@@ -12,8 +12,8 @@ from cache.index import WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
+from server.generation.backend import Backend
 from server.generation.full_queues import FullQueues
-from server.generation.generation import Backend
 from server.generation.retry import RetryBudget
 from server.generation.waiting_room import WaitingRoom
 from server.http.protocol import GatewayProtocol
