@@ -69,11 +69,11 @@ class Failures:
 
     def lost(self, worker: WorkerMember, error: Exception, stage: Stage) -> None:
         """The worker is gone, or gave up, with the attempt at `stage`."""
+        if isinstance(error, StaleConnection) and self.losses.stale():
+            log.info("%s: worker %s is asked anew: %s", self._spec.request_id, worker.worker_id, error)
+            return
         self._backend.metrics.lost.inc()
         log.warning("%s: worker %s lost: %s", self._spec.request_id, worker.worker_id, error)
-        if isinstance(error, StaleConnection) and self.losses.num_refusals == 0:
-            self.losses.num_refusals += 1
-            return
         if isinstance(error, WorkerLost):
             self._backend.report_failure(worker.worker_id)
         failure = self.losses.lost(worker, stage)

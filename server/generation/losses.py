@@ -90,6 +90,13 @@ class Losses:
             self.exclude(worker)
         return self.num_refusals <= MAX_REFUSALS
 
+    def stale(self) -> bool:
+        """A kept connection had ended before an answer. False: it is not the first trouble and counts as a loss."""
+        if self.num_refusals:
+            return False
+        self.num_refusals += 1
+        return True
+
     def second_chance(self) -> bool:
         """Nobody else is left: whether those who lost it before may have it again, should they live."""
         if not self.num_losses or self.num_suspicions or self.num_second_chances >= MAX_SECOND_CHANCES:
