@@ -52,7 +52,7 @@ def strangers(values: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def test_schema_and_tables_are_what_the_source_says() -> None:
-    succeed(ROOT / ".venv/bin/python", ROOT / "tools/values_schema.py", "--check")
+    succeed(ROOT / ".venv/bin/python", "-m", "tools.values", "--check", cwd=ROOT)
 
 
 def test_values_and_schema_have_the_same_keys() -> None:

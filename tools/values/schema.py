@@ -1,177 +1,31 @@
-"""What every value of the chart means, in one place: writes helm/headstart/values.schema.json and the tables in
-docs/kubernetes.md between the marks. `python tools/values_schema.py [--check]`; --check writes nothing and exits 1
-when something would change.
-"""
+"""What every value of the chart means, in one place."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import yaml
-
-ROOT: Final = Path(__file__).parent.parent
-CHART: Final = ROOT / "helm" / "headstart"
-DOCS: Final = ROOT / "docs" / "kubernetes.md"
-Schema = dict[str, Any]
-
-QUANTITY: Final = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
-DNS_NAME: Final = r"^$|^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
-NAME: Final = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
-
-
-def text(meaning: str, **more: Any) -> Schema:
-    return {"type": "string", "description": meaning, **more}
-
-
-def name(meaning: str) -> Schema:
-    return text(meaning, pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", maxLength=253)
-
-
-def choice(meaning: str, *values: str) -> Schema:
-    return text(meaning, enum=list(values))
-
-
-def quantity(meaning: str, *, optional: bool = False) -> Schema:
-    pattern = QUANTITY if not optional else f"^$|{QUANTITY}"
-    return {"type": ["string", "integer"], "description": meaning, "pattern": pattern, "minimum": 1}
-
-
-def whole(meaning: str, minimum: int = 0, maximum: int | None = None) -> Schema:
-    bounds = {"minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
-    return {"type": "integer", "description": meaning, **bounds}
-
-
-def flag(meaning: str) -> Schema:
-    return {"type": "boolean", "description": meaning}
-
-
-def array(meaning: str, items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "description": meaning, "items": items, **more}
-
-
-def free(meaning: str) -> Schema:
-    """An object that Kubernetes defines."""
-    return {"type": "object", "description": meaning}
-
-
-def strings(meaning: str) -> Schema:
-    return {"type": "object", "description": meaning, "additionalProperties": {"type": "string"}}
-
-
-def group(meaning: str, required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
-    schema = {"type": "object", "description": meaning, "additionalProperties": False, "properties": properties}
-    return schema | ({"required": list(required)} if required else {})
-
-
-def image(whose: str, tag: str) -> Schema:
-    return group(
-        f"The image of {whose}.",
-        repository=text(f"Repository of {whose}'s image, with its registry.", minLength=1),
-        tag={"type": ["string"], "description": tag, "pattern": r"^[A-Za-z0-9_.-]*$"},
-        digest=text("Digest that pins the image; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
-        pullPolicy=choice("When the image is pulled.", "Always", "IfNotPresent", "Never"),
-    )
-
-
-def resources(whose: str) -> Schema:
-    amounts = {
-        "cpu": quantity(f"CPUs of {whose}."),
-        "memory": quantity(f"Memory of {whose}."),
-        "ephemeral-storage": quantity(f"Local storage of {whose}."),
-    }
-    return group(
-        f"Requests and limits of {whose}; GPUs stand in `gpu`.",
-        requests={
-            "type": "object",
-            "description": "What is reserved.",
-            "additionalProperties": False,
-            "properties": amounts,
-        },
-        limits={
-            "type": "object",
-            "description": "What is never exceeded.",
-            "additionalProperties": False,
-            "properties": amounts,
-        },
-    )
-
-
-def placement() -> dict[str, Schema]:
-    return {
-        "priorityClassName": name("Priority class of the pods."),
-        "nodeSelector": strings("Labels of the nodes that may run the pods."),
-        "tolerations": array("Tolerations of the pods.", free("A toleration.")),
-        "affinity": free("Affinity of the pods."),
-    }
-
-
-def pod() -> dict[str, Schema]:
-    return {
-        **placement(),
-        "topologySpreadConstraints": array(
-            "Spread of the pods; empty: softly over nodes and zones. The label selector is added where it is missing.",
-            group(
-                "A constraint.",
-                ("topologyKey", "maxSkew", "whenUnsatisfiable"),
-                topologyKey=text("Label of the nodes."),
-                maxSkew=whole("Largest difference.", 1),
-                whenUnsatisfiable=choice("What happens else.", "DoNotSchedule", "ScheduleAnyway"),
-                minDomains=whole("Least number of domains.", 1),
-                labelSelector=free("Which pods are counted."),
-                matchLabelKeys=array("Keys of pod labels.", {"type": "string"}),
-                nodeAffinityPolicy=choice("How affinity counts.", "Honor", "Ignore"),
-                nodeTaintsPolicy=choice("How taints count.", "Honor", "Ignore"),
-            ),
-        ),
-        "podLabels": strings("Further labels of the pods."),
-        "podAnnotations": strings("Annotations of the pods."),
-        "extraArgs": array("Further options of the command line.", {"type": "string", "minLength": 1}),
-        "extraEnv": array("Further environment variables.", {"type": "object", "required": ["name"]}),
-        "extraVolumes": array("Further volumes.", {"type": "object", "required": ["name"]}),
-        "extraVolumeMounts": array("Further mounts.", {"type": "object", "required": ["name", "mountPath"]}),
-        "podDisruptionBudget": group(
-            "How many pods a node drain may take at once.",
-            enabled=flag("Whether there is a PodDisruptionBudget."),
-            maxUnavailable={
-                "type": ["integer", "string"],
-                "description": "Pods, or a percentage of them.",
-                "minimum": 1,
-                "pattern": "^[1-9][0-9]?%$|^100%$",
-            },
-        ),
-    }
-
-
-def drain(whose: str, why: str) -> Schema:
-    return group(
-        f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + 15.",
-        preStopSeconds=whole(f"Sleep before SIGTERM. {why}", 0, 600),
-        timeoutSeconds=whole(
-            "What open requests get after SIGTERM; those left then end with an explicit error.", 1, 86400
-        ),
-    )
-
-
-def autoscaling(target: Schema, target_name: str, **more: Schema) -> Schema:
-    return group(
-        "Scaling by load. While it is on, `replicas` is not rendered.",
-        enabled=flag("Whether replicas follow the load."),
-        kind=choice("HorizontalPodAutoscaler, or a KEDA ScaledObject.", "hpa", "keda"),
-        minReplicas=whole("Never fewer. There is no scaling to zero: a fleet without a worker knows no model.", 1),
-        maxReplicas=whole("Never more.", 1),
-        **{target_name: target},
-        **more,
-        scaleDownStabilizationSeconds=whole(
-            "How long the load must be low before a pod, and its cache, is given up.", 0, 3600
-        ),
-        prometheusAddress=text("Address of a Prometheus, for kind keda.", pattern="^(https?://.+)?$"),
-    )
-
+from server.router.policies import POLICIES
+from tools.values.terms import (
+    DNS_NAME,
+    NAME,
+    Schema,
+    array,
+    autoscaling,
+    choice,
+    drain,
+    flag,
+    free,
+    group,
+    image,
+    name,
+    placement,
+    pod,
+    quantity,
+    resources,
+    strings,
+    text,
+    whole,
+)
 
 WORKER: Final[dict[str, Schema]] = {
     "image": image("the workers", "Tag of the image; empty: the chart's appVersion and -cpu or -cuda."),
@@ -306,7 +160,7 @@ VALUES: Final = group(
         processes=whole(
             "Processes of a gateway, on one port: one for each CPU of its request. Each takes about 130 MB.", 1, 63
         ),
-        policy=choice("Routing policy.", "POLICIES"),
+        policy=choice("Routing policy.", *POLICIES),
         workerNetworks=array(
             "Networks in which pods are, where gateways may look for workers; empty: the private ones of RFC 1918.",
             text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),
@@ -415,84 +269,8 @@ VALUES: Final = group(
 
 
 def schema() -> Schema:
-    values = json.loads(json.dumps(VALUES))
-    values["properties"]["gateway"]["properties"]["policy"]["enum"] = policies()
-    values["properties"]["global"] = free("For parent charts; not read.")
+    """What stands in values.schema.json."""
     worker = {"type": "object", "description": "The workers.", "additionalProperties": False, "properties": WORKER}
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"worker": worker}, **values}
-
-
-def policies() -> list[str]:
-    sys.path.insert(0, str(ROOT))
-    from server.router.policies import POLICIES
-
-    return list(POLICIES)
-
-
-def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Each value that can be set: its path, default and meaning."""
-    for key, child in node["properties"].items():
-        here, default = f"{path}{key}", defaults.get(key)
-        if "properties" in child and default != {}:
-            yield from leaves(child, default, f"{here}.")
-        elif "$ref" not in child:
-            yield here, default, child["description"]
-
-
-def table(rows: Iterator[tuple[str, Any, str]]) -> list[str]:
-    lines = ["| value | default | meaning |", "| --- | --- | --- |"]
-    for path, default, meaning in rows:
-        shown = (
-            "not set"
-            if default is None
-            else "SmolLM2-135M-Instruct"
-            if path == "models"
-            else f"`{json.dumps(default)}`"
-        )
-        lines.append(f"| `{path}` | {shown} | {meaning} |")
-    return lines
-
-
-def tables() -> str:
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    lines = ["### An entry of `models`", "", "| key | meaning |", "| --- | --- |"]
-    entry = VALUES["properties"]["models"]["items"]["properties"]
-    lines += [f"| `{key}` | {entry[key]['description']} |" for key in ("name", "source")]
-    lines += ["| any key of `worker` | As below, for this model alone; lists replace, objects are merged. |", ""]
-    worker = {"properties": WORKER}
-    lines += [
-        "### `worker`: the defaults of every model",
-        "",
-        *table(leaves(worker, defaults["worker"], "worker.")),
-        "",
-    ]
-    lines += ["### Everything else", "", *table(leaves(VALUES, defaults, ""))]
-    return "\n".join(lines)
-
-
-def with_tables(page: str) -> str:
-    begin, end = "<!-- values: begin -->", "<!-- values: end -->"
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n{tables()}\n{end}{after}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = False
-    for path, content in (
-        (CHART / "values.schema.json", json.dumps(schema(), indent=1) + "\n"),
-        (DOCS, with_tables(DOCS.read_text())),
-    ):
-        if not path.exists() or path.read_text() != content:
-            stale = True
-            print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
-            if not check:
-                path.write_text(content)
-    return int(check and stale)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    properties = VALUES["properties"] | {"global": free("For parent charts; not read.")}
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"worker": worker}}
+    return head | VALUES | {"properties": properties}

@@ -1,0 +1,59 @@
+"""The tables of values in docs/kubernetes.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tools.values.schema import VALUES, WORKER
+from tools.values.terms import Schema
+
+
+def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Each value that can be set: its path, default and meaning."""
+    for key, child in node["properties"].items():
+        here, default = f"{path}{key}", defaults.get(key)
+        if "properties" in child and default != {}:
+            yield from leaves(child, default, f"{here}.")
+        elif "$ref" not in child:
+            yield here, default, child["description"]
+
+
+def table(rows: Iterator[tuple[str, Any, str]]) -> list[str]:
+    lines = ["| value | default | meaning |", "| --- | --- | --- |"]
+    for path, default, meaning in rows:
+        shown = (
+            "not set"
+            if default is None
+            else "SmolLM2-135M-Instruct"
+            if path == "models"
+            else f"`{json.dumps(default)}`"
+        )
+        lines.append(f"| `{path}` | {shown} | {meaning} |")
+    return lines
+
+
+def tables(defaults: dict[str, Any]) -> str:
+    """Every value with its default and what it means."""
+    lines = ["### An entry of `models`", "", "| key | meaning |", "| --- | --- |"]
+    entry = VALUES["properties"]["models"]["items"]["properties"]
+    lines += [f"| `{key}` | {entry[key]['description']} |" for key in ("name", "source")]
+    lines += ["| any key of `worker` | As below, for this model alone; lists replace, objects are merged. |", ""]
+    worker = {"properties": WORKER}
+    lines += [
+        "### `worker`: the defaults of every model",
+        "",
+        *table(leaves(worker, defaults["worker"], "worker.")),
+        "",
+    ]
+    lines += ["### Everything else", "", *table(leaves(VALUES, defaults, ""))]
+    return "\n".join(lines)
+
+
+def with_tables(page: str, defaults: dict[str, Any]) -> str:
+    """The page with the tables between its marks."""
+    begin, end = "<!-- values: begin -->", "<!-- values: end -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{tables(defaults)}\n{end}{after}"
