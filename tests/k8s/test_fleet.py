@@ -7,62 +7,24 @@ from __future__ import annotations
 import base64
 import json
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
 from tests.certificates import Authority
 from tests.k8s import chart, podman
+from tests.k8s.fleet import VALUES, Fleet, rendered, running_fleet, scrape, wait_for_workers
+from tests.k8s.load import PROMPT, Load
 from tests.k8s.metric_names import names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
-from tests.k8s.podman import Container, Lab
+from tests.k8s.podman import Container
 from tests.k8s.tools import call
 from tests.tiny_model import write_tiny_model
 
 MAX_GATEWAY_BYTES = 250_000_000
-BASE_REPOSITORY, BASE_TAG = podman.BASE.rsplit(":", 1)
-VALUES: chart.Values = {
-    "models": [
-        {
-            "name": "tiny",
-            "source": "/models/tiny",
-            "download": False,
-            "volume": {"existingClaim": "models", "readOnly": True},
-            "threads": 1,
-            "kvCacheMemory": "32M",
-            "resources": {"limits": {"memory": "2Gi"}},
-            "drain": {"timeoutSeconds": 60},
-        }
-    ],
-    "worker": {"image": {"repository": "localhost/headstart-worker", "tag": "test"}},
-    "gateway": {
-        "image": {"repository": "localhost/headstart-gateway", "tag": "test"},
-        "drain": {"preStopSeconds": 2, "timeoutSeconds": 60},
-        "resources": {"limits": {"memory": "512Mi"}},
-    },
-    "redis": {"builtin": {"image": {"repository": BASE_REPOSITORY, "tag": BASE_TAG}, "memoryMiB": 64}},
-}
-PROMPT = "Once upon a time there was a gateway that knew which worker held which block. " * 6
-
-
-@dataclass
-class Fleet:
-    lab: Lab
-    redis: Container
-    workers: list[Container]
-    gateways: list[Container]
-    in_rotation: list[Container] = field(default_factory=list)
-
-    def client(self, gateway: Container | None = None) -> OpenAI:
-        url = (gateway or self.gateways[0]).url("http") + "/v1"
-        return OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -82,44 +44,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rendered(values: chart.Values) -> list[chart.Document]:
-    done = chart.helm("helm4", values)
-    assert done.returncode == 0, done.stderr
-    return list(chart.parse(done.stdout))
-
-
 @pytest.fixture(scope="module")
 def fleet(images: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    documents = rendered(VALUES)
-    with podman.lab(documents, tmp_path_factory.mktemp("pods"), {"models": models}) as lab:
-        redis = lab.run(lab.template("rel-headstart-redis"), "rel-headstart-redis-0")
-        worker, gateway = lab.template("rel-headstart-tiny"), lab.template("rel-headstart-gateway")
-        workers = [lab.run(worker, f"rel-headstart-tiny-{i}") for i in range(2)]
-        gateways = [lab.run(gateway, f"rel-headstart-gateway-{i}") for i in range(2)]
-        for container in (redis, *workers, *gateways):
-            container.wait_ready()
-        fleet = Fleet(lab, redis, workers, gateways, list(gateways))
-        for container in gateways:
-            wait_for_workers(container, 2)
+    with running_fleet(models, tmp_path_factory.mktemp("pods")) as fleet:
         yield fleet
-
-
-def scrape(container: Container, port: str) -> str:
-    with urllib.request.urlopen(container.url(port) + "/metrics", timeout=10, context=podman.UNVERIFIED) as answer:
-        return str(answer.read().decode())
-
-
-def wait_for_workers(gateway: Container, count: int, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    body = ""
-    while f'"workers":{count}' not in body.replace(" ", ""):
-        assert time.monotonic() < deadline_s, f"{body}\n{gateway.logs()}"
-        time.sleep(0.1)
-        try:
-            with urllib.request.urlopen(gateway.url("http") + "/health/ready", timeout=5) as answer:
-                body = answer.read().decode()
-        except OSError as error:
-            body = str(error)
 
 
 def test_the_gateway_image_is_slim(images: dict[str, str]) -> None:
@@ -286,63 +214,6 @@ def test_promtool_accepts_the_metrics(fleet: Fleet) -> None:
         own = "".join(line for line in text.splitlines(keepends=True) if "vllm:" not in line)
         done = call("promtool", "check", "metrics", input=own)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-class Load:
-    """Clients that never pause: half of them stream. Each takes the gateways that are in rotation in turn."""
-
-    def __init__(self, fleet: Fleet, num_clients: int = 6) -> None:
-        self._fleet = fleet
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(num_clients)]
-        self.failures: list[str] = []
-        self.answers: Counter[str] = Counter()
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=90)
-        assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
-
-    def wait_for(self, num_answers: int, timeout_s: float = 90.0) -> None:
-        """So many further answers."""
-        target, deadline_s = self.answers.total() + num_answers, time.monotonic() + timeout_s
-        while self.answers.total() < target:
-            assert time.monotonic() < deadline_s, (self.answers, self.failures[:3])
-            time.sleep(0.05)
-
-    def _run(self, number: int) -> None:
-        turn = number
-        while not self._stop.is_set():
-            turn += 1
-            gateway = self._fleet.in_rotation[turn % len(self._fleet.in_rotation)]
-            try:
-                self._ask(gateway, f"Client {number} asks for the {turn}th time: {PROMPT}", stream=number % 2 == 0)
-                self.answers[gateway.name] += 1
-            except Exception as error:
-                self.failures.append(f"{gateway.name}: {type(error).__name__}: {error}")
-
-    def _ask(self, gateway: Container, prompt: str, *, stream: bool) -> None:
-        with self._fleet.client(gateway) as client:
-            options = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-            if not stream:
-                answer = client.completions.create(**options, extra_body={"ignore_eos": True})
-                assert answer.usage is not None
-                assert answer.usage.completion_tokens == 24, answer
-                return
-            usage = None
-            chunks = client.completions.create(
-                **options, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
-            )
-            for chunk in chunks:
-                usage = chunk.usage or usage
-            assert usage is not None
-            assert usage.completion_tokens == 24, usage
 
 
 def test_a_rolling_restart_of_the_workers_fails_no_request(fleet: Fleet) -> None:
