@@ -40,7 +40,7 @@ DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")
 SPECULATING: Final = frozenset({"headstart", "llm-d"})
 """Policies that count blocks on their way as present, as they do in the reference figures."""
-REFERENCE_COST: Final = CostModel(recent_weight=0.001)
+REFERENCE_COST: Final = CostModel(recent_weight=0.001, room_weight=0.0)
 """Of the reference figures, whose engine takes one prefill after the other; gateways have the default."""
 _CELL: Final = re.compile(r"(conv|agent|tau)(\d+)_n(\d+)")
 

@@ -175,7 +175,7 @@ class Replay:
 
     def _decoded(self, worker: SimulatedWorker, job: Job) -> None:
         worker.finish_decode(job, self._now_s)
-        job.assignment.close()
+        job.assignment.close(self._now_s)
         for stalled in self._workers if self._settings.pooled else (worker,):
             self._begin(stalled)
         if job.turn + 1 < len(job.session.requests):

@@ -22,6 +22,8 @@ _FOLD_S = 2.0
 """Own bookings that no report has confirmed for so long count as assigned without it."""
 _OTHERS_MEMORY_S = 60.0
 _MAX_UNSEEN_S = 1.0
+_RATE_MEMORY_S = 120.0
+"""After so long without another measurement a slow worker counts as half as far behind the usual."""
 _MAX_COMPARED = 128
 """Requests of a long queue that are looked at one by one; the rest is taken to be like them."""
 
@@ -51,9 +53,9 @@ class DecayedSum:
 class Booking:
     """One request on one worker's book."""
 
-    __slots__ = ("_book", "_closed", "_queued", "left_s", "num_blocks", "own_s", "started_s")
+    __slots__ = ("_book", "_closed", "_queued", "left_s", "num_blocks", "num_new_blocks", "own_s", "started_s")
 
-    def __init__(self, book: WorkerBook, own_s: float, num_blocks: int) -> None:
+    def __init__(self, book: WorkerBook, own_s: float, num_blocks: int, num_new_blocks: int) -> None:
         self._book = book
         self._queued = True
         self._closed = False
@@ -61,6 +63,8 @@ class Booking:
         self.left_s = own_s
         """Of `own_s`, where workers share themselves out: as of the book's last `shared_wait_s`."""
         self.num_blocks = num_blocks
+        self.num_new_blocks = num_new_blocks
+        """Of `num_blocks`, those that were not at the worker when it was chosen."""
         self.started_s: float | None = None
 
     def start(self, own_s: float, now_s: float) -> None:
@@ -70,6 +74,7 @@ class Booking:
             self._book.queued_s += own_s - self.own_s
             self.own_s = self.left_s = own_s
             self.started_s = now_s
+            self._book.take_blocks(self, now_s)
 
     def first_token(self) -> None:
         if self._queued:
@@ -92,13 +97,17 @@ class WorkerBook:
 
     __slots__ = (
         "_advanced_s",
+        "_arriving_blocks",
         "_assigned",
         "_counter_s",
         "_folded_s",
         "_others_s",
         "_others_seen_s",
         "_queue",
+        "_rate",
+        "_rate_s",
         "_reported_s",
+        "_taken",
         "_unreported",
         "_unreported_s",
         "epoch",
@@ -114,6 +123,10 @@ class WorkerBook:
         """Blocks of the outstanding requests, shared ones counted as often as they are shared."""
         self.queued_s = 0.0
         """Estimated prefill seconds of own requests without a first token."""
+        self._arriving_blocks = 0
+        """New blocks of own requests that no report has shown as held: they wait, or have just begun."""
+        self._taken: deque[tuple[float, int]] = deque()
+        """When the latter began, and their part."""
         self._queue: dict[Booking, None] = {}
         self._advanced_s = 0.0
         self._assigned = DecayedSum(window_s)
@@ -124,14 +137,18 @@ class WorkerBook:
         self._reported_s = -math.inf
         self._others_s = 0.0
         self._others_seen_s = -math.inf
+        self._rate = 0.0
+        self._rate_s = -math.inf
+        """When the worker last reported another prefill rate than before: it has measured."""
 
     @property
     def num_queued(self) -> int:
         """Own requests without a first token."""
         return len(self._queue)
 
-    def book(self, own_s: float, num_blocks: int, now_s: float) -> Booking:
-        booking = Booking(self, own_s, num_blocks)
+    def book(self, own_s: float, num_blocks: int, now_s: float, *, num_new_blocks: int = 0) -> Booking:
+        booking = Booking(self, own_s, num_blocks, num_new_blocks)
+        self._arriving_blocks += num_new_blocks
         self._queue[booking] = None
         self.queued_s += own_s
         self.num_outstanding += 1
@@ -143,7 +160,20 @@ class WorkerBook:
     def leave_queue(self, booking: Booking) -> None:
         """For `Booking` alone."""
         del self._queue[booking]
+        if booking.started_s is None:
+            self._arriving_blocks -= booking.num_new_blocks
         self.queued_s = self.queued_s - booking.own_s if self._queue else 0.0
+
+    def take_blocks(self, booking: Booking, now_s: float) -> None:
+        """For `Booking` alone: from now on the worker's reports show its blocks."""
+        self._taken.append((now_s, booking.num_new_blocks))
+
+    def arriving_blocks(self, now_s: float) -> int:
+        """Blocks that own requests will hold, or hold by now, beyond what the last report says."""
+        shown_s = max(self._reported_s, now_s - _MAX_UNSEEN_S)
+        while self._taken and self._taken[0][0] <= shown_s:
+            self._arriving_blocks -= self._taken.popleft()[1]
+        return self._arriving_blocks
 
     def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:
         """Take in a report written at `written_s` of our clock. Older or equal ones are ignored."""
@@ -153,6 +183,9 @@ class WorkerBook:
         self._others_s = sum(seconds for gateway, seconds in load.queued_prefill_s.items() if gateway != gateway_id)
         if self._others_s > 0.0:
             self._others_seen_s = written_s
+        if load.prefill_tokens_per_s != self._rate:
+            self._rate = load.prefill_tokens_per_s
+            self._rate_s = written_s
         counter_s = load.assigned_prefill_s
         if self._counter_s is not None and counter_s > self._counter_s:
             self._assigned.add(max(0.0, counter_s - self._counter_s - self._folded_s), written_s)
@@ -160,6 +193,18 @@ class WorkerBook:
         self._folded_s = 0.0
         while self._unreported and self._unreported[0][0] <= written_s:
             self._unreported_s -= self._unreported.popleft()[1]
+
+    def prefill_rate(self, common: float, now_s: float) -> float:
+        """Tokens a second, where `common` is usual in the fleet.
+
+        A slow measurement is believed less the older it is. Nothing is sent to a worker that counts as slow while
+        faster ones are idle, so it would never be measured again.
+        """
+        if not self._rate:
+            return common
+        if self._rate >= common:
+            return self._rate
+        return common - (common - self._rate) * 0.5 ** ((now_s - self._rate_s) / _RATE_MEMORY_S)
 
     def wait_s(self, now_s: float) -> float:
         """Prefill seconds before a request that came now would begin, at a worker that takes them one by one."""

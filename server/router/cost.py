@@ -2,10 +2,20 @@
 
     own_w  = c0 + (prompt tokens - matched tokens) / prefill rate
     wait_w = prefill seconds that come before its first token      (books.wait_s; books.shared_wait_s)
+    room_w = seconds for which it waits until its blocks fit into the pool of w
     late_w = prefills at w that would wait for it                  (0 where they are computed one by one)
     rho    = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
     beta   = min(8, rho / (1 - rho))
-    cost_w = wait_w + (1 + beta + late_w) * own_w + 0.1 * (prefill seconds assigned to w, decayed over 60 s)
+    cost_w = wait_w + room_w + (1 + beta + late_w) * own_w + 0.1 * (prefill seconds assigned to w, decayed over 60 s)
+
+room_w: requests hold their blocks until they end. A pool of B blocks serves c = B / n requests of n blocks at once, each
+for the T seconds that blocks are held on average; u is the part of it that is held once this request's are among them:
+
+    room_w = T / c * u ** (sqrt(2 (c + 1)) - 1) / (1 - u)          the mean wait at c servers that are busy for u
+
+It is nothing at a pool that holds many such requests, until it is nearly full, and a good part of T at one of few.
+Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Annals of the Institute of Statistical Mathematics 29
+(1977).
 
 beta is the delay that one more second of work puts on the requests that will come, late_w on those that are there.
 Capping rho matters: in overload an uncapped rho / (1 - rho) turns negative.
@@ -13,7 +23,20 @@ Capping rho matters: in overload an uncapped rho / (1 - rho) turns negative.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """A worker's KV pool, as far as its gateway knows it."""
+
+    num_blocks: int
+    """0 where it is not known."""
+    num_held: int
+    """Blocks that no new request can have: held by requests, or promised to those on their way."""
+    hold_s: float
+    """For how long a block is held, on average; 0.0 while no request has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +50,9 @@ class CostModel:
     """Spreads conversations before queues do: a worker on which they gather evicts them from its cache, and to move one
     later costs more than each of its turns would wait."""
 
+    room_weight: float = 1.0
+    """0.0: as if every pool had room."""
+
     def own_s(self, num_tokens: int, tokens_per_s: float) -> float:
         """Prefill seconds of `num_tokens` uncached tokens."""
         return self.request_s + num_tokens / tokens_per_s
@@ -35,6 +61,16 @@ class CostModel:
         """`recent_s`: prefill seconds assigned to the fleet, decayed over the window."""
         rho = min(self.max_rho, recent_s / (self.window_s * num_workers))
         return min(self.max_beta, rho / (1.0 - rho))
+
+    def room_s(self, pool: PoolUse, num_blocks: int, num_new_blocks: int) -> float:
+        """Expected wait for blocks of a request of `num_blocks`, of which `num_new_blocks` are not there yet."""
+        if not (self.room_weight and pool.hold_s and pool.num_blocks and num_blocks):
+            return 0.0
+        usage = (pool.num_held + num_new_blocks) / pool.num_blocks
+        bounded = min(self.max_rho, usage)
+        num_places = max(1.0, pool.num_blocks / num_blocks)
+        places = bounded ** (math.sqrt(2.0 * (num_places + 1.0)) - 1.0) / (num_places * (1.0 - bounded))
+        return self.room_weight * pool.hold_s * (places + usage - bounded)
 
     def cost_s(self, wait_s: float, own_s: float, recent_s: float, beta: float) -> float:
         return wait_s + (1.0 + beta) * own_s + self.recent_weight * recent_s

@@ -10,14 +10,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
+from typing import Final
 
 from cache.index import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.router.books import Booking, WorkerBook
-from server.router.cost import CostModel
+from server.router.books import Booking, DecayedSum, WorkerBook
+from server.router.cost import CostModel, PoolUse
 from server.router.overlay import Overlay, Speculation
 from server.router.placement import RouteRequest
 from server.router.policies import FleetView, Option, Policy
+
+
+_FEW_BLOCKS: Final = 1e-3
+"""Decayed to less, what was released is too long ago to say anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,14 @@ class Choice:
     guard: str | None
     index_tokens: int
     overlay_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What one decision takes from the fleet for each worker."""
+
+    prefill_tokens_per_s: float
+    hold_s: float
 
 
 class Assignment:
@@ -81,12 +95,15 @@ class Assignment:
             self._dispatcher.overlay.confirm(self._speculation, now_s)
             self._speculation = None
 
-    def close(self) -> bool:
+    def close(self, now_s: float) -> bool:
         """False: closed before. What was not confirmed by a first token is no longer believed."""
         if self._speculation is not None:
             self._dispatcher.overlay.remove(self._speculation)
             self._speculation = None
-        return self._booking.close()
+        closed = self._booking.close()
+        if closed and self._booking.started_s is not None:
+            self._dispatcher.released(self._booking.num_blocks, now_s - self._booking.started_s, now_s)
+        return closed
 
 
 class Dispatcher:
@@ -99,6 +116,8 @@ class Dispatcher:
         self._policy = policy
         self._rng = rng
         self._books: dict[WorkerId, WorkerBook] = {}
+        self._released = DecayedSum(settings.cost.window_s)
+        self._held_s = DecayedSum(settings.cost.window_s)
 
     def book(self, member: WorkerMember) -> WorkerBook:
         """The book of this epoch; requests booked on an earlier one keep theirs."""
@@ -116,6 +135,16 @@ class Dispatcher:
         """The worker is gone for good."""
         self._books.pop(worker_id, None)
 
+    def released(self, num_blocks: int, held_s: float, now_s: float) -> None:
+        """For `Assignment` alone: a request has ended that held its blocks for so long."""
+        self._released.add(num_blocks, now_s)
+        self._held_s.add(num_blocks * held_s, now_s)
+
+    def hold_s(self, now_s: float) -> float:
+        """For how long a block is held, mean of what ended lately; 0.0 while nothing is known."""
+        num_blocks = self._released.at(now_s)
+        return self._held_s.at(now_s) / num_blocks if num_blocks > _FEW_BLOCKS else 0.0
+
     def dispatch(
         self,
         request: RouteRequest,
@@ -132,10 +161,10 @@ class Dispatcher:
         candidate.
         """
         self.overlay.expire(now_s)
-        rate = self._common_rate(candidates)
+        known = _Known(self._common_rate(candidates), self.hold_s(now_s))
         options, matches = [], []
         for candidate in candidates:
-            option, overlay_tokens = self._option(request, candidate, rate, now_s)
+            option, overlay_tokens = self._option(request, candidate, known, now_s)
             options.append(option)
             matches.append(overlay_tokens)
         guards = [guard or self._full(option) for guard, option in zip(guards, options, strict=True)]
@@ -158,14 +187,14 @@ class Dispatcher:
     def _assign(self, request: RouteRequest, option: Option, now_s: float) -> Assignment:
         member = option.member
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
-        booking = self.book(member).book(option.own_s, num_blocks, now_s)
+        booking = self.book(member).book(option.own_s, num_blocks, now_s, num_new_blocks=option.num_new_blocks)
         speculation = None
         if self.settings.speculate and request.hashes:
             speculation = self.overlay.add(member.worker_id, member.epoch, request.hashes, now_s)
         self._policy.placed(request, option)
         return Assignment(self, request, option, booking, speculation)
 
-    def _option(self, request: RouteRequest, candidate: Candidate, rate: float, now_s: float) -> tuple[Option, int]:
+    def _option(self, request: RouteRequest, candidate: Candidate, known: _Known, now_s: float) -> tuple[Option, int]:
         member, load = candidate.member, candidate.load
         book = self.book(member)
         book.observe(load, now_s - candidate.load_age_s, self._gateway_id)
@@ -173,17 +202,23 @@ class Dispatcher:
         most_tokens = max(0, request.num_prompt_tokens - 1)
         overlay_blocks = self.overlay.matched(member.worker_id, member.epoch, request.hashes)
         matched_tokens = min(max(candidate.matched_blocks, overlay_blocks) * block_size, most_tokens)
-        rate = load.prefill_tokens_per_s or rate
-        own_s = self.settings.cost.own_s(request.num_prompt_tokens - matched_tokens, rate)
+        rate = book.prefill_rate(known.prefill_tokens_per_s, now_s)
+        cost = self.settings.cost
+        own_s = cost.own_s(request.num_prompt_tokens - matched_tokens, rate)
         wait_s, num_delayed = (
             book.shared_wait_s(own_s, now_s) if self.settings.workers_share else (book.wait_s(now_s), 0.0)
         )
+        num_blocks = -(-request.num_prompt_tokens // block_size)
+        num_new_blocks = num_blocks - matched_tokens // block_size
+        num_held = load.num_blocks - load.num_free_blocks + book.arriving_blocks(now_s)
         num_others = max(0, load.num_running + load.num_waiting - book.num_outstanding)
         option = Option(
             member=member,
             matched_tokens=matched_tokens,
             own_s=own_s,
             wait_s=wait_s,
+            room_s=cost.room_s(PoolUse(load.num_blocks, num_held, known.hold_s), num_blocks, num_new_blocks),
+            num_new_blocks=num_new_blocks,
             num_delayed=num_delayed,
             recent_s=book.recent_s(now_s),
             num_outstanding=book.num_outstanding + num_others,
@@ -198,9 +233,9 @@ class Dispatcher:
         return option, min(overlay_blocks * block_size, most_tokens)
 
     def _common_rate(self, candidates: Sequence[Candidate]) -> float:
-        """For workers that have measured nothing yet: their peers' mean, so that a new one is not preferred."""
+        """For workers that have measured nothing yet, or not lately: the median, so that a new one is not preferred."""
         rates = [c.load.prefill_tokens_per_s for c in candidates if c.load.prefill_tokens_per_s > 0.0]
-        return sum(rates) / len(rates) if rates else self.settings.default_prefill_tokens_per_s
+        return median_high(rates) if rates else self.settings.default_prefill_tokens_per_s
 
     def _full(self, option: Option) -> str | None:
         return "queue full" if option.num_waiting >= self.settings.max_waiting else None

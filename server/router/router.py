@@ -82,7 +82,7 @@ class HeadstartPlacement:
             self._router.computed(self._request, self.worker)
 
     def close(self, *, ok: bool) -> None:
-        self._assignment.close()
+        self._assignment.close(self._router.clock())
 
 
 class HeadstartRouter:
@@ -238,6 +238,7 @@ def _explained(choice: Choice) -> dict[str, Any]:
         "index_tokens": choice.index_tokens,
         "overlay_tokens": choice.overlay_tokens,
         "wait_s": option.wait_s,
+        "room_wait_s": option.room_s,
         "delayed": option.num_delayed,
         "prefill_s": option.own_s,
         "recent_s": option.recent_s,

@@ -36,6 +36,10 @@ class Option:
     """Size of its pool, 0 where it is not known."""
     unseen_s: float = 0.0
     """Age of what is known of other gateways' requests there; 0 when there are none."""
+    room_s: float = 0.0
+    """Seconds until its blocks will fit into the pool there."""
+    num_new_blocks: int = 0
+    """Of its blocks, those that are not there yet."""
     num_delayed: float = 0.0
     """Requests there that would wait for this one, where workers share themselves out."""
     queued_s: float = 0.0

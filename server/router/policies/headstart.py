@@ -28,7 +28,7 @@ class Headstart(StatelessPolicy):
         beta = fleet.cost.beta(fleet.recent_s, fleet.num_workers)
         cost_s = fleet.cost.cost_s
         costs_s = [
-            cost_s(option.wait_s, option.own_s, option.recent_s, beta + option.num_delayed)
+            cost_s(option.wait_s + option.room_s, option.own_s, option.recent_s, beta + option.num_delayed)
             + (option.unseen_s * fleet.draw() if option.unseen_s else 0.0)
             for option in options
         ]
