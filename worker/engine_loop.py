@@ -253,7 +253,7 @@ class Engine:
                 self._step_logs.add(plan, started_s, returned_s)
             self._deliver(self._scheduler.update(plan, results, returned_s))
             metrics.count_step(plan, returned_s - started_s, returned_s)
-            self._parts.load_report.measure(plan, returned_s - started_s)
+            self._parts.load_report.measure(plan, returned_s - started_s, returned_s)
             metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
         self._last_progress_s = time.monotonic()
         self.step_started_s = None

@@ -17,6 +17,8 @@ from worker.scheduler.scheduler import Scheduler
 
 _MEMORY_S = 20.0
 """Seconds of prefilling after which a measurement weighs half."""
+_IDLE_MEMORY_S = 120.0
+"""Seconds without any after which it does: what has slowed the device may have ended."""
 _MEMORY_STARTS = 32
 """Starts after which a measurement weighs half."""
 
@@ -24,15 +26,19 @@ _MEMORY_STARTS = 32
 class PrefillRate:
     """Tokens per second over the recent steps that mostly prefilled."""
 
-    __slots__ = ("_duration_s", "_num_tokens")
+    __slots__ = ("_duration_s", "_measured_s", "_num_tokens")
 
     def __init__(self, num_tokens: int = 0, duration_s: float = 0.0) -> None:
         """Begins with a measurement, if there is one."""
         self._num_tokens = float(num_tokens)
         self._duration_s = duration_s
+        self._measured_s: float | None = None
 
-    def add(self, num_tokens: int, duration_s: float) -> None:
-        fade = 0.5 ** (duration_s / _MEMORY_S)
+    def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
+        """A measurement that ended at `now_s`."""
+        idle_s = 0.0 if self._measured_s is None else max(0.0, now_s - duration_s - self._measured_s)
+        self._measured_s = now_s
+        fade = 0.5 ** (duration_s / _MEMORY_S + idle_s / _IDLE_MEMORY_S)
         self._num_tokens = fade * self._num_tokens + num_tokens
         self._duration_s = fade * self._duration_s + duration_s
 
@@ -91,11 +97,11 @@ class LoadReport:
         """The request was submitted."""
         self._assigned_s += self.rate.seconds(request.num_uncached_tokens)
 
-    def measure(self, plan: Plan, duration_s: float) -> None:
-        """The plan's step took `duration_s`. Steps that mostly decode say nothing about prefilling."""
+    def measure(self, plan: Plan, duration_s: float, now_s: float) -> None:
+        """The plan's step took `duration_s`, until `now_s`. Steps that mostly decode say nothing about prefilling."""
         num_tokens = plan.num_tokens
         if 2 * plan.num_prefill_tokens > num_tokens:
-            self.rate.add(num_tokens, duration_s)
+            self.rate.add(num_tokens, duration_s, now_s)
 
     def report(self, scheduler: Scheduler, *, draining: bool) -> WorkerLoad:
         queued: dict[GatewayId, float] = defaultdict(float)

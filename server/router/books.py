@@ -22,8 +22,8 @@ _FOLD_S = 2.0
 """Own bookings that no report has confirmed for so long count as assigned without it."""
 _OTHERS_MEMORY_S = 60.0
 _MAX_UNSEEN_S = 1.0
-_RATE_MEMORY_S = 120.0
-"""After so long without another measurement a slow worker counts as half as far behind the usual."""
+_RATE_MEMORY_S = 300.0
+"""After so long without another measurement a slow worker counts as one that has measured nothing."""
 _MAX_COMPARED = 128
 """Requests of a long queue that are looked at one by one; the rest is taken to be like them."""
 
@@ -202,9 +202,8 @@ class WorkerBook:
         """
         if not self._rate:
             return common
-        if self._rate >= common:
-            return self._rate
-        return common - (common - self._rate) * 0.5 ** ((now_s - self._rate_s) / _RATE_MEMORY_S)
+        believed = max(0.0, 1.0 - (now_s - self._rate_s) / _RATE_MEMORY_S)
+        return max(self._rate, common - believed * (common - self._rate))
 
     def wait_s(self, now_s: float) -> float:
         """Prefill seconds before a request that came now would begin, at a worker that takes them one by one."""

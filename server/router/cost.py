@@ -8,8 +8,8 @@
     beta   = min(8, rho / (1 - rho))
     cost_w = wait_w + room_w + (1 + beta + late_w) * own_w + 0.1 * (prefill seconds assigned to w, decayed over 60 s)
 
-room_w: requests hold their blocks until they end. A pool of B blocks serves c = B / n requests of n blocks at once, each
-for the T seconds that blocks are held on average; u is the part of it that is held once this request's are among them:
+room_w: requests hold their blocks until they end. A pool of B blocks serves c = B / n requests of n blocks at once, for
+the T seconds that blocks are held on average; u is the part of it that is held once those of this request are:
 
     room_w = T / c * u ** (sqrt(2 (c + 1)) - 1) / (1 - u)          the mean wait at c servers that are busy for u
 

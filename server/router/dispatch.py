@@ -21,7 +21,6 @@ from server.router.overlay import Overlay, Speculation
 from server.router.placement import RouteRequest
 from server.router.policies import FleetView, Option, Policy
 
-
 _FEW_BLOCKS: Final = 1e-3
 """Decayed to less, what was released is too long ago to say anything."""
 

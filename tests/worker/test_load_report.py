@@ -15,12 +15,21 @@ def test_without_a_measurement_there_is_no_rate() -> None:
 
 def test_the_rate_follows_what_is_measured_and_forgets() -> None:
     rate = PrefillRate(1000, 1.0)
-    rate.add(500, 1.0)
+    rate.add(500, 1.0, 1.0)
     assert 500.0 < rate.tokens_per_s < 1000.0
-    for _ in range(300):
-        rate.add(100, 1.0)
+    for second in range(300):
+        rate.add(100, 1.0, 2.0 + second)
     assert rate.tokens_per_s == pytest.approx(100.0, rel=0.01)
     assert rate.seconds(50) == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_measurement_of_long_ago_gives_way_to_a_new_one() -> None:
+    slow = PrefillRate()
+    for second in range(60):
+        slow.add(100, 1.0, 1.0 + second)
+    assert slow.tokens_per_s == pytest.approx(100.0)
+    slow.add(1000, 1.0, 3600.0)
+    assert slow.tokens_per_s == pytest.approx(1000.0, rel=0.01)
 
 
 def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -> None:
@@ -59,9 +68,9 @@ def test_steps_that_decode_say_nothing_about_prefilling() -> None:
     engine.submit(generate(range(10), 4))
     plan = engine.step()
     assert plan is not None
-    report.measure(plan, 0.5)
+    report.measure(plan, 0.5, 1.0)
     assert report.rate.tokens_per_s == pytest.approx(20.0)
     plan = engine.step()
     assert plan is not None
-    report.measure(plan, 0.5)
+    report.measure(plan, 0.5, 1.0)
     assert report.rate.tokens_per_s == pytest.approx(20.0)

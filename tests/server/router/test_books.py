@@ -110,6 +110,42 @@ def test_a_decayed_sum_does_not_depend_on_the_order(amounts: list[tuple[float, f
     assert total.at(100.0) == pytest.approx(expected)
 
 
+def test_blocks_arrive_until_a_report_shows_them() -> None:
+    worker = book()
+    first, second = worker.book(1.0, 10, 0.0, num_new_blocks=8), worker.book(1.0, 10, 0.0, num_new_blocks=5)
+    assert worker.arriving_blocks(0.0) == 13
+    first.start(1.0, now_s=1.0)
+    worker.observe(WorkerLoad(), 0.9, ME)
+    assert worker.arriving_blocks(1.1) == 13, "written before it began"
+    worker.observe(WorkerLoad(), 1.2, ME)
+    assert worker.arriving_blocks(1.3) == 5
+    second.close()
+    first.close()
+    assert worker.arriving_blocks(1.3) == 0, "a request that never began takes nothing"
+
+
+def test_without_reports_blocks_do_not_arrive_for_ever() -> None:
+    worker = book()
+    worker.book(1.0, 10, 0.0, num_new_blocks=8).start(1.0, now_s=0.0)
+    assert worker.arriving_blocks(0.5) == 8
+    assert worker.arriving_blocks(5.0) == 0
+
+
+def test_a_slow_measurement_is_believed_less_the_older_it_is() -> None:
+    worker = book()
+    assert worker.prefill_rate(1000.0, 0.0) == 1000.0, "nothing was measured"
+    worker.observe(WorkerLoad(prefill_tokens_per_s=200.0), 0.0, ME)
+    assert worker.prefill_rate(1000.0, 0.0) == 200.0
+    rates = [worker.prefill_rate(1000.0, now_s) for now_s in (60.0, 150.0, 600.0)]
+    assert rates == sorted(rates)
+    assert rates[1] == pytest.approx(600.0)
+    assert rates[2] == 1000.0
+    worker.observe(WorkerLoad(prefill_tokens_per_s=210.0), 600.0, ME)
+    assert worker.prefill_rate(1000.0, 600.0) == 210.0, "measured again"
+    worker.observe(WorkerLoad(prefill_tokens_per_s=2000.0), 700.0, ME)
+    assert worker.prefill_rate(1000.0, 9999.0) == 2000.0, "a fast one is measured at once when it is not"
+
+
 SECONDS = st.integers(1, 40).map(lambda quarter_s: quarter_s / 4)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cache.index import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
-from server.router.cost import CostModel
+from server.router.cost import CostModel, PoolUse
 from server.router.foresight import Foresight, ForesightSettings
 from server.router.placement import RouteRequest
 from server.router.policies import POLICIES, FleetView, Option, Policy, make_policy
@@ -53,6 +53,36 @@ def test_headstart_weighs_own_work_more_the_busier_the_fleet() -> None:
     warm, idle = option("warm", wait_s=1.5, own_s=0.5), option("idle", own_s=1.5)
     assert chosen(policy, ask(), warm, idle) == {"idle"}
     assert chosen(policy, ask(), warm, idle, recent_s=0.8 * 120) == {"warm"}
+
+
+def room_s(num_held: int, num_blocks: int = 50, num_new_blocks: int = 50, *, hold_s: float = 2.0) -> float:
+    return COST.room_s(PoolUse(500, num_held, hold_s), num_blocks, num_new_blocks)
+
+
+def test_a_pool_that_is_held_makes_a_request_wait() -> None:
+    waits_s = [room_s(num_held) for num_held in range(0, 700, 10)]
+    assert waits_s == sorted(waits_s)
+    assert waits_s[0] < 0.001, "it would have the pool to itself"
+    assert waits_s[10] < 0.01
+    assert waits_s[42] > 0.2
+    assert room_s(1000) - room_s(500) == pytest.approx(2.0), "a whole pool ahead: it turns over once"
+    assert room_s(400, 400) > 10 * room_s(400, 50), "a large request waits for many to end"
+    assert room_s(440, num_new_blocks=10) < room_s(440), "what is there needs no room"
+    assert room_s(480, hold_s=0.0) == 0.0, "no request has ended yet: nothing is known"
+    assert COST.room_s(PoolUse(0, 0, 2.0), 50, 50) == 0.0, "a worker that has reported no pool"
+
+
+def test_the_wait_for_one_of_one_is_that_of_a_single_server() -> None:
+    """M/M/1: T u / (1 - u)."""
+    for usage in (0.2, 0.5, 0.9):
+        assert COST.room_s(PoolUse(100, round(100 * usage), 3.0), 100, 0) == pytest.approx(3.0 * usage / (1 - usage))
+
+
+def test_headstart_leaves_a_holder_whose_pool_is_held() -> None:
+    policy = make_policy("headstart")
+    full, other = option("full", own_s=0.1, room_s=1.5), option("other", own_s=1.0)
+    assert chosen(policy, ask(), full, other) == {"other"}
+    assert chosen(policy, ask(), option("full", own_s=0.1, room_s=0.5), other) == {"full"}
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:

@@ -181,6 +181,52 @@ async def test_a_burst_spreads_where_workers_share(sharing: Fleets) -> None:
     assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
+async def serve(fleets: Fleets, seconds: float) -> str:
+    """One request from beginning to end; who had it."""
+    placement = await fleets.place(chain(40))
+    placement.prefill_started(0)
+    fleets.clock.now_s += seconds
+    placement.first_token()
+    placement.close(ok=True)
+    return placement.worker.worker_id
+
+
+async def test_a_holder_whose_pool_is_held_by_others_is_left(three: Fleets) -> None:
+    """Nothing is queued there, and yet the request would wait until one of them has ended."""
+    hashes = chain(40)
+    await serve(three, 4.0)
+
+    def hold(num_free_blocks: int) -> None:
+        for name in "abc":
+            free = num_free_blocks if name == "b" else 100
+            load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=free, num_blocks=100)
+            three.index.memory.publish(WorkerId(name), hashes[:35] if name == "b" else (), load=load)
+        three.clock.now_s += 0.01
+
+    hold(90)
+    assert await three.worker(hashes) == "b"
+    hold(2)
+    assert await three.worker(hashes) != "b"
+    (b,) = (w for w in (await three.router.explain(ask(hashes)))["workers"] if w["worker"] == "b")
+    assert b["wait_s"] == 0.0
+    assert b["room_wait_s"] > 1.0
+
+
+async def test_a_worker_once_measured_as_slow_is_tried_again(three: Fleets) -> None:
+    three.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=RATE / 20))
+
+    async def who(num_requests: int) -> list[str]:
+        served = []
+        for _ in range(num_requests):
+            for name in "abc":
+                three.index.memory.publish(WorkerId(name))
+            served.append(await serve(three, 2.0))
+        return served
+
+    assert "a" not in await who(10), "the others are idle, and twenty times as fast"
+    assert "a" in await who(300)
+
+
 async def test_a_burst_sees_its_own_picks(three: Fleets) -> None:
     chosen = [(await three.place(chain(20))).worker.worker_id for _ in range(30)]
     assert {chosen.count(name) for name in "abc"} == {10}
