@@ -109,7 +109,7 @@ def _candidate(choice: Choice) -> dict[str, Any]:
         "worker": option.member.worker_id,
         "matched_tokens": option.matched_tokens,
         "overlay_tokens": choice.overlay_tokens,
-        "wait_s": option.wait_s,
+        "wait_s": option.wait_s + option.room_s,
         "prefill_s": option.own_s,
         "cost": choice.score,
         "guard": choice.guard,
