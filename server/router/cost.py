@@ -69,7 +69,7 @@ class CostModel:
         usage = (pool.num_held + num_new_blocks) / pool.num_blocks
         bounded = min(self.max_rho, usage)
         num_places = max(1.0, pool.num_blocks / num_blocks)
-        places = bounded ** (math.sqrt(2.0 * (num_places + 1.0)) - 1.0) / (num_places * (1.0 - bounded))
+        places = math.pow(bounded, math.sqrt(2.0 * (num_places + 1.0)) - 1.0) / (num_places * (1.0 - bounded))
         return self.room_weight * pool.hold_s * (places + usage - bounded)
 
     def cost_s(self, wait_s: float, own_s: float, recent_s: float, beta: float) -> float:
