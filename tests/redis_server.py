@@ -39,6 +39,10 @@ class RedisServer:
     def url(self) -> str:
         return f"unix://{self.socket}"
 
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
     def __enter__(self) -> RedisServer:
         self.start()
         return self
@@ -72,6 +76,7 @@ class RedisServer:
             return client.recv(1 << 20)
 
     def kill(self) -> None:
+        """If it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(signal.SIGCONT)

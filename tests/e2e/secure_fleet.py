@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +12,8 @@ import httpx
 from server.trust.api_keys import digest_text
 from tests.certificates import Authority
 from tests.e2e.serving import free_ports
-from tests.faults.cluster import Gateway, Part, Worker
+from tests.faults.fleet import Fleet
+from tests.faults.part import Gateway, Worker
 from tests.redis_server import RedisServer, redis_binaries
 from worker.wire import gateway_token
 
@@ -23,8 +22,8 @@ WORKER_NAME: Final = "workers.headstart.test"
 """What the workers' certificate is for: they share it, as pods of a StatefulSet do."""
 
 
-class SecureFleet:
-    """A context manager; ready when entered, gone when left."""
+class SecureFleet(Fleet):
+    """Of one gateway."""
 
     def __init__(self, folder: Path, model: Path, *tenants: str, worker_args: tuple[str, ...] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,19 +45,19 @@ class SecureFleet:
             *("--tls-port", str(redis_port), "--tls-auth-clients", "no", "--tls-ca-cert-file", str(ca.path)),
             *("--tls-cert-file", str(redis_cert), "--tls-key-file", str(redis_key)),
         ]
-        self.redis = RedisServer(folder, redis_binaries()["path"], *tls)
+        redis = RedisServer(folder, redis_binaries()["path"], *tls)
         url = f"rediss://127.0.0.1:{redis_port}?ssl_ca_certs={ca.path}"
         common = ["--redis", url, "--cluster-secret-file", str(secret_file), "--log-level", "debug"]
         self.worker_certificate = ca.issue("worker", WORKER_NAME)
         self.gateway_certificate = ca.issue("gateway", "127.0.0.1")
         worker_common = ["--model", str(model), "--served-model-name", "tiny", "--threads", "1", *common, *worker_args]
-        self.workers = [
+        workers = [
             Worker(f"w{n}", port, folder / f"w{n}.log", [*worker_common, *_tls(self.worker_certificate)], None)
             for n, port in enumerate(worker_ports)
         ]
         gateway_args = [*common, *_tls(self.gateway_certificate), "--api-keys", str(keys_file), "--access-log"]
         gateway_args += ["--worker-ca", str(ca.path), "--worker-tls-name", WORKER_NAME, "--log-format", "json"]
-        self.gateway = Gateway("g0", port, ops_port, folder / "g0.log", gateway_args)
+        super().__init__(redis, workers, [Gateway("g0", port, ops_port, folder / "g0.log", gateway_args)])
 
     @property
     def url(self) -> str:
@@ -68,36 +67,14 @@ class SecureFleet:
     def ops_url(self) -> str:
         return f"https://127.0.0.1:{self.gateway.ops_port}"
 
-    @property
-    def parts(self) -> Iterator[Part]:
-        yield self.gateway
-        yield from self.workers
-
-    def __enter__(self) -> SecureFleet:
-        try:
-            self.redis.start()
-            for part in self.parts:
-                part.start()
-            self.wait_ready()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for part in self.parts:
-            part.stop()
-        self.redis.kill()
-
     def wait_ready(self) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"{self.url}/health/ready", verify=self.trust)
-                if answer.status_code == 200 and answer.json()["workers"] == len(self.workers):
-                    return
-            assert time.monotonic() < deadline_s, "\n".join(["the fleet is not ready", *(p.tail() for p in self.parts)])
-            time.sleep(0.05)
+        self._wait_until(self._is_ready, START_TIMEOUT_S)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.get(f"{self.url}/health/ready", verify=self.trust)
+            return answer.status_code == 200 and answer.json()["workers"] == len(self.workers)
+        return False
 
     def post(self, tenant: str, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}

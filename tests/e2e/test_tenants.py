@@ -15,7 +15,7 @@ from cache.hashing import Namespace, hash_chain, index_entry
 from cache.redis_index.schema import Keys, decode_state
 from server.trust.identity import tenant_salt
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
-from tests.faults.cluster import wait_until
+from tests.faults.part import wait_until
 from tests.redis_server import RedisServer
 from worker.wire import TokenizerBundle, unpack
 

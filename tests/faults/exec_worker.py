@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.cluster import ROOT, Worker
+from tests.faults.part import ROOT, Worker
 
 
 class ExecWorker(Worker):

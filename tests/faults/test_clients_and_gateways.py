@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from tests.faults.client import ChoiceText, Outcome, ask, ask_all, completion, session
-from tests.faults.cluster import ROOT, Cluster, Gateway, Topology, wait_until
+from tests.faults.cluster import Cluster, Topology
 from tests.faults.exec_worker import ExecWorker
+from tests.faults.part import ROOT, Gateway, wait_until
 from tests.faults.proxy import FaultProxy
 from tests.faults.worker_process import Additions
 from tests.tiny_model import write_tiny_model
@@ -185,14 +186,14 @@ async def test_row_18_logs_that_cannot_be_written(tmp_path: Path, model: Path, r
     gateway = cluster.gateway
     ports = ["--port", str(gateway.port), "--ops-port", str(gateway.ops_port)]
     gateway_command = ["-m", "server.gateway", *ports, *gateway.args, "--log-level", "debug"]
-    cluster.start_redis()
+    cluster.redis.start()
     processes = [start_with_log(command, writer) for command in (worker_command, gateway_command)]
     try:
         await asyncio.to_thread(wait_until, lambda: gateway.num_ready() == 1, 60, "ready")
         outcomes = await ask_all(gateway.url, bodies(rng, 100, max_tokens=8))
         assert {outcome.status for outcome in outcomes} == {200}
         async with session() as http:  # what is logged: refusals, clients that leave, Redis that goes
-            cluster.kill_redis()
+            cluster.redis.kill()
             for _ in range(50):
                 task = asyncio.create_task(ask(http, gateway.url, completion("x", max_tokens=500)))
                 await asyncio.sleep(0.02)
@@ -206,8 +207,7 @@ async def test_row_18_logs_that_cannot_be_written(tmp_path: Path, model: Path, r
             process.wait()
         os.close(reader)
         os.close(writer)
-        if cluster.redis_runs:
-            cluster.kill_redis()
+        cluster.redis.kill()
 
 
 def start_with_log(command: list[str], log: int) -> subprocess.Popen[bytes]:

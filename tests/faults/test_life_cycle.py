@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from tests.faults.client import Outcome, ask, completion, session
-from tests.faults.cluster import Cluster, Gateway, Part, Topology, wait_until
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import Gateway, Part, wait_until
 from tests.faults.worker_process import Additions
 
 pytestmark = pytest.mark.faults
@@ -86,9 +87,9 @@ async def test_row_20_ten_rolling_restarts_of_all_parts(cluster: Cluster, rng: r
                 await asyncio.to_thread(
                     wait_until, lambda: all(g.num_ready() == 2 for g in cluster.gateways), 30, "both known"
                 )
-            cluster.kill_redis()
+            cluster.redis.kill()
             await asyncio.sleep(0.2)
-            cluster.start_redis()
+            cluster.redis.start()
             failed = [outcome for outcome in balancer.outcomes if not outcome.ok]
             assert not failed, (number, failed[:3])
     assert len(balancer.outcomes) > 100

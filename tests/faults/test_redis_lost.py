@@ -19,7 +19,8 @@ import redis
 
 from tests.e2e.serving import free_ports
 from tests.faults.client import Outcome, ask, ask_all, completion, session
-from tests.faults.cluster import Cluster, Gateway, Topology, Worker, metrics, wait_until
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import Gateway, Worker, metrics, wait_until
 from tests.faults.proxy import FaultProxy
 from tests.redis_server import RedisServer, redis_binaries
 
@@ -50,8 +51,8 @@ class Site:
             side.heal()
             side.target_port = self.cluster.redis_port
             side.reset_all()
-        if not self.cluster.redis_runs:
-            self.cluster.start_redis()
+        if not self.cluster.redis.runs:
+            self.cluster.redis.start()
         self.follow()
         wait_until(lambda: routed(self.cluster), 15, "routing by the index again")
 
@@ -163,7 +164,7 @@ def test_row_1_down_at_the_start(tmp_path: Path, model: Path, rng: random.Random
             assert statuses(stream.more(5)) == {200}
             assert cluster.gateway.num_ready() == 1
             assert cluster.gateway.metrics()["headstart_index_blind"] == 1.0
-            cluster.start_redis()
+            cluster.redis.start()
             begun_s = time.monotonic()
             wait_until(lambda: routed_once(cluster), 5, "reconnected")
             assert time.monotonic() - begun_s < 5
@@ -184,13 +185,13 @@ def test_row_1_killed_and_started_again(site: Site, rng: random.Random) -> None:
     logged = lines(cluster.gateway, "lookups fail"), lines(cluster.gateway, "no Redis at")
     with Stream(cluster.gateway.url, rng) as stream:
         stream.more(3)
-        cluster.kill_redis()
+        cluster.redis.kill()
         assert statuses(stream.more(15)) == {200}
         assert cluster.gateway.num_ready() == 2
         connections = site.gateway_side.num_connections
         time.sleep(2.0)
         assert site.gateway_side.num_connections - connections < 20, "a herd of reconnections"
-        cluster.start_redis()
+        cluster.redis.start()
         wait_until(lambda: routed_once(cluster), 5, "reconnected")
         stream.more(3)
     assert statuses(stream.outcomes) == {200}
@@ -249,7 +250,7 @@ async def test_row_4_failover(site: Site, rng: random.Random) -> None:
     members = len(cluster.gateway.workers())
     with Stream(cluster.gateway.url, rng) as stream:
         stream.more(3)
-        cluster.kill_redis()
+        cluster.redis.kill()
         for side in site.sides:
             side.target_port = site.replica_port
         stream.more(10)

@@ -18,7 +18,8 @@ import pytest
 import redis
 
 from tests.faults.client import ask, session
-from tests.faults.cluster import Cluster, Part, Topology, Worker, metrics, wait_until
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import Part, Worker, metrics, wait_until
 from tests.faults.test_streams import random_body
 from tests.faults.worker_process import Additions
 
@@ -148,9 +149,9 @@ class Faults:
         victim.thaw()
 
     async def _redis_killed(self) -> None:
-        self._cluster.kill_redis()
+        self._cluster.redis.kill()
         await asyncio.sleep(self._rng.uniform(0.5, 3))
-        self._cluster.start_redis()
+        self._cluster.redis.start()
 
     async def _redis_stopped(self) -> None:
         self._cluster.redis.stop()

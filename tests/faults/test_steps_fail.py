@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.faults.client import Outcome, ask, ask_all, completion, session
-from tests.faults.cluster import Cluster, Topology, metrics, wait_until
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import metrics, wait_until
 from tests.faults.worker_process import Additions
 
 pytestmark = pytest.mark.faults

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.faults.client import Outcome, ask, session
-from tests.faults.cluster import Cluster, Topology, Worker
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import Worker
 from tests.faults.worker_process import Additions
 
 pytestmark = pytest.mark.faults

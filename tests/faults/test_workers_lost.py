@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.client import Outcome, ask, ask_all, completion, session
-from tests.faults.cluster import Cluster, Topology, wait_until
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import wait_until
 from tests.faults.worker_process import Additions
 
 pytestmark = pytest.mark.faults

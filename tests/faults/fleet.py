@@ -1,0 +1,59 @@
+"""Real gateways, workers and a Redis, each a process of its own."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from tests.faults.part import Gateway, Part, Worker
+from tests.redis_server import RedisServer
+
+
+class Fleet(ABC):
+    """A context manager; ready when entered, gone when left."""
+
+    def __init__(
+        self, redis: RedisServer, workers: list[Worker], gateways: list[Gateway], *, starts_redis: bool = True
+    ) -> None:
+        self.redis = redis
+        self.workers = workers
+        self.gateways = gateways
+        self._starts_redis = starts_redis
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        yield from self.gateways
+        yield from self.workers
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.gateways[0]
+
+    def __enter__(self) -> Self:
+        try:
+            if self._starts_redis:
+                self.redis.start()
+            for part in self.parts:
+                part.start()
+            self.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self.parts:
+            part.stop()
+        self.redis.kill()
+
+    @abstractmethod
+    def wait_ready(self) -> None:
+        """Every worker serves, and every gateway knows them all."""
+
+    def _wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not ready():
+            assert time.monotonic() < deadline_s, "\n".join(["the fleet is not ready", *(p.tail() for p in self.parts)])
+            time.sleep(0.05)
