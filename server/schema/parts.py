@@ -10,6 +10,10 @@ from server.errors import InvalidRequestError
 from server.schema.decoding import unsupported
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
+MAX_TOOLS: Final = 128
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FormatType = Literal["text", "json_object", "json_schema"]
 
 
 class TextPart(Struct, kw_only=True):
@@ -66,7 +70,7 @@ class Message(Struct, kw_only=True):
 
 
 class FunctionDefinition(Struct, kw_only=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -98,7 +102,7 @@ class AllowedTool(Struct, kw_only=True):
 
 class AllowedTools(Struct, kw_only=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=128)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ToolChoice(Struct, kw_only=True):
@@ -110,14 +114,14 @@ class ToolChoice(Struct, kw_only=True):
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Name
     schema: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
 
 
 class ResponseFormat(Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatType
     json_schema: JsonSchemaFormat | None = None
 
 

@@ -20,12 +20,14 @@ from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import decode_json, unsupported
-from server.schema.parts import Message, ResponseFormat, StreamOptions, StructuredOutputs, Tool, ToolChoice
+from server.schema.parts import MAX_TOOLS, Message, ResponseFormat, StreamOptions, StructuredOutputs, Tool, ToolChoice
 
 MAX_STOP_CHARS: Final = 1024
 MAX_MESSAGES: Final = 65_536
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -106,7 +108,7 @@ class ModelFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1_000_000)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: PositiveCount | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -177,7 +179,7 @@ class SamplingFields(ModelFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: TopLogprobs | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -220,8 +222,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(min_length=1, max_length=128)] | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -306,7 +308,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: str | list[Any] | None = None
     best_of: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
 
     suffix: Any = None

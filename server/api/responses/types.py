@@ -12,8 +12,10 @@ from msgspec import Meta, Struct
 from server.errors import InvalidRequestError
 from server.schema.decoding import decode_json, unsupported
 from server.schema.parts import (
+    MAX_TOOLS,
     AllowedTool,
     AllowedTools,
+    FormatType,
     FunctionCall,
     FunctionDefinition,
     JsonSchemaFormat,
@@ -25,7 +27,7 @@ from server.schema.parts import (
     ToolCall,
 )
 from server.schema.parts import ToolChoice as ChatToolChoice
-from server.schema.types import ChatRequest, ModelFields, ReasoningEffort
+from server.schema.types import ChatRequest, ModelFields, PositiveCount, ReasoningEffort, TopLogprobs
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -65,7 +67,7 @@ class ToolChoice(Struct, kw_only=True):
 
 
 class TextFormat(Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatType
     name: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -99,14 +101,14 @@ class ResponsesRequest(ModelFields, kw_only=True):
 
     input: str | list[InputItem]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    max_output_tokens: PositiveCount | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     include: list[str] | None = None
     stream_options: dict[str, Any] | None = None
 
