@@ -62,11 +62,6 @@ class BlockTable(ABC):
         return self._num_cached_tokens
 
     @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose KV is known to be written: found in the cache or committed."""
-        return self._num_computed
-
-    @property
     def capacity(self) -> int:
         return len(self._block_ids) * self._block_size
 

@@ -73,10 +73,6 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def has_sliding_window(self) -> bool:
-        return any(window is not None for window in self.sliding_windows)
-
-    @property
     def attention(self) -> AttentionShape:
         return AttentionShape(
             num_layers=self.num_layers,

@@ -35,10 +35,6 @@ class SafetensorsCheckpoint:
     def model_type(self) -> str:
         return str(self._raw.get("model_type"))
 
-    @property
-    def raw_config(self) -> dict[str, Any]:
-        return self._raw
-
     def config(self) -> ModelConfig:
         return config_from_hf(self._raw)
 

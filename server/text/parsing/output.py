@@ -61,10 +61,6 @@ class OutputParser:
         self._num_calls = 0
         self._parallel = rules.parallel
 
-    @property
-    def num_calls(self) -> int:
-        return self._num_calls
-
     def feed(self, text: str) -> list[Piece]:
         if self._state == "after":
             return self._allowed(self._after(text))
