@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -24,22 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 import psutil
 import uvloop
 
 from benchmarks.gateway_load.client import BrokenAnswerError, Connection, post
-from benchmarks.gateway_load.processes import MODEL, gateway_process, make_bundle, started, stub_server, until
-from benchmarks.gateway_load.traffic import Traffic
+from benchmarks.gateway_load.processes import until_ready
+from benchmarks.gateway_load.site import prepare
 from benchmarks.report import Figure, Report, option_parser, publish
-from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
-from worker.wire import pack
 
 NUM_CONNECTIONS: Final = 64
 NUM_BODIES: Final = 500
 PROMPT_TOKENS: Final = 200
 SETTLE_S: Final = 3.0
-START_TIMEOUT_S: Final = 60.0
 
 
 class ChromiumMissingError(Exception):
@@ -78,20 +71,11 @@ def main(argv: Sequence[str]) -> int:
 async def _measure(
     stack: ExitStack, num_workers: int, rate: float, phase_s: float, picture: Path | None
 ) -> list[Figure]:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    cores = sorted(os.sched_getaffinity(0))
-    gateway_core, other_core = cores[0], cores[-1]
-    os.sched_setaffinity(0, {other_core})
-    bundle, tokenizer = make_bundle()
-    (folder / "bundle").write_bytes(pack(bundle))
-    stack.enter_context(started(redis_command(find_redis_server(), folder), other_core, stdout=subprocess.DEVNULL))
-    await until(lambda: socket_path(folder).exists())
-    redis = redis_url(folder)
-    first = stack.enter_context(stub_server(folder, other_core, redis=redis, num_workers=num_workers))
-    public, ops, pid = stack.enter_context(gateway_process(first, gateway_core, redis))
-    await _until_all_serve(public, num_workers)
-    traffic = Traffic(MODEL, tokenizer)
-    bodies = [traffic.chat(PROMPT_TOKENS, max_tokens=4) for _ in range(NUM_BODIES)]
+    site = await prepare(stack)
+    first = stack.enter_context(site.stub(num_workers=num_workers))
+    public, ops, pid = stack.enter_context(site.gateway(first))
+    await until_ready(public, num_workers)
+    bodies = [site.traffic.chat(PROMPT_TOKENS, max_tokens=4) for _ in range(NUM_BODIES)]
     gateway = psutil.Process(pid)
     failures: Counter[str] = Counter()
     load = asyncio.create_task(_offer(public + "/v1/chat/completions", bodies, rate, failures))
@@ -186,15 +170,3 @@ async def _tab(page: Any) -> Tab:
     renderers = [p for p in psutil.Process().children(recursive=True) if "--type=renderer" in p.cmdline()]
     private = max(process.memory_full_info().uss for process in renderers)
     return Tab(private, int(metrics["JSHeapUsedSize"]), int(metrics["Nodes"]))
-
-
-async def _until_all_serve(url: str, num_workers: int) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(url + "/health/ready") as response:
-                    if response.status == 200 and (await response.json())["workers"] == num_workers:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Final
 
@@ -26,24 +25,17 @@ import uvloop
 from benchmarks.gateway_load.client import latencies, post, throughput
 from benchmarks.gateway_load.peers import Peer, installed
 from benchmarks.gateway_load.processes import (
-    MODEL,
     START_TIMEOUT_S,
     free_ports,
-    gateway_process,
     gateway_server,
-    make_bundle,
     proxy_server,
     rss_bytes,
     started,
-    stub_server,
-    until,
     until_ready,
 )
+from benchmarks.gateway_load.site import Site, prepare
 from benchmarks.gateway_load.slow import Rate, SlowReader, open_streams, rate_of
-from benchmarks.gateway_load.traffic import Traffic
 from benchmarks.report import Figure, Report, option_parser, publish
-from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
-from worker.wire import pack
 
 CHAT: Final = "/v1/chat/completions"
 STREAM_TOKENS: Final = 400
@@ -71,11 +63,7 @@ class Sizes:
 class Bench:
     """What all measurements share."""
 
-    folder: Path
-    gateway_core: int
-    other_core: int
-    redis: str
-    traffic: Traffic
+    site: Site
     sizes: Sizes
     peers: Path | None
     """The folder with the programs of other people's routers."""
@@ -105,16 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _measure(stack: ExitStack, sizes: Sizes, peers: Path | None) -> list[Figure]:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    cores = sorted(os.sched_getaffinity(0))
-    gateway_core, other_core = cores[0], cores[-1]
-    os.sched_setaffinity(0, {other_core})
-    bundle, tokenizer = make_bundle()
-    (folder / "bundle").write_bytes(pack(bundle))
-    stack.enter_context(started(redis_command(find_redis_server(), folder), other_core, stdout=subprocess.DEVNULL))
-    await until(lambda: socket_path(folder).exists())
-    traffic = Traffic(MODEL, tokenizer)
-    bench = Bench(folder, gateway_core, other_core, redis_url(folder), traffic, sizes, peers)
+    bench = Bench(await prepare(stack), sizes, peers)
     figures = await _requests(bench)
     figures += await _streams(bench)
     figures.append(await _memory(bench))
@@ -126,21 +105,21 @@ async def _measure(stack: ExitStack, sizes: Sizes, peers: Path | None) -> list[F
 def _fronts(bench: Bench, stub: str) -> list[tuple[str, Started]]:
     """What stands before the stub, by what its figures begin with: ours first, then the bare proxy and the peers."""
     fronts: list[tuple[str, Started]] = [
-        ("", gateway_server(stub, bench.gateway_core, bench.redis)),
-        ("proxy_", proxy_server(stub, bench.gateway_core)),
+        ("", gateway_server(stub, bench.site.gateway_core, bench.site.redis)),
+        ("proxy_", proxy_server(stub, bench.site.gateway_core)),
     ]
     if bench.peers is not None:
         for peer in installed(bench.peers)[0]:
-            fronts.append((f"{peer.name}_", _peer(peer, bench.peers, stub, bench.gateway_core)))
+            fronts.append((f"{peer.name}_", _peer(peer, bench.peers, stub, bench.site.gateway_core)))
     return fronts
 
 
 async def _requests(bench: Bench) -> list[Figure]:
     """Latency added and requests/s, unstreamed, of every front in turn between the same samples."""
     figures: list[Figure] = []
-    traffic, sizes = bench.traffic, bench.sizes
+    traffic, sizes = bench.site.traffic, bench.sizes
     with ExitStack() as stack:
-        stub = stack.enter_context(stub_server(bench.folder, bench.other_core, redis=bench.redis))
+        stub = stack.enter_context(bench.site.stub())
         fronts = [(name, stack.enter_context(front)) for name, front in _fronts(bench, stub)]
         for _, url in fronts:
             await _until_answering(url, traffic.chat(20))
@@ -175,11 +154,11 @@ async def _streams(bench: Bench) -> list[Figure]:
     """One frame a token, paced above what is asked for: what comes out is what the front can do."""
     figures = []
     num_streams = bench.sizes.streams
-    bodies = [bench.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(num_streams)]
-    with stub_server(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / bench.sizes.rate) as stub:
+    bodies = [bench.site.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(num_streams)]
+    with bench.site.stub(pace_s=1.0 / bench.sizes.rate) as stub:
         for name, front in _fronts(bench, stub):
             with front as url:
-                await _until_answering(url, bench.traffic.chat(20, max_tokens=1))
+                await _until_answering(url, bench.site.traffic.chat(20, max_tokens=1))
                 done = await throughput(url + CHAT, bodies, num_streams)
                 goal = "" if name else ">= 25000"
                 note = f"over {num_streams} streams, {done.num_events / num_streams / STREAM_TOKENS:.2f} events a token"
@@ -188,16 +167,17 @@ async def _streams(bench: Bench) -> list[Figure]:
 
 
 async def _memory(bench: Bench) -> Figure:
-    bodies = [bench.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(bench.sizes.streams)]
+    bodies = [bench.site.traffic.chat(50, max_tokens=STREAM_TOKENS, stream=True) for _ in range(bench.sizes.streams)]
     with (
-        stub_server(bench.folder, bench.other_core, redis=bench.redis, pace_s=3600.0) as stub,
-        gateway_process(stub, bench.gateway_core, bench.redis) as (url, ops, process),
+        bench.site.stub(pace_s=3600.0) as stub,
+        bench.site.gateway(stub) as (url, ops, process),
     ):
         await until_ready(url)
-        waiting = [asyncio.create_task(throughput(url + CHAT, bodies[:50], 50))]
+        waiting = [asyncio.create_task(throughput(url + CHAT, list(islice(cycle(bodies), 50)), 50))]
         await _until_open(ops, 50)
         before = rss_bytes(process)
-        waiting.append(asyncio.create_task(throughput(url + CHAT, (bodies * 8)[:IDLE_STREAMS], IDLE_STREAMS)))
+        idle = list(islice(cycle(bodies), IDLE_STREAMS))
+        waiting.append(asyncio.create_task(throughput(url + CHAT, idle, IDLE_STREAMS)))
         await _until_open(ops, 50 + IDLE_STREAMS)
         per_stream = (rss_bytes(process) - before) / IDLE_STREAMS
         for task in waiting:
@@ -210,10 +190,10 @@ async def _slow_readers(bench: Bench) -> list[Figure]:
     """1,000 streams without end, 64 of them read a byte a second: the rate of the others, and memory, before and
     after the slow ones have come."""
     seconds = bench.sizes.slow_s
-    body = bench.traffic.chat(50, max_tokens=ENDLESS_TOKENS, stream=True)
+    body = bench.site.traffic.chat(50, max_tokens=ENDLESS_TOKENS, stream=True)
     with (
-        stub_server(bench.folder, bench.other_core, redis=bench.redis, pace_s=1.0 / SLOW_BENCH_RATE) as stub,
-        gateway_process(stub, bench.gateway_core, bench.redis) as (url, _, process),
+        bench.site.stub(pace_s=1.0 / SLOW_BENCH_RATE) as stub,
+        bench.site.gateway(stub) as (url, _, process),
     ):
         await until_ready(url)
         request = post(url + CHAT, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from worker.model.gguf import GGUFCheckpoint
 from worker.wire import TokenizerBundle
 
 MODEL: Final = "bench"
-START_TIMEOUT_S: Final = 30.0
+START_TIMEOUT_S: Final = 60.0
 
 
 def make_bundle() -> tuple[TokenizerBundle, Tokenizer]:
@@ -112,15 +113,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_ready(url: str) -> None:
+async def until_ready(url: str, num_workers: int = 1) -> None:
+    """The gateway serves, with so many workers."""
     async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while True:
-            try:
+            with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(url + "/health/ready") as response:
-                    if response.status == 200:
+                    if response.status == 200 and (await response.json())["workers"] == num_workers:
                         return
-            except aiohttp.ClientError:
-                pass
             await asyncio.sleep(0.05)
 
 
