@@ -5,17 +5,21 @@ slot, and its query attends to all earlier tokens of its sequence through the bl
 
     tokens of a sequence   |<- computed: start ->|<- token_ids of this step ->|<- later ->|
     KV                      read via block_table   written to slots
+
+A step is launched and then collected. What it reads and writes stays as it is in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from cache.allocator import BlockCopy
 from cache.types import BlockId
 from worker.wire import SamplingParams, TokenLogprobs
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,51 @@ class SequenceResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
 
 
-class Runner(Protocol):
-    """Runs steps on one device, one at a time, from one thread. A step that raises has written nothing that counts."""
+class Launch(Protocol[T_co]):
+    """Work that a device has been given."""
 
-    def run(self, step: Step) -> list[SequenceResult]: ...
+    def is_done(self) -> bool:
+        """Whether `collect` would return, or raise, at once. Never raises."""
+
+    def collect(self) -> T_co:
+        """Wait for the end of the work; its result, or what it raises. To be called once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T_co]):
+    """A launch that is over: `worker.step.Launch`."""
+
+    result: T_co
+
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> T_co:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """A launch that failed: `worker.step.Launch`."""
+
+    error: Exception
+
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> NoReturn:
+        raise self.error
+
+
+class Runner(Protocol):
+    """Runs steps on one device, one at a time, for one thread. A step that raises has written nothing that counts."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns before the step is done. Otherwise it lasts as long as the step."""
+
+    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
+        """Start the step. The one before has been collected. Raises what can be told by now."""
+
+    def run(self, step: Step) -> list[SequenceResult]:
+        """Launch it and collect it."""

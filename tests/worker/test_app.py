@@ -46,11 +46,11 @@ class SlowRunner(ArithmeticRunner):
         self.free_running.set()
         self.steps_allowed = threading.Semaphore(0)
 
-    def run(self, step: Step) -> list[SequenceResult]:
+    def compute(self, step: Step) -> list[SequenceResult]:
         while not self.free_running.is_set():
             if self.steps_allowed.acquire(timeout=0.005):
                 break
-        return super().run(step)
+        return super().compute(step)
 
 
 @pytest.fixture

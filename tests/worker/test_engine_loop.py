@@ -1,4 +1,7 @@
-"""The engine's thread: nothing lost, nothing waited for, the poisoned alone fail, a dead device is told."""
+"""The engine's thread: nothing lost, nothing waited for, the poisoned alone fail, a dead device is told.
+
+Most of it twice: over a device that is this thread, and over one that computes beside it, where errors come up late.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -13,11 +17,13 @@ from cache.events import BlockEvent, replay
 from cache.factory import make_allocator
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
+from tests.worker.device_streams import ThreadedStream
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import ROOT, Answer, generate
 from worker.engine_loop import Engine, EngineParts
 from worker.load_report import LoadReport, PrefillRate
 from worker.metrics import WorkerMetrics
+from worker.runner.stream import HostStream, Stream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Emission
 from worker.scheduler.request import RequestKey
@@ -33,16 +39,16 @@ TIMEOUT_S = 20.0
 class GatedRunner(ArithmeticRunner):
     """Waits before each step while `gate` is closed."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, stream: Stream) -> None:
+        super().__init__(num_blocks, block_size, stream=stream)
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
 
-    def run(self, step: Step) -> list[SequenceResult]:
+    def compute(self, step: Step) -> list[SequenceResult]:
         self.entered.release()
         assert self.gate.wait(TIMEOUT_S)
-        return super().run(step)
+        return super().compute(step)
 
 
 class RecordingListener:
@@ -63,8 +69,8 @@ class RecordingListener:
 class ThreadedEngine:
     """A started engine over the arithmetic runner, and the answers that came out of it."""
 
-    def __init__(self, **limits) -> None:
-        self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE)
+    def __init__(self, stream: Stream, **limits) -> None:
+        self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE, stream)
         self.allocator = make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE)
         self.listener = RecordingListener()
         self.metrics = WorkerMetrics()
@@ -102,6 +108,10 @@ class ThreadedEngine:
         return self.answers[key]
 
     def settle(self) -> None:
+        """Everything put into the inbox so far has been done, and the step that ran then has ended."""
+        self.engine._inbox.call(lambda: None, before=self.engine._land).result(TIMEOUT_S)
+
+    def heard(self) -> None:
         """Everything put into the inbox so far has been done."""
         self.engine.call(lambda: None).result(TIMEOUT_S)
 
@@ -109,12 +119,35 @@ class ThreadedEngine:
         return self.metrics.registry.get_sample_value(f"headstart_worker_{name}", labels) or 0.0
 
 
+@contextmanager
+def running(stream: Stream) -> Iterator[ThreadedEngine]:
+    engine = ThreadedEngine(stream, max_num_batched_tokens=64, max_num_seqs=16)
+    try:
+        yield engine
+    finally:
+        engine.runner.gate.set()
+        engine.engine.stop()
+
+
 @pytest.fixture
-def threaded() -> Iterator[ThreadedEngine]:
-    engine = ThreadedEngine(max_num_batched_tokens=64, max_num_seqs=16)
-    yield engine
-    engine.runner.gate.set()
-    engine.engine.stop()
+def inline() -> Iterator[ThreadedEngine]:
+    """Over a device that is the engine's own thread."""
+    with running(HostStream()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadedEngine]:
+    """Over a device that computes beside it."""
+    stream = ThreadedStream()
+    with running(stream) as engine:
+        yield engine
+    stream.close()
+
+
+@pytest.fixture(params=["inline", "beside"])
+def threaded(request: pytest.FixtureRequest) -> ThreadedEngine:
+    return request.getfixturevalue(request.param)
 
 
 def test_many_requests_from_many_threads_all_end_right(threaded: ThreadedEngine) -> None:
@@ -154,19 +187,75 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     threaded.wait(key)
 
 
-def test_abort_during_a_step_takes_effect_after_it(threaded: ThreadedEngine) -> None:
-    threaded.runner.gate.clear()
-    key = threaded.submit(0, generate(range(10), 200))
-    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
-    threaded.engine.abort(key)
-    threaded.engine.abort(key)
-    threaded.engine.abort(RequestKey(99))
-    threaded.runner.gate.set()
-    got = threaded.wait(key)
+def test_abort_during_a_step_takes_effect_after_it(inline: ThreadedEngine) -> None:
+    inline.runner.gate.clear()
+    key = inline.submit(0, generate(range(10), 200))
+    assert inline.runner.entered.acquire(timeout=TIMEOUT_S)
+    inline.engine.abort(key)
+    inline.engine.abort(key)
+    inline.engine.abort(RequestKey(99))
+    inline.runner.gate.set()
+    got = inline.wait(key)
     assert got.finished[0].reason == "abort"
     assert len(got.tokens[0]) == 1
-    threaded.settle()
-    assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+    inline.settle()
+    assert inline.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
+def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngine) -> None:
+    beside.runner.gate.clear()
+    aborted = beside.submit(0, generate(range(10), 200))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    other = beside.submit(1, generate(range(20, 40), 5))
+    beside.engine.abort(aborted)
+    got = beside.wait(aborted)
+    assert got.finished[0].reason == "abort"
+    assert not got.tokens
+    waiting = beside.engine.call(lambda: [len(sequence.chain) for sequence in beside.scheduler.waiting])
+    assert waiting.result(TIMEOUT_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
+    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
+    assert beside.engine.health(0.0) is not None
+    beside.runner.gate.set()
+    assert beside.wait(other).tokens[0] == answer(range(20, 40), 100, 5)
+    beside.settle()
+    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
+    assert beside.allocator.find([*range(10), 1], ROOT) == 8  # what the step has computed is kept
+
+
+def test_a_choice_that_ends_while_the_prompt_is_computed_leaves_the_others_alone(beside: ThreadedEngine) -> None:
+    beside.runner.gate.clear()
+    key = beside.submit(0, generate(range(10), 6, 3))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    beside.engine.abort(key, 1)
+    beside.heard()
+    beside.runner.gate.set()
+    got = beside.wait(key)
+    assert {i: got.finished[i].reason for i in range(3)} == {0: "length", 1: "abort", 2: "length"}
+    assert got.tokens == {i: answer(range(10), 100 + i, 6) for i in (0, 2)}
+
+
+def test_nothing_of_a_step_that_raises_is_findable(beside: ThreadedEngine) -> None:
+    beside.runner.fails = lambda step: any(49 in sequence.token_ids for sequence in step.sequences)
+    beside.runner.gate.clear()
+    bad = beside.submit(0, generate([49, *range(20)], 5))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    beside.heard()  # launched without an error, which comes when it is collected
+    beside.runner.gate.set()
+    assert isinstance(beside.wait(bad).last, Failed)
+    beside.settle()
+    assert beside.allocator.find([49, *range(20)], ROOT) == 0
+    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
+def test_purge_waits_for_the_step_that_runs(beside: ThreadedEngine) -> None:
+    beside.runner.gate.clear()
+    key = beside.submit(0, generate(range(10), 5))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    purged = beside.engine.purge(Epoch("second"))
+    assert not purged.done()
+    beside.runner.gate.set()
+    purged.result(TIMEOUT_S)
+    assert beside.wait(key).tokens[0] == answer(range(10), 100, 5)
 
 
 def test_the_poisoned_request_fails_and_its_neighbours_do_not(threaded: ThreadedEngine) -> None:
@@ -207,12 +296,12 @@ def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: Th
     seen: list[int] = []
 
     class OneToken(ArithmeticRunner):
-        def run(self, step: Step) -> list[SequenceResult]:
+        def compute(self, step: Step) -> list[SequenceResult]:
             seen.extend(slot for sequence in step.sequences for slot in sequence.slots)
             assert threaded.allocator.num_free_blocks == max(0, free - 1)
             return []
 
-    threaded.engine._parts.runner.run = OneToken(NUM_BLOCKS, BLOCK_SIZE).run
+    threaded.runner.compute = OneToken(NUM_BLOCKS, BLOCK_SIZE).compute
     free = NUM_BLOCKS - 1
     threaded.engine.probe().result(TIMEOUT_S)
     assert seen[0] >= BLOCK_SIZE  # not in the null block
@@ -225,17 +314,17 @@ def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: Th
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 
-def test_a_call_given_up_before_its_turn_harms_nobody(threaded: ThreadedEngine) -> None:
-    threaded.runner.gate.clear()
-    key = threaded.submit(0, generate([1, 2, 3], 1))
-    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+def test_a_call_given_up_before_its_turn_harms_nobody(inline: ThreadedEngine) -> None:
+    inline.runner.gate.clear()
+    key = inline.submit(0, generate([1, 2, 3], 1))
+    assert inline.runner.entered.acquire(timeout=TIMEOUT_S)
     called: list[int] = []
-    assert threaded.engine.call(lambda: called.append(1)).cancel()
-    threaded.runner.gate.set()
-    threaded.wait(key)
-    threaded.settle()
+    assert inline.engine.call(lambda: called.append(1)).cancel()
+    inline.runner.gate.set()
+    inline.wait(key)
+    inline.settle()
     assert not called
-    assert threaded.deaths.empty()
+    assert inline.deaths.empty()
 
 
 def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: ThreadedEngine) -> None:
@@ -276,6 +365,7 @@ def test_failing_all_ends_every_request(threaded: ThreadedEngine) -> None:
     threaded.runner.gate.set()
     done.result(TIMEOUT_S)
     assert all(threaded.wait(key).last == Failed("draining", "stop", retryable=True) for key in keys)
+    threaded.settle()
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 

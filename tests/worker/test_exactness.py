@@ -12,6 +12,7 @@ from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
+from worker.step import Done
 
 BLOCK_SIZE = 4
 SHARED = [i * 7 % 99 for i in range(40)]
@@ -102,15 +103,15 @@ def test_resumed_anywhere(model: LoadedModel, alone) -> None:
 
 def test_a_failed_step_is_not_seen_in_any_token(model: LoadedModel, alone, monkeypatch: pytest.MonkeyPatch) -> None:
     flaky = engine(model)
-    forward, calls = flaky.runner.run, iter(range(10_000))
+    launch, calls = flaky.runner.launch, iter(range(10_000))
 
     def run_or_raise(step):
-        results = forward(step)  # the KV is written, and the step fails after it
+        results = launch(step).collect()  # the KV is written, and the step fails after it
         if next(calls) % 5 == 2 and len(step.sequences) > 1:
             raise RuntimeError("the step fails")
         return results
 
-    monkeypatch.setattr(type(flaky.runner), "run", lambda self, step: run_or_raise(step))
+    monkeypatch.setattr(type(flaky.runner), "launch", lambda self, step: Done(run_or_raise(step)))
     assert run(flaky, [wire for wire in REQUESTS if len(wire.choices) == 1]) == [
         tokens for wire, tokens in zip(REQUESTS, alone, strict=True) if len(wire.choices) == 1
     ]

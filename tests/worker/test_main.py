@@ -36,12 +36,12 @@ LOSES_ITS_DEVICE = """
 import itertools, sys
 from worker.main import main
 from worker.runner.model_runner import ModelRunner
-run, count = ModelRunner.run, itertools.count()
+launch, count = ModelRunner.launch, itertools.count()
 def lost(self, step):
     if next(count) > 12:
         raise RuntimeError("device lost")
-    return run(self, step)
-ModelRunner.run = lost
+    return launch(self, step)
+ModelRunner.launch = lost
 sys.exit(main(sys.argv[1:]))
 """
 HANGS = LOSES_ITS_DEVICE.replace('raise RuntimeError("device lost")', "__import__('time').sleep(600)")

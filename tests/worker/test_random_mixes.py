@@ -1,7 +1,8 @@
 """Random mixes of requests over the real scheduler, allocators and runner: each gives the tokens that it gives alone.
 
 The tokens of a request alone, with a cold cache and in one chunk, are what it is compared with. A mix draws who comes
-when, who is aborted, how large pool, batch and chunks are, and when the cache is forgotten; it runs cold and then warm.
+when, who is aborted, how large pool, batch and chunks are, when the cache is forgotten, and whether all this happens
+between steps or while they run; it runs cold and then warm.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.factory import PREFIX_CACHES, PrefixCache
+from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
+from worker.runner.stream import Stream
 from worker.wire import GenerateRequest
 
 BLOCK_SIZE = 4
@@ -59,6 +62,7 @@ class Mix:
     num_lone_tokens: int | None
     watermark: float
     forget_at: int | None
+    in_flight: bool
 
 
 mixes = st.builds(
@@ -79,6 +83,7 @@ mixes = st.builds(
     num_lone_tokens=st.none() | st.just(600),
     watermark=st.sampled_from([0.0, 0.1]),
     forget_at=st.none() | st.integers(1, 20),
+    in_flight=st.booleans(),
 )
 
 
@@ -92,8 +97,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     torch.set_num_threads(num_threads)
 
 
-def make_engine(model: LoadedModel, num_blocks: int, prefix_cache: PrefixCache, **limits) -> HandEngine:
-    runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
+def make_engine(
+    model: LoadedModel, num_blocks: int, prefix_cache: PrefixCache, stream: Stream | None = None, **limits
+) -> HandEngine:
+    runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=(), stream=stream)
     return HandEngine(num_blocks, BLOCK_SIZE, runner=runner, prefix_cache=prefix_cache, max_model_len=256, **limits)
 
 
@@ -112,17 +119,22 @@ def alone(model: LoadedModel):
 def run(engine: HandEngine, mix: Mix, alone) -> None:
     left = sorted(mix.arrivals, key=lambda arrival: arrival.step)
     live, step = [], 0
-    while left or engine.scheduler.has_work:
+
+    def come_and_go() -> None:
         while left and left[0].step <= step:
             arrival = left.pop(0)
             live.append((arrival, step, engine.submit(REQUESTS[arrival.request])))
         for arrival, since, request in live:
             if arrival.abort_after is not None and step - since == arrival.abort_after:
                 engine.abort(request)
+
+    while left or engine.scheduler.has_work:
+        if not mix.in_flight:
+            come_and_go()
         if step == mix.forget_at:
             engine.scheduler.preempt_all()
             assert engine.allocator.reset()
-        engine.step()
+        engine.step(come_and_go if mix.in_flight else lambda: None)
         step += 1
         assert step < 2000
     engine.finish()
@@ -139,6 +151,7 @@ def check(model: LoadedModel, alone, prefix_cache: PrefixCache, mix: Mix) -> Non
         model,
         mix.num_blocks,
         prefix_cache,
+        LateStream() if mix.in_flight else None,
         max_num_seqs=mix.max_num_seqs,
         max_num_batched_tokens=mix.num_tokens,
         max_lone_prefill_tokens=lone,

@@ -96,7 +96,7 @@ class DecodeGraphs:
         columns = [(sequence.token_ids[0], sequence.start, sequence.slots[0]) for sequence in sequences]
         staged = self._staging[:, :num_rows].zero_()
         staged[:, : len(columns)] = torch.tensor(columns, dtype=torch.int64).T
-        recording.inputs.copy_(staged)
+        recording.inputs.copy_(staged, non_blocking=True)  # `staged` is filled again when the step has been collected
         spans = [Span(sequence.start, 1, sequence.block_table) for sequence in sequences]
         self._attention.refill(recording.plan, spans)
         return recording.replay()[: len(sequences)]

@@ -1,9 +1,15 @@
-"""Runs steps: block copies, one forward over all sequences, logits where they are needed, and the draws."""
+"""Runs steps: block copies, one forward over all sequences, logits where they are needed, and the draws.
+
+launch:   inputs -> model -> logits -> draws -> to the host     queued on the device, no result is looked at
+collect:  wait -> check -> one result a sequence
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -15,11 +21,12 @@ from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder
+from worker.runner.stream import Stream, stream_of
 from worker.sampling.errors import NonFiniteLogits
-from worker.sampling.logprobs import token_logprobs
-from worker.sampling.sampler import sample
-from worker.step import Draw, Drawn, SequenceResult, SequenceStep, Step
-from worker.wire import TokenLogprobs
+from worker.sampling.logprobs import LogprobRows, token_logprobs
+from worker.sampling.sampler import DrawnTokens, draw_tokens
+from worker.step import Launch, SequenceResult, SequenceStep, Step
+from worker.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +37,22 @@ _LOGPROB_ROWS: Final = 256
 class ModelRunner:
     """A `worker.step.Runner` over one decoder and one KV pool."""
 
-    __slots__ = ("_attention", "_cache", "_decoder", "_device", "_eos_token_ids", "_graphs", "numerics")
+    __slots__ = ("_attention", "_cache", "_decoder", "_device", "_eos_token_ids", "_graphs", "_stream", "numerics")
 
-    def __init__(self, model: LoadedModel, *, num_blocks: int, block_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks."""
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        eos_token_ids: Sequence[int],
+        stream: Stream | None = None,
+    ) -> None:
+        """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks. Steps are
+        queued on `stream` if it is given, else as the device does it."""
         self._decoder = model.decoder
         self._device = model.device
+        self._stream = stream or stream_of(model.device)
         self._eos_token_ids = tuple(eos_token_ids)
         shape = model.config.attention
         self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
@@ -47,44 +64,47 @@ class ModelRunner:
     def cache(self) -> KVCache:
         return self._cache
 
-    @torch.inference_mode()
+    @property
+    def overlaps(self) -> bool:
+        return self._stream.overlaps
+
+    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
+        """Results: one per sequence of the step, in its order. To collect them may raise SamplingError."""
+        return _StepLaunch(self._cache, step, self._stream.enqueue(partial(self._compute, step)))
+
     def run(self, step: Step) -> list[SequenceResult]:
-        """One result per sequence of the step, in its order. Raises SamplingError."""
+        return self.launch(step).collect()
+
+    @torch.inference_mode()
+    def _compute(self, step: Step) -> _Outputs:
         self._cache.copy_blocks(step.copies)
         if not step.sequences:
-            return []
-        if (results := self._replay(step.sequences)) is not None:
-            return results
+            return _Outputs((), None, ())
+        if (drawn := self._replay(step.sequences)) is not None:
+            places = [(place, sequence) for place, sequence in enumerate(step.sequences)]
+            return _Outputs(places, drawn.to_host(), [()] * len(places))
         batch = build_batch(step, self._attention, self._device, self._cache.block_size)
         hidden = self._decoder.forward(batch.forward, self._attention)
         drawn = self._draw(batch, hidden)
-        results = [SequenceResult()] * len(batch.sequences)
-        for sequence, tokens in zip(batch.sequences, drawn, strict=True):
-            results[sequence.index] = SequenceResult(tokens, self._prompt_logprobs(sequence, hidden))
-        return results
+        return _Outputs(
+            [(sequence.index, sequence.step) for sequence in batch.sequences],
+            None if drawn is None else drawn.to_host(),
+            [self._prompt_logprobs(sequence, hidden) for sequence in batch.sequences],
+        )
 
-    def _draw(self, batch: Batch, hidden: Tensor) -> list[tuple[Drawn, ...]]:
+    def _draw(self, batch: Batch, hidden: Tensor) -> DrawnTokens | None:
         """The draws of each sequence, from the logits of its last token."""
         drawing = [sequence for sequence in batch.sequences if sequence.step.draws]
         if not drawing:
-            return [()] * len(batch.sequences)
+            return None
         if len(drawing) < len(hidden):
-            hidden = hidden[torch.tensor([sequence.stop - 1 for sequence in drawing], device=self._device)]
+            hidden = hidden[to_device([sequence.stop - 1 for sequence in drawing], torch.int64, self._device)]
         logits = self._decoder.logits(hidden)
         draws = [draw for sequence in drawing for draw in sequence.step.draws]
         if len(draws) > len(drawing):
-            repeats = torch.tensor([len(sequence.step.draws) for sequence in drawing], device=self._device)
-            logits = logits.repeat_interleave(repeats, dim=0)
-        tokens = iter(self._sample(logits, draws, [sequence.step for sequence in batch.sequences]))
-        return [tuple(next(tokens) for _ in sequence.step.draws) for sequence in batch.sequences]
-
-    def _sample(self, logits: Tensor, draws: Sequence[Draw], sequences: Sequence[SequenceStep]) -> list[Drawn]:
-        try:
-            return sample(logits, draws, self._eos_token_ids)
-        except NonFiniteLogits:
-            for sequence in sequences:
-                self._cache.scrub(sequence.block_table)
-            raise
+            rows = [row for row, sequence in enumerate(drawing) for _ in sequence.step.draws]
+            logits = logits[to_device(rows, torch.int64, self._device)]
+        return draw_tokens(logits, draws, self._eos_token_ids)
 
     def _record(self, model: LoadedModel, max_model_len: int) -> DecodeGraphs | None:
         """Decodes of our own models on a GPU; others may do on the host what a recording would not repeat."""
@@ -106,23 +126,62 @@ class ModelRunner:
             logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
             return None
 
-    def _replay(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult] | None:
+    def _replay(self, sequences: Sequence[SequenceStep]) -> DrawnTokens | None:
         """A step of decodes alone through its recording; None: it has to be run."""
         if self._graphs is None or any(len(s.draws) != 1 or s.num_prompt_logprobs is not None for s in sequences):
             return None
         if (logits := self._graphs.logits(sequences)) is None:
             return None
-        drawn = self._sample(logits, [sequence.draws[0] for sequence in sequences], sequences)
-        return [SequenceResult((token,)) for token in drawn]
+        return draw_tokens(logits, [sequence.draws[0] for sequence in sequences], self._eos_token_ids)
 
-    def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> Sequence[LogprobRows]:
         num_top = sequence.step.num_prompt_logprobs
         if num_top is None:
             return ()
         next_ids, first = sequence.step.next_token_ids, sequence.first
-        found: list[TokenLogprobs] = []
+        found: list[LogprobRows] = []
         for start in range(0, len(next_ids), _LOGPROB_ROWS):
             ids = next_ids[start : start + _LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[first + start : first + start + len(ids)])
-            found += token_logprobs(logits, ids, [num_top] * len(ids))
-        return tuple(found)
+            rows = token_logprobs(logits, to_device(ids, torch.int64, self._device), [num_top] * len(ids))
+            found.append(rows.to_host())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a step leaves on the host, in the order of the batch."""
+
+    sequences: Sequence[tuple[int, SequenceStep]]
+    """Each with its place in the step."""
+    drawn: DrawnTokens | None
+    prompt_logprobs: Sequence[Sequence[LogprobRows]]
+
+    def results(self) -> list[SequenceResult]:
+        tokens = iter(() if self.drawn is None else self.drawn.tokens())
+        results = [SequenceResult()] * len(self.sequences)
+        for (place, sequence), logprobs in zip(self.sequences, self.prompt_logprobs, strict=True):
+            drawn = tuple(next(tokens) for _ in sequence.draws)
+            results[place] = SequenceResult(drawn, tuple(token for rows in logprobs for token in rows.rows()))
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class _StepLaunch:
+    """A `worker.step.Launch` of a step over a pool."""
+
+    cache: KVCache
+    step: Step
+    work: Launch[_Outputs]
+
+    def is_done(self) -> bool:
+        return self.work.is_done()
+
+    def collect(self) -> list[SequenceResult]:
+        outputs = self.work.collect()
+        try:
+            return outputs.results()
+        except NonFiniteLogits:
+            for sequence in self.step.sequences:
+                self.cache.scrub(sequence.block_table)
+            raise

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.step import Draw
+from worker.transfer import to_device
 
 _FORBIDDEN = float("-inf")
 
@@ -30,7 +31,7 @@ def constrain(row: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> None:
     """
     params = draw.params
     if draw.allowed is not None:
-        row.masked_fill_(~_unpack(draw.allowed, len(row)).to(row.device), _FORBIDDEN)
+        row.masked_fill_(~to_device(_unpack(draw.allowed, len(row)), torch.bool, row.device), _FORBIDDEN)
     if params.allowed_token_ids is not None:
         hidden = torch.ones_like(row, dtype=torch.bool)
         hidden[_in_vocabulary(params.allowed_token_ids, row)] = False
@@ -41,8 +42,7 @@ def constrain(row: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> None:
         stops = _in_vocabulary((*eos_token_ids, *params.stop_token_ids), row)
         kept = row[stops]
         row[stops] = _FORBIDDEN
-        if not bool(row.isfinite().any()):
-            row[stops] = kept
+        row[stops] = torch.where(row.isfinite().any(), _FORBIDDEN, kept)
 
 
 def _unpack(words: object, vocab_size: int) -> Tensor:
@@ -63,4 +63,4 @@ def _completions(bad_words: Sequence[Sequence[int]], output_ids: Sequence[int]) 
 
 def _in_vocabulary(token_ids: Sequence[int], row: Tensor) -> Tensor:
     valid = sorted({token_id for token_id in token_ids if 0 <= token_id < len(row)})
-    return torch.tensor(valid, dtype=torch.int64, device=row.device)
+    return to_device(valid, torch.int64, row.device)

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from worker.transfer import to_host
 from worker.wire import TokenLogprobs
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """For row i of (rows, vocab_size) logits: the logprob of token_ids[i] and the num_top[i] best, best first."""
-    if not token_ids:
-        return []
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """The logprobs of some tokens, still tensors."""
+
+    chosen: Tensor
+    """(rows,)"""
+    values: Tensor
+    """(rows, most that any row asks for), best first"""
+    ids: Tensor
+    """The tokens of `values`."""
+    num_top: Sequence[int]
+
+    def to_host(self) -> LogprobRows:
+        """Not to be read before the device is done with what is queued now."""
+        return LogprobRows(to_host(self.chosen), to_host(self.values), to_host(self.ids), self.num_top)
+
+    def rows(self) -> list[TokenLogprobs]:
+        """Of tensors on the host."""
+        ids, values = self.ids.tolist(), self.values.tolist()
+        return [
+            TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+            for row, (value, count) in enumerate(zip(self.chosen.tolist(), self.num_top, strict=True))
+        ]
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LogprobRows:
+    """For row i of (rows, vocab_size) logits: the logprob of token_ids[i] and the num_top[i] best.
+
+    Nothing in it waits for the device.
+    """
     logprobs = logits.float().log_softmax(dim=-1)
-    index = torch.tensor(token_ids, device=logits.device)[:, None]
-    chosen = logprobs.gather(1, index).squeeze(1).tolist()
-    most = min(max(num_top), logits.shape[1])
-    if most == 0:
-        return [TokenLogprobs(value) for value in chosen]
-    values, ids = (best.tolist() for best in logprobs.topk(most, dim=-1))
-    return [
-        TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
-        for row, (value, count) in enumerate(zip(chosen, num_top, strict=True))
-    ]
+    chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
+    most = min(max(num_top, default=0), logits.shape[1])
+    best = logprobs.topk(most, dim=-1)
+    return LogprobRows(chosen, best.values, best.indices, num_top)

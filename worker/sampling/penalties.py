@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from worker.step import Draw
+from worker.transfer import to_device
 
 
 def is_penalised(draw: Draw) -> bool:
@@ -40,5 +41,5 @@ def _unique(token_ids: object, row: Tensor) -> tuple[Tensor, Tensor]:
     """Distinct ids within the vocabulary, int64, and how often each occurs, float32."""
     ids, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
     inside = (ids >= 0) & (ids < len(row))
-    seen = torch.from_numpy(ids[inside]).to(row.device)
-    return seen, torch.from_numpy(counts[inside].astype(np.float32)).to(row.device)
+    seen, often = torch.from_numpy(ids[inside]), torch.from_numpy(counts[inside])
+    return to_device(seen, torch.int64, row.device), to_device(often, torch.float32, row.device)

@@ -6,11 +6,15 @@
 
 The distribution function runs in the order of token ids, not of probabilities: rounding that swaps two nearly equal
 tokens then moves no boundary by more than their difference. A row's result does not depend on the other rows.
+
+All of it is queued on the device of the logits, and nothing here looks at a result: whether there was a token to draw
+is found out by who reads the tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,40 +22,69 @@ from torch import Tensor
 
 from worker.sampling.constraints import constrain, is_constrained
 from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
-from worker.sampling.logprobs import token_logprobs
+from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.penalties import is_penalised, penalise
 from worker.sampling.randomness import uniform
 from worker.sampling.truncation import truncate
 from worker.step import Draw, Drawn
-from worker.wire import TokenLogprobs
+from worker.transfer import to_device, to_host
 
 _MIN_TEMPERATURE: Final = 1e-5
 """Below it a draw is greedy in effect, and dividing by less would overflow."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[Drawn]:
-    """Draw from row i of (len(draws), vocab_size) float32 logits as draws[i] says. The logits stay as they are.
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """What was drawn, still tensors."""
 
-    Raises NonFiniteLogits when the model's output is not a number, NoTokenLeft when a draw forbids every token.
-    """
-    best = _best(logits)
+    token_ids: Tensor
+    """(rows,)"""
+    highest: tuple[Tensor, ...]
+    """(rows,) each: the best logit as the model gives it and, if that is not all, as constraints and penalties leave
+    it. Where it is not finite there was nothing to draw."""
+    logprobs: LogprobRows | None
+    logprob_rows: Sequence[int]
+    """The rows that `logprobs` belongs to."""
+
+    def to_host(self) -> DrawnTokens:
+        """Not to be read before the device is done with what is queued now."""
+        logprobs = None if self.logprobs is None else self.logprobs.to_host()
+        return DrawnTokens(to_host(self.token_ids), tuple(map(to_host, self.highest)), logprobs, self.logprob_rows)
+
+    def tokens(self) -> list[Drawn]:
+        """Of tensors on the host. Raises NonFiniteLogits when the model's output is not a number, NoTokenLeft when a
+        draw forbids every token."""
+        for highest in self.highest:
+            _check(highest)
+        found = [] if self.logprobs is None else self.logprobs.rows()
+        logprobs = dict(zip(self.logprob_rows, found, strict=True))
+        return [Drawn(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> DrawnTokens:
+    """Draw from row i of (len(draws), vocab_size) float32 logits as draws[i] says. The logits stay as they are."""
+    token_ids, highest = _best(logits)
+    found = [highest]
     adjusted, rows = logits, _adjusted_rows(draws)
     if rows:
         adjusted = _adjust(logits, draws, rows, eos_token_ids)
-        best = _best(adjusted)
-    token_ids: list[int] = best.tolist()
+        token_ids, highest = _best(adjusted)
+        found.append(highest)
     if sampled := [row for row, draw in enumerate(draws) if not draw.params.greedy]:
-        for row, token_id in zip(sampled, _sample_rows(adjusted, draws, sampled), strict=True):
-            token_ids[row] = token_id
-    logprobs = _logprobs(logits, draws, token_ids)
-    return [Drawn(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+        token_ids[to_device(sampled, torch.int64, logits.device)] = _sample_rows(adjusted, draws, sampled)
+    rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    return DrawnTokens(token_ids, tuple(found), _logprobs(logits, draws, rows, token_ids), rows)
 
 
-def _best(logits: Tensor) -> Tensor:
-    """(rows,) the most likely token of each row, checked: NaN and +inf win every comparison, -inf none."""
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows,) the most likely token of each row, and its logit: NaN and +inf win every comparison, -inf none."""
     # numpy's search is vectorised where torch's is not: 4 times as fast over a vocabulary, and NaN wins in both.
-    best = logits.argmax(dim=-1) if logits.is_cuda else torch.from_numpy(logits.numpy().argmax(axis=-1))
-    highest = logits.gather(1, best[:, None]).squeeze(1)
+    on_host = logits.device.type == "cpu"
+    best = torch.from_numpy(logits.numpy().argmax(axis=-1)) if on_host else logits.argmax(dim=-1)
+    return best, logits.gather(1, best[:, None]).squeeze(1)
+
+
+def _check(highest: Tensor) -> None:
     if not bool(highest.isfinite().all()):
         values = highest.tolist()
         empty = [row for row, value in enumerate(values) if value == float("-inf")]
@@ -59,7 +92,6 @@ def _best(logits: Tensor) -> Tensor:
             raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw", empty)
         broken = [row for row, value in enumerate(values) if value != value or value == float("inf")]
         raise NonFiniteLogits("the model's logits are not finite", broken)
-    return best
 
 
 def _adjusted_rows(draws: Sequence[Draw]) -> list[int]:
@@ -77,23 +109,21 @@ def _adjust(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], eos_toke
     return adjusted
 
 
-def _sample_rows(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[int]:
-    params = [draws[row].params for row in rows]
-    temperatures = torch.tensor([max(p.temperature, _MIN_TEMPERATURE) for p in params], device=logits.device)
-    scaled = logits[torch.tensor(rows, device=logits.device)] / temperatures[:, None]
+def _sample_rows(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> Tensor:
+    device, params = logits.device, [draws[row].params for row in rows]
+    temperatures = to_device([max(p.temperature, _MIN_TEMPERATURE) for p in params], torch.float32, device)
+    scaled = logits[to_device(rows, torch.int64, device)] / temperatures[:, None]
     truncate(scaled, params)
-    uniforms = torch.tensor([uniform(draws[row].seed, draws[row].position) for row in rows], dtype=torch.float64)
+    uniforms = [uniform(draws[row].seed, draws[row].position) for row in rows]
     cumulated = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = uniforms.to(logits.device)[:, None] * cumulated[:, -1:]
+    targets = to_device(uniforms, torch.float64, device)[:, None] * cumulated[:, -1:]
     # right=True: the first token whose cumulated share exceeds the target, so never one of probability 0.
-    drawn: list[int] = torch.searchsorted(cumulated, targets, right=True).squeeze(1).tolist()
-    return drawn
+    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    return drawn.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not numbers
 
 
-def _logprobs(logits: Tensor, draws: Sequence[Draw], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    rows = {row: draw.params.logprobs for row, draw in enumerate(draws) if draw.params.logprobs is not None}
+def _logprobs(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], token_ids: Tensor) -> LogprobRows | None:
     if not rows:
-        return {}
-    index = torch.tensor(list(rows), device=logits.device)
-    found = token_logprobs(logits[index], [token_ids[row] for row in rows], list(rows.values()))
-    return dict(zip(rows, found, strict=True))
+        return None
+    index = to_device(rows, torch.int64, logits.device)
+    return token_logprobs(logits[index], token_ids[index], [draws[row].params.logprobs or 0 for row in rows])

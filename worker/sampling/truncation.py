@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from worker.transfer import to_device
 from worker.wire import SamplingParams
 
 _DROPPED: Final = float("-inf")
 _NUCLEUS_CANDIDATES: Final = 1024
-"""Nuclei are nearly always smaller than this, and a partial sort of the vocabulary is several times cheaper."""
+"""Nuclei are nearly always smaller than this, and a CPU sorts a part of the vocabulary several times as fast."""
 
 
 def truncate(logits: Tensor, params: Sequence[SamplingParams]) -> None:
     """Apply every truncation that row i's params ask for to row i."""
     vocab_size = logits.shape[1]
-    _on_rows(logits, [p.top_k if 0 < p.top_k < vocab_size else None for p in params], _top_k)
+    ranks = [p.top_k if 0 < p.top_k < vocab_size else None for p in params]
+    _on_rows(logits, ranks, partial(_top_k, most=max((rank for rank in ranks if rank is not None), default=0)))
     _on_rows(logits, [p.top_p if p.top_p < 1 else None for p in params], _top_p)
     _on_rows(logits, [p.min_p if p.min_p > 0 else None for p in params], _min_p)
     _on_rows(logits, [p.typical_p if p.typical_p < 1 else None for p in params], _typical)
@@ -34,28 +37,36 @@ def _on_rows(logits: Tensor, values: Sequence[float | None], keep_at_least: Call
     rows = [row for row, value in enumerate(values) if value is not None]
     if not rows:
         return
-    limits = torch.tensor([values[row] for row in rows], dtype=torch.float32, device=logits.device)
+    limits = to_device([value for value in values if value is not None], torch.float32, logits.device)
     if len(rows) == len(values):
         logits.masked_fill_(~keep_at_least(logits, limits), _DROPPED)
         return
-    index = torch.tensor(rows, device=logits.device)
+    index = to_device(rows, torch.int64, logits.device)
     chosen = logits[index]
     logits[index] = chosen.masked_fill_(~keep_at_least(chosen, limits), _DROPPED)
 
 
-def _top_k(logits: Tensor, limits: Tensor) -> Tensor:
-    ranks = limits.long()
-    best = logits.topk(int(ranks.max()), dim=-1).values
-    return logits >= best.gather(1, ranks[:, None] - 1)
+def _top_k(logits: Tensor, limits: Tensor, most: int) -> Tensor:
+    """`most` is the highest of the limits."""
+    best = logits.topk(most, dim=-1).values
+    return logits >= best.gather(1, limits.long()[:, None] - 1)
 
 
 def _top_p(logits: Tensor, limits: Tensor) -> Tensor:
     """The fewest tokens that hold a share p together. Source: nucleus sampling, arXiv 1904.09751."""
     probabilities = logits.softmax(dim=-1)
-    best = probabilities.topk(min(_NUCLEUS_CANDIDATES, logits.shape[1]), dim=-1).values
-    if bool((best.sum(dim=-1) < limits).any()):
-        best = probabilities.sort(dim=-1, descending=True).values
+    best = _likeliest(probabilities, limits)
     return probabilities >= _last_needed(best, best, limits)
+
+
+def _likeliest(probabilities: Tensor, limits: Tensor) -> Tensor:
+    """The best of each row, in order, as many as every row's nucleus needs. How many that is, a device would have to be
+    waited for to tell."""
+    if probabilities.device.type == "cpu":
+        best = probabilities.topk(min(_NUCLEUS_CANDIDATES, probabilities.shape[1]), dim=-1).values
+        if bool((best.sum(dim=-1) >= limits).all()):
+            return best
+    return probabilities.sort(dim=-1, descending=True).values
 
 
 def _min_p(logits: Tensor, limits: Tensor) -> Tensor:

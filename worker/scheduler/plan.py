@@ -28,28 +28,26 @@ class PlannedChunk:
     start: int
     stop: int
     is_prefill: bool
+    drawing: tuple[Choice, ...] = ()
+    """The choices that get a token, set with the step: some may end while it runs."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
 
-    @property
-    def draws(self) -> list[Choice]:
-        """The choices that get a token: all of the sequence when the chunk reaches its end, else none."""
-        if self.stop < len(self.sequence.token_ids) or self.sequence.request.wire.sampling.max_tokens == 0:
-            return []
-        return self.sequence.choices
-
     def sequence_step(self) -> SequenceStep:
+        """All choices of the sequence draw when the chunk reaches its end, else none."""
         sequence = self.sequence
         assert sequence.allocation is not None
+        at_end = self.stop == len(sequence.token_ids) and sequence.request.wire.sampling.max_tokens > 0
+        self.drawing = tuple(sequence.choices) if at_end else ()
         num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
         return SequenceStep(
             token_ids=sequence.token_ids[self.start : self.stop],
             start=self.start,
             block_table=sequence.allocation.block_table,
             slots=sequence.allocation.slots(self.start, self.stop),
-            draws=tuple(_draw(sequence, choice) for choice in self.draws),
+            draws=tuple(_draw(sequence, choice) for choice in self.drawing),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
         )
@@ -99,8 +97,9 @@ class Plan:
         return Step([chunk.sequence_step() for chunk in self.chunks.values()], self.copies)
 
     def by_request(self) -> list[Plan]:
-        """The same work in one plan a request, without the copies."""
+        """The work that is still wanted in one plan a request, without the copies."""
         parts: dict[Request, Plan] = {}
         for sequence, chunk in self.chunks.items():
-            parts.setdefault(sequence.request, Plan()).chunks[sequence] = chunk
+            if sequence.allocation is not None:
+                parts.setdefault(sequence.request, Plan()).chunks[sequence] = chunk
         return list(parts.values())

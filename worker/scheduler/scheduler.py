@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -37,8 +37,9 @@ MAX_COMPARED: Final = 128
 class Scheduler:
     """Owner of every request and, through the allocator, of every block. Used by one thread.
 
-    Call in turn: `submit` and `abort` at will, then `schedule`, run the plan's step, then `update`. When the step
-    raises, nothing has happened: run the parts of `retries` one by one, and `fail` the requests whose part raises.
+    Call in turn: `schedule`, run the plan's step, then `update`. When the step raises, nothing has happened: run the
+    parts of `retries` one by one, and `fail` the requests whose part raises. `submit`, `abort` and `fail` come at any
+    time, also while a step runs: what it reads and writes is given back when it has ended.
     """
 
     def __init__(self, allocator: Allocator, limits: BatchLimits, eos_token_ids: Iterable[int]) -> None:
@@ -50,6 +51,10 @@ class Scheduler:
         self._admission = Admission(allocator, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._owed_copies: list[BlockCopy] = []
+        self._in_flight: Mapping[TokenSequence, PlannedChunk] = {}
+        """What runs now: between `schedule` and `update` or `retries`."""
+        self._adrift: set[TokenSequence] = set()
+        """Sequences in flight that have ended; they hold their blocks until the step has."""
         self._shares = FairShare()
         self._next_expiry_s = math.inf
 
@@ -104,7 +109,9 @@ class Scheduler:
         return emissions
 
     def preempt_all(self) -> None:
-        """Give back every block, as for a reset of the cache; everything is computed again afterwards."""
+        """Give back every block, as for a reset of the cache; everything is computed again afterwards. Not while a step
+        runs."""
+        assert not self._in_flight, "a step runs"
         for sequence in self.running:
             self._preempt(sequence)
 
@@ -125,11 +132,15 @@ class Scheduler:
         self._note_newcomers(plan, newcomers, now_s)
         self._owed_copies += self.allocator.take_copies()
         plan.copies = self._owed_copies.copy()
+        self._in_flight = plan.chunks
         return plan if plan.chunks else None
 
     def retries(self, plan: Plan) -> Iterable[Plan]:
         """After the plan's step has raised: the same work, request by request. A part that returns is to be updated
         before the next is taken; requests whose part raises are to be failed when all have been run."""
+        self._in_flight = {}
+        while self._adrift:
+            self._release(self._adrift.pop())
         for part in plan.by_request():
             part.copies = self._owed_copies.copy()
             yield part
@@ -137,6 +148,7 @@ class Scheduler:
     def update(self, plan: Plan, results: Sequence[SequenceResult], now_s: float) -> list[Emission]:
         """The plan's step has returned: commit its blocks, append what was drawn, end what has ended."""
         self._owed_copies.clear()
+        self._in_flight = {}
         emissions: list[Emission] = []
         for chunk, result in zip(plan.chunks.values(), results, strict=True):
             emissions += self._update_chunk(chunk, result, now_s)
@@ -257,13 +269,15 @@ class Scheduler:
     def _update_chunk(self, chunk: PlannedChunk, result: SequenceResult, now_s: float) -> list[Emission]:
         sequence = chunk.sequence
         request = sequence.request
-        if request.key not in self.requests:  # failed while an earlier sequence of it was updated
+        if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
             return []
-        assert sequence.allocation is not None
-        draws = chunk.draws
-        self._shares.charge(request.wire.tenant, chunk.num_tokens, len(draws))
+        self._shares.charge(request.wire.tenant, chunk.num_tokens, len(chunk.drawing))
         sequence.num_computed = chunk.stop
         sequence.allocation.commit(sequence.token_ids, chunk.stop)
+        if sequence in self._adrift:
+            self._adrift.remove(sequence)
+            self._release(sequence)
+            return []
         emissions = []
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += result.prompt_logprobs
@@ -272,19 +286,19 @@ class Scheduler:
         if chunk.stop == len(sequence.token_ids):
             if request.first_token_s is None:
                 request.first_token_s = now_s
-            if draws:
-                emissions += self._append_drawn(sequence, result.drawn)
+            if chunk.drawing:
+                emissions += self._append_drawn(sequence, dict(zip(chunk.drawing, result.drawn, strict=True)))
             else:  # max_tokens 0: the prompt was all
                 for choice in sequence.choices.copy():
                     emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, "length"))))
         return emissions + self._end_if_finished(request, now_s)
 
-    def _append_drawn(self, sequence: TokenSequence, drawn: Sequence[Drawn]) -> list[Emission]:
+    def _append_drawn(self, sequence: TokenSequence, drawn: Mapping[Choice, Drawn]) -> list[Emission]:
         request = sequence.request
         emissions: list[Emission] = []
-        branches = self._fork(sequence)
-        for branch, token in zip(branches, drawn, strict=True):
+        for branch in self._fork(sequence):
             choice = branch.choices[0]
+            token = drawn[choice]
             try:
                 emissions.append(Emission(request.key, append(choice, token)))
             except Exception as error:
@@ -324,7 +338,10 @@ class Scheduler:
 
     def _drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is."""
-        self._release(sequence)
+        if sequence in self._in_flight:
+            self._adrift.add(sequence)
+        else:
+            self._release(sequence)
         sequence.request.sequences.remove(sequence)
         holder = self.running if sequence in self.running else self.waiting
         holder.remove(sequence)

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from worker.sampling import truncation
 from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.randomness import uniform
-from worker.sampling.sampler import sample
+from worker.sampling.sampler import draw_tokens
 from worker.sampling.truncation import truncate
-from worker.step import Draw
+from worker.step import Draw, Drawn
 from worker.wire import SamplingParams
 
 EOS = (2,)
@@ -28,6 +29,10 @@ VOCAB = 50
 def draw(seed: int = 0, position: int = 0, *, allowed: object = None, **params: Any) -> Draw:
     prompt, output = params.pop("prompt", ()), params.pop("output", ())
     return Draw(SamplingParams(max_tokens=16, **params), seed, position, prompt, output, allowed)
+
+
+def sample(logits: Tensor, draws: list[Draw], eos_token_ids: tuple[int, ...]) -> list[Drawn]:
+    return draw_tokens(logits, draws, eos_token_ids).tokens()
 
 
 def token(logits: Tensor, one: Draw) -> int:
@@ -92,6 +97,31 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits[[7, 31]] = 0.0
     drawn = sample(logits.expand(500, -1), [draw(1, position) for position in range(500)], EOS)
     assert set(Counter(one.token_id for one in drawn)) == {7, 31}
+
+
+def test_drawing_never_looks_at_a_result() -> None:
+    """Tensors without data cannot be looked at: on a device, that would be to wait for it."""
+    draws = [
+        draw(temperature=0.0, logprobs=3),
+        draw(temperature=0.7, top_k=3, logprobs=0),
+        draw(top_p=0.9, min_p=0.1, typical_p=0.5, bad_words=((5,), (1, 6)), output=(1,)),
+        draw(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((3, 5.0),), prompt=(1, 2), output=(3, 3)),
+        draw(min_tokens=4, allowed_token_ids=(1, 2, 3), allowed=np.full(2, -1, dtype=np.int32)),
+    ]
+    drawn = draw_tokens(random_logits(len(draws)).to("meta"), draws, EOS)
+    assert drawn.token_ids.device.type == "meta"
+    assert drawn.token_ids.shape == (len(draws),)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        drawn.tokens()
+
+
+def test_the_wide_nucleus_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, params = random_logits(40), [SamplingParams(max_tokens=1, top_p=(row + 1) / 41) for row in range(40)]
+    narrow, wide = logits.clone(), logits.clone()
+    truncate(narrow, params)
+    monkeypatch.setattr(truncation, "_NUCLEUS_CANDIDATES", 1)  # never enough: sorted whole, as on a device
+    truncate(wide, params)
+    assert torch.equal(narrow, wide)
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
@@ -268,7 +298,7 @@ class TestLogprobs:
 
     def test_given_tokens(self) -> None:
         logits = random_logits(2)
-        found = token_logprobs(logits, [4, 5], [0, 1])
+        found = token_logprobs(logits, torch.tensor([4, 5]), [0, 1]).rows()
         want = logits.log_softmax(-1)
         assert [one.logprob for one in found] == pytest.approx([float(want[0, 4]), float(want[1, 5])])
 

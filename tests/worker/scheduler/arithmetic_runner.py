@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from cache.hashing import encode_tokens
-from worker.step import Drawn, SequenceResult, SequenceStep, Step
+from worker.runner.stream import HostStream, Stream
+from worker.step import Drawn, Launch, SequenceResult, SequenceStep, Step
 from worker.wire import TokenLogprobs
 
 VOCAB = 50
@@ -34,13 +35,30 @@ def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequ
 class ArithmeticRunner:
     """`worker.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
 
-    def __init__(self, num_blocks: int, block_size: int, fails: Callable[[Step], bool] = lambda step: False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        fails: Callable[[Step], bool] = lambda step: False,
+        stream: Stream | None = None,
+    ) -> None:
+        self.stream = stream or HostStream()
         self.block_size = block_size
         self.kv = [UNWRITTEN] * (num_blocks * block_size)
         self.fails = fails
         self.steps: list[Step] = []
 
+    @property
+    def overlaps(self) -> bool:
+        return self.stream.overlaps
+
+    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
+        return self.stream.enqueue(lambda: self.compute(step))
+
     def run(self, step: Step) -> list[SequenceResult]:
+        return self.launch(step).collect()
+
+    def compute(self, step: Step) -> list[SequenceResult]:
         assert step.sequences, "an empty step"
         self.steps.append(step)
         size = self.block_size

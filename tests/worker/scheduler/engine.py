@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from cache.factory import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from worker.runner.stream import Stream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Emission, Plan
 from worker.scheduler.request import Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
-from worker.step import Runner, Step
+from worker.step import Launch, Raised, Runner, SequenceResult, Step
 from worker.wire import (
     ChoiceState,
     End,
@@ -83,6 +84,7 @@ class HandEngine:
         *,
         prefix_cache: PrefixCache = "hash",
         fails: Callable[[Step], bool] = lambda step: False,
+        stream: Stream | None = None,
         eos: Sequence[int] = (),
         runner: Runner | None = None,
         window_size: int | None = None,
@@ -90,7 +92,7 @@ class HandEngine:
     ) -> None:
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size, window_size)
         self.scheduler = Scheduler(self.allocator, BatchLimits(await_prefixes=prefix_cache != "off", **limits), eos)
-        self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails)
+        self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0
@@ -106,16 +108,20 @@ class HandEngine:
     def abort(self, request: Request, choice: int | None = None) -> None:
         self._deliver(self.scheduler.abort(request, choice, now_s=self.now_s))
 
-    def step(self) -> Plan | None:
-        """One step, retried request by request when it raises."""
+    def step(self, in_flight: Callable[[], None] = lambda: None) -> Plan | None:
+        """One step, retried request by request when it raises. `in_flight` is called while it runs."""
         self.now_s += 1
         plan = self.scheduler.schedule(self.now_s)
         self.allocator.check_integrity()
         if plan is None:
+            in_flight()
             return None
         self.num_preempted += plan.num_preempted
+        launch = self._launch(plan)
+        in_flight()
+        self.allocator.check_integrity()
         try:
-            self._run(plan)
+            self._land(plan, launch)
         except RuntimeError:
             for part in self.scheduler.retries(plan):
                 try:
@@ -139,8 +145,16 @@ class HandEngine:
         return self.answers[request.key]
 
     def _run(self, plan: Plan) -> None:
-        results = self.runner.run(plan.step())
-        self._deliver(self.scheduler.update(plan, results, self.now_s))
+        self._land(plan, self._launch(plan))
+
+    def _launch(self, plan: Plan) -> Launch[list[SequenceResult]]:
+        try:
+            return self.runner.launch(plan.step())
+        except RuntimeError as error:
+            return Raised(error)
+
+    def _land(self, plan: Plan, launch: Launch[list[SequenceResult]]) -> None:
+        self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
 
     def _deliver(self, emissions: list[Emission]) -> None:
         for emission in emissions:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.wire import End, Failed
@@ -58,6 +59,7 @@ mixes = st.fixed_dictionaries(
         "ratio": st.sampled_from([None, 0.5, 1.2]),
         "total_tokens": st.sampled_from([None, 60, 100]),
         "failing_steps": st.sets(st.integers(0, 60), max_size=6),
+        "in_flight": st.booleans(),  # whether requests come and go while steps run, or between them
     }
 )
 
@@ -73,6 +75,7 @@ def run_mix(mix, prefix_cache) -> None:
         BLOCK_SIZE,
         prefix_cache=prefix_cache,
         fails=lambda step: next(count) in mix["failing_steps"],
+        stream=LateStream() if mix["in_flight"] else None,
         max_num_seqs=mix["max_num_seqs"],
         max_num_batched_tokens=mix["num_tokens"],
         watermark=mix["watermark"],
@@ -82,7 +85,8 @@ def run_mix(mix, prefix_cache) -> None:
     )
     left = sorted(mix["arrivals"], key=lambda arrival: arrival.step)
     live, step = [], 0
-    while left or engine.scheduler.has_work:
+
+    def come_and_go() -> None:
         while left and left[0].step <= step:
             arrival = left.pop(0)
             resumed = {i: tokens[: arrival.num_resumed * i] for i, tokens in outputs(arrival).items()}
@@ -98,7 +102,13 @@ def run_mix(mix, prefix_cache) -> None:
         for arrival, _, since, request in live:
             if arrival.abort_after is not None and step - since == arrival.abort_after:
                 engine.abort(request, None if arrival.n == 1 else 0)
-        engine.step()
+
+    while left or engine.scheduler.has_work:
+        if mix["in_flight"]:
+            engine.step(come_and_go)
+        else:
+            come_and_go()
+            engine.step()
         step += 1
         assert step < 3000
     engine.finish()
@@ -151,5 +161,6 @@ def test_forks_of_a_sequence_that_files_nothing_may_outlive_what_it_repeats() ->
         "ratio": None,
         "total_tokens": None,
         "failing_steps": set(),
+        "in_flight": False,
     }
     run_mix(mix, "radix")

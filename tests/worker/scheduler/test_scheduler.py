@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
 from worker.scheduler.admission import refusal
@@ -332,6 +333,27 @@ def test_only_the_poisoned_request_fails() -> None:
         else:
             assert [got.tokens[0], got.tokens[1]] == expected
     assert engine.allocator.find([13, 2, 3, 0, 0], ROOT) == 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_ends_while_its_step_runs_keeps_its_blocks_until_then(raises: bool) -> None:
+    failures = iter([raises])
+    engine = HandEngine(fails=lambda step: next(failures, False), stream=LateStream())
+    gone, other = engine.submit(generate(range(10))), engine.submit(generate(range(20, 30)))
+    held: list[int] = []
+
+    def abort() -> None:
+        held.append(engine.allocator.num_free_blocks)
+        engine.abort(gone)
+        held.append(engine.allocator.num_free_blocks)
+
+    engine.step(abort)
+    assert engine.answer(gone).finished[0].reason == "abort"
+    assert engine.answer(gone).last is not None
+    assert held[0] == held[1] == engine.allocator.num_free_blocks - 3
+    assert engine.allocator.find([*range(10), 1], ROOT) == (0 if raises else 8)
+    engine.finish()
+    assert engine.answer(other).tokens[0] == answer(range(20, 30), 100, 4)
 
 
 def test_a_failed_step_that_copied_is_repeated_with_its_copies() -> None:

@@ -1,0 +1,58 @@
+"""Devices that compute beside the engine, on a CPU: `worker.runner.stream.Stream`s whose work is done later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+TIMEOUT_S = 20.0
+
+
+class LateStream:
+    """Work is done when it is collected: as late as a device may be, and each time alike."""
+
+    overlaps = True
+
+    def enqueue(self, work: Callable[[], T]) -> _Late[T]:
+        return _Late(work)
+
+
+@dataclass(frozen=True)
+class _Late(Generic[T_co]):
+    work: Callable[[], T_co]
+
+    def is_done(self) -> bool:
+        return False
+
+    def collect(self) -> T_co:
+        return self.work()
+
+
+class ThreadedStream:
+    """Work is done in a thread. `close` it."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+
+    def enqueue(self, work: Callable[[], T]) -> _Queued[T]:
+        return _Queued(self._thread.submit(work))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+@dataclass(frozen=True)
+class _Queued(Generic[T_co]):
+    future: Future[T_co]
+
+    def is_done(self) -> bool:
+        return self.future.done()
+
+    def collect(self) -> T_co:
+        return self.future.result(TIMEOUT_S)

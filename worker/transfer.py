@@ -1,0 +1,21 @@
+"""Copies between host and device that nobody waits for. On a CPU there is nothing to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor | Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` on the device, for what is queued there after this call."""
+    host = values.to(dtype) if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":  # from other memory the copy would wait for what the device has still to do
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Memory of the host that holds the tensor's values once all that is queued on the device by now is done."""
+    return tensor.to("cpu", non_blocking=True)
