@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from cache.redis_index import check_key_part, check_url
 from server.http.tls import ServerCertificate, WorkerCa
 from server.logs import LOG_FORMATS, LogFormat
 from server.router.policies import POLICIES
@@ -88,6 +89,9 @@ class GatewayConfig:
             raise ValueError(f"--drain-grace-s must not be negative, got {self.drain_grace_s}")
         if self.redis_shards < 1:
             raise ValueError(f"--redis-shards must be at least 1, got {self.redis_shards}")
+        if self.redis is not None:
+            check_url("--redis", self.redis)
+            check_key_part("--redis-prefix", self.redis_prefix)
         if not 1 <= self.processes < MAX_PROCESSES:
             raise ValueError(f"--processes must be 1 to {MAX_PROCESSES - 1}, got {self.processes}")
         WorkerNetworks(self.worker_networks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from cache.factory import PREFIX_CACHES, PrefixCache
+from cache.redis_index import WriterSettings, check_key_part, check_url
 from worker.logs import LOG_FORMATS, LogFormat
 from worker.scheduler.budget import BatchLimits
 from worker.tls import ServerCertificate
@@ -79,6 +80,9 @@ class WorkerConfig:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together: give both or none")
+        if self.redis is not None:
+            check_url("--redis", self.redis)
+            check_key_part("--redis-prefix", self.redis_prefix)
         if self.prefix_cache not in PREFIX_CACHES:
             raise ValueError(f"--prefix-cache must be one of {', '.join(PREFIX_CACHES)}, got {self.prefix_cache!r}")
 
@@ -107,9 +111,23 @@ class WorkerConfig:
             max_waiting_tokens=self.max_waiting_tokens,
         )
 
-    def redis_password(self) -> str | None:
-        """From --redis-password-file; None: the URL's own, if any. Raises OSError."""
-        return None if self.redis_password_file is None else Path(self.redis_password_file).read_text().strip()
+    def writer_settings(self) -> WriterSettings:
+        """How the worker writes to the shared index. Raises ValueError for a file that cannot be read."""
+        return WriterSettings(
+            prefix=self.redis_prefix,
+            num_shards=self.redis_shards,
+            username=self.redis_username,
+            password=self._redis_password(),
+        )
+
+    def _redis_password(self) -> str | None:
+        """None: the URL's own, if any."""
+        if self.redis_password_file is None:
+            return None
+        try:
+            return Path(self.redis_password_file).read_text().strip()
+        except OSError as error:
+            raise ValueError(f"--redis-password-file: {error}") from error
 
     def certificate(self) -> ServerCertificate | None:
         """What is shown to gateways. Raises ValueError."""

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvicorn
 
-from cache.index import WorkerMember
-from cache.redis_index import WriterSettings
+from cache.redis_index import check_key_part
 from worker.app import make_app
 from worker.config import WorkerConfig, parse
 from worker.engine_loop import Engine, EngineParts
 from worker.grammar import GrammarCompiler
+from worker.listener import listen, reachable
 from worker.load_report import LoadReport
 from worker.logs import configure_logging
 from worker.metrics import WorkerMetrics
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_BACKLOG: Final = 2048
 _SHUTDOWN_S: Final = 2
 _RETIRE_S: Final = 1.0
 _REFUSED: Final = 2
@@ -95,7 +94,7 @@ class Worker:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, or until the engine dies; the exit status."""
         try:
-            sock = _listen(self._config.host, self._config.port)
+            sock = listen(self._config.host, self._config.port)
         except OSError as error:
             _say(f"cannot listen on {self._config.host}:{self._config.port}: {error}")
             return _REFUSED
@@ -141,7 +140,7 @@ class Worker:
         """Load, then publish and watch the engine until cancelled. Returns when there is nothing to serve."""
         port = sock.getsockname()[1]
         scheme = "http" if self._certificate is None else "https"
-        url = self._config.advertise_url or f"{scheme}://{_reachable(self._config.host)}:{port}"
+        url = self._config.advertise_url or f"{scheme}://{reachable(self._config.host)}:{port}"
         worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"
         _announce(event="listening", url=url)
         try:
@@ -166,7 +165,9 @@ class Worker:
             return assemble(self._config, url, worker_id, self._report)
 
         try:
-            settings = writer_settings(self._config)
+            if self._config.redis is not None:
+                check_key_part("--worker-id", worker_id)
+            settings = self._config.writer_settings()
             assembly = await in_daemon_thread(load)
         except (ValueError, OSError, RuntimeError) as error:
             logger.debug("loading failed", exc_info=error)
@@ -238,20 +239,6 @@ class Worker:
         _say(progress)
 
 
-def _publisher(config: WorkerConfig, url: str, member: WorkerMember) -> Publisher:
-    """Raises _StartError for an URL or a prefix that is none."""
-    try:
-        settings = WriterSettings(
-            prefix=config.redis_prefix,
-            num_shards=config.redis_shards,
-            username=config.redis_username,
-            password=config.redis_password(),
-        )
-        return Publisher(url, member, writer_settings=settings)
-    except (ValueError, OSError) as error:
-        raise _StartError(f"--redis: {error}") from error
-
-
 async def watch_for_hangs(engine: Engine, max_step_s: float, tick_s: float = 1.0) -> None:
     """End the process when one step lasts `max_step_s`: its thread cannot be ended, and clients must hear of it.
 
@@ -266,16 +253,6 @@ async def watch_for_hangs(engine: Engine, max_step_s: float, tick_s: float = 1.0
         if num_ticks * tick_s > max_step_s:
             logger.critical("a step has been running for %.0f s: the worker ends", num_ticks * tick_s)
             os._exit(1)
-
-
-def writer_settings(config: WorkerConfig) -> WriterSettings:
-    """How the worker writes to the shared index. Raises OSError for a password file that cannot be read."""
-    return WriterSettings(
-        prefix=config.redis_prefix,
-        num_shards=config.redis_shards,
-        username=config.redis_username,
-        password=config.redis_password(),
-    )
 
 
 class _StartError(Exception):
@@ -299,31 +276,6 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 async def _cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, port))
-    keep_alive(sock)
-    sock.listen(_BACKLOG)
-    return sock
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Connections accepted here are probed when idle: a gateway whose machine is gone frees its requests."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _reachable(host: str) -> str:
-    """An address of this machine that others can use, when the worker listens on all."""
-    if host in ("0.0.0.0", "::", ""):
-        host = socket.gethostbyname(socket.gethostname())
-    return f"[{host}]" if ":" in host else host
 
 
 def _say(text: str) -> None:

@@ -8,9 +8,11 @@ diagnosis.diagnose     what a Redis says of itself, once
 """
 
 from cache.redis_index.diagnosis import RedisFacts, diagnose
+from cache.redis_index.endpoint import check_url
 from cache.redis_index.link import LinkDownError
 from cache.redis_index.reader import RedisIndex, ShardHealth
 from cache.redis_index.registry import RegistryEntry
+from cache.redis_index.schema import check_key_part
 from cache.redis_index.shard import ReaderSettings
 from cache.redis_index.writer import IndexWriter, WriterSettings
 
@@ -23,5 +25,7 @@ __all__ = [
     "RegistryEntry",
     "ShardHealth",
     "WriterSettings",
+    "check_key_part",
+    "check_url",
     "diagnose",
 ]

@@ -115,6 +115,14 @@ class Endpoint:
         self._turn += 1
 
 
+def check_url(name: str, url: str) -> None:
+    """Raises ValueError, which begins with `name`, for what is no address of a Redis."""
+    try:
+        Endpoint(url, connect_timeout_s=0.0)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def moved_to(error: RedisError) -> tuple[str, int] | None:
     """Host and port of a cluster's MOVED answer, or None for any other error."""
     host, port = getattr(error, "host", None), getattr(error, "port", None)

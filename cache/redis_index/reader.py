@@ -35,7 +35,7 @@ class RedisIndex:
     ) -> None:
         """`count(event)` feeds the metrics: timeout, down, skipped, invalid, breaker_opened, breaker_closed."""
         self._settings = settings = settings or ReaderSettings()
-        schema.check_prefix(settings.prefix)
+        schema.check_key_part("key prefix", settings.prefix)
         self._count = count
         self._shards = [Shard(url, number, settings, count) for number in range(settings.num_shards)]
 

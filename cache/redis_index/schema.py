@@ -23,7 +23,7 @@ MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
 MAX_MEMBERS: Final = 20_000
 _STATE_FORMAT: Final = 1
-_WORKER_ID: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+_KEY_PART: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
@@ -67,18 +67,17 @@ class Keys:
         return f"{self.tag}:b:{worker_id}:{epoch}:{generation}".encode()
 
 
-def check_prefix(prefix: str) -> str:
-    """`prefix` unchanged, or ValueError: it must not disturb the hash tag."""
-    if not _WORKER_ID.fullmatch(prefix):
-        raise ValueError(f"key prefix {prefix!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
-    return prefix
+def check_key_part(name: str, value: str) -> str:
+    """`value` unchanged, or ValueError: it stands in keys, and must not disturb their hash tag."""
+    if not _KEY_PART.fullmatch(value):
+        raise ValueError(f"{name} {value!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
+    return value
 
 
 def check_member(member: WorkerMember) -> WorkerMember:
-    """`member` unchanged, or ValueError: its id and epoch become part of a key."""
-    for name, value in (("worker_id", member.worker_id), ("epoch", member.epoch)):
-        if not _WORKER_ID.fullmatch(value):
-            raise ValueError(f"{name} {value!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
+    """`member` unchanged, or ValueError."""
+    check_key_part("worker_id", member.worker_id)
+    check_key_part("epoch", member.epoch)
     return member
 
 

@@ -48,7 +48,7 @@ class IndexWriter:
 
     def __init__(self, url: str, member: WorkerMember, settings: WriterSettings | None = None) -> None:
         self._settings = settings = settings or WriterSettings()
-        schema.check_prefix(settings.prefix)
+        schema.check_key_part("key prefix", settings.prefix)
         endpoint = Endpoint(url, connect_timeout_s=2.0, username=settings.username, password=settings.password)
         self.link = Link(endpoint, LinkSettings(stall_s=settings.timeout_s), on_change=self._link_changed)
         self._keys = schema.Keys(settings.prefix, schema.shard_of(member.worker_id, settings.num_shards))

@@ -200,6 +200,8 @@ async def test_what_is_no_http_and_heads_without_end(worker: ScriptedWorker) -> 
         ({"policy": "magic"}, "--policy"),
         ({"workers": ()}, "--workers"),
         ({"redis_shards": 0}, "--redis-shards"),
+        ({"redis": "nowhere"}, "--redis: .* use redis://"),
+        ({"redis": "redis://h", "redis_prefix": "{x}"}, "--redis-prefix"),
     ],
 )
 def test_bad_options_are_named(fields: dict[str, Any], option: str) -> None:

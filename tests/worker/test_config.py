@@ -73,6 +73,9 @@ def test_sizes(text: str, expected: int) -> None:
         ("--num-blocks 0", "--num-blocks"),
         ("--threads 0", "--threads"),
         ("--drain-grace-s -1", "--drain-grace-s"),
+        ("--redis nowhere", "--redis: .* use redis://"),
+        ("--redis redis://h:99999", "--redis: Port"),
+        ("--redis redis://h --redis-prefix {x}", "--redis-prefix"),
         ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
     ],
 )
@@ -87,6 +90,11 @@ def test_what_argparse_refuses_ends_with_status_two(argv: str, capsys: pytest.Ca
         parse(argv.split())
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--redis-password-file: .*{tmp_path}"):
+        WorkerConfig(redis_password_file=str(tmp_path / "none")).writer_settings()
 
 
 def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

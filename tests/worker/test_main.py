@@ -174,7 +174,14 @@ async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) ->
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("option", [["--model", "/nowhere/at/all"], ["--num-blocks", "8", "--kv-cache-memory", "1G"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--model", "/nowhere/at/all"],
+        ["--num-blocks", "8", "--kv-cache-memory", "1G"],
+        ["--redis", "redis://127.0.0.1:1", "--worker-id", "a:b"],
+    ],
+)
 def test_what_cannot_be_served_ends_with_status_two(start, option: list[str]) -> None:
     code, stderr = start(*option).end()
     assert code == 2
