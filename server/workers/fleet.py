@@ -13,30 +13,27 @@ heard and shrinks by what is seen dead, so an empty registry empties nothing.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
-import socket
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember, signature
+from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember
 from cache.types import BlockHash, WorkerId
 from server.workers.networks import WorkerNetworks
 from server.workers.patience import patiently
-from worker.wire import PROTOCOL_VERSION, WireError, WorkerState, unpack
+from server.workers.targets import check_target, urls_of
+from server.workers.vetting import Vetting
+from worker.wire import WireError, WorkerState, unpack
 
 logger = logging.getLogger(__name__)
 
 Fetch = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """GET /state of a worker's base URL. Raises FetchError."""
-MAX_VERIFIED: Final = 50_000
 _MAX_STATE_BYTES: Final = 256 * 1024
-_DNS: Final = "dns:"
 
 
 class FetchError(Exception):
@@ -121,13 +118,11 @@ class Fleet:
         self._fetch = fetch
         self._settings = settings or FleetSettings()
         for target in self._settings.workers:
-            _check_target(target)
+            check_target(target)
         self._clock = clock
         self._namespaces = namespaces
         self._known: dict[WorkerId, _Known] = {}
-        self._refused: set[tuple[str, str, str]] = set()
-        self._verified: dict[WorkerId, tuple[WorkerMember, str | None]] = {}
-        """What `_objection` said of the very same object, for it is asked at every decision."""
+        self._vetting = Vetting(self._settings.cluster_secret, self._settings.networks)
         self._unreachable: set[str] = set()
         self.index_answered_s = -math.inf
         """When a round last read the registry."""
@@ -217,7 +212,7 @@ class Fleet:
         for candidate in found or ():
             if self._acceptable(candidate.member, namespaces):
                 self._lease(candidate, now_s)
-        urls = set(await self._static_urls())
+        urls = set(await urls_of(self._settings.workers, self._settings.networks.scheme))
         urls.update(
             known.member.url for known in self._known.values() if known.leased_s < now_s or known.broken_until_s > now_s
         )
@@ -246,15 +241,6 @@ class Fleet:
             known.ok_s = now_s
             if known.leased_s < now_s:
                 known.load, known.load_s = state.load, now_s
-
-    async def _static_urls(self) -> list[str]:
-        urls: list[str] = []
-        for target in self._settings.workers:
-            if target.startswith(_DNS):
-                urls.extend(await _resolve(target.removeprefix(_DNS), self._settings.networks.scheme))
-            else:
-                urls.append(target.rstrip("/"))
-        return urls
 
     def _at(self, url: str) -> Iterable[_Known]:
         return [known for known in self._known.values() if known.member.url.rstrip("/") == url.rstrip("/")]
@@ -296,39 +282,11 @@ class Fleet:
                 logger.info("worker %s is forgotten", worker_id)
 
     def _acceptable(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
-        """False, and loudly so once, for a worker whose tokens, hashes or secret are not ours."""
-        known = self._known.get(member.worker_id)
-        expected = namespaces.get(member.model)
-        if member.protocol != PROTOCOL_VERSION:
-            reason = f"it speaks protocol {member.protocol}, this gateway {PROTOCOL_VERSION}"
-        elif (objection := self._objection(member)) is not None:
-            reason = objection
-        elif expected is not None and member.namespace != expected:
-            reason = f"its namespace is {member.namespace}, that of {member.model} is {expected}"
-        else:
+        """Whether it passes; what does not is no longer known."""
+        if self._vetting.passes(member, namespaces.get(member.model)):
             return True
-        if known is not None:
-            del self._known[member.worker_id]
-        complaint = (member.worker_id, member.epoch, reason)
-        if complaint not in self._refused and len(self._refused) < 10_000:
-            self._refused.add(complaint)
-            logger.error("worker %s at %s is refused: %s", member.worker_id, member.url, reason)
+        self._known.pop(member.worker_id, None)
         return False
-
-    def _objection(self, member: WorkerMember) -> str | None:
-        """What speaks against its address or its signature."""
-        kept = self._verified.get(member.worker_id)
-        if kept is not None and kept[0] is member:
-            return kept[1]
-        objection = self._settings.networks.objection(member.url)
-        if not hmac.compare_digest(
-            member.secret_check.encode(), signature(self._settings.cluster_secret, member).encode()
-        ):
-            objection = "its registration is not signed with this gateway's cluster secret"
-        if len(self._verified) > MAX_VERIFIED:
-            self._verified.clear()
-        self._verified[member.worker_id] = (member, objection)
-        return objection
 
 
 def http_fetch(session: aiohttp.ClientSession) -> Fetch:
@@ -348,25 +306,3 @@ def http_fetch(session: aiohttp.ClientSession) -> Fetch:
             raise FetchError(str(error)) from error
 
     return fetch
-
-
-def _check_target(target: str) -> None:
-    if target.startswith(_DNS):
-        name, _, port = target.removeprefix(_DNS).rpartition(":")
-        if not name or not port.isdigit():
-            raise ValueError(f"--workers {target!r}: use dns:NAME:PORT")
-        return
-    parts = urlsplit(target)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--workers {target!r}: use http://HOST:PORT or dns:NAME:PORT")
-
-
-async def _resolve(name_and_port: str, scheme: str) -> list[str]:
-    name, _, port = name_and_port.rpartition(":")
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        logger.debug("%s does not resolve: %s", name, error)
-        return []
-    hosts = sorted({str(address[4][0]) for address in found})
-    return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]
