@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from benchmarks.index import (
-    PATTERNS,
-    LinkSettings,
-    measure_decision,
-    measure_lookup,
-    measure_peers,
-    measure_publish,
-    private_redis,
-    running,
-)
+from benchmarks.index_load.fleet import PATTERNS, running
+from benchmarks.index_load.lookups import measure_decision, measure_lookup
+from benchmarks.index_load.peers import measure_peers
+from benchmarks.index_load.publishing import measure_publish
+from benchmarks.private_redis import private_redis
 from cache.redis_index.endpoint import Endpoint
-from cache.redis_index.link import Link
+from cache.redis_index.link import Link, LinkSettings
 
 
 async def test_the_measurements_measure_what_they_say() -> None:

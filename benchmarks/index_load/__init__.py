@@ -1,0 +1,1 @@
+"""What `headstart bench index` measures."""

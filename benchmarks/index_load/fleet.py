@@ -1,0 +1,112 @@
+"""Workers as they stand in Redis, each holding some of a prompt, and connections to them.
+
+    three    3 workers match, the others nothing        head    all hold block 0 and no more
+    shared   all share 64 blocks                        deep    all match deep, each differently from its neighbour
+
+Beside them `random`: all match deep, at lengths that have nothing to do with each other: no finger helps there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from cache.hashing import index_entry
+from cache.index import WorkerLoad, WorkerMember
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex
+from cache.redis_index.link import Link
+from cache.redis_index.schema import Keys, encode_member, encode_state
+from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
+from worker.wire import PROTOCOL_VERSION
+
+PATTERNS: Final = ("three", "head", "shared", "deep")
+OTHER_BLOCKS: Final = 200
+"""Blocks a worker holds beside those of the prompt."""
+LOAD: Final = WorkerLoad({GatewayId("gateway-1"): 1.5, GatewayId("gateway-2"): 0.25}, 1000.0, 8000.0, 5, 3, 900, 2000)
+READER: Final = ReaderSettings(deadline_s=5.0, poll_s=3600.0)
+FAR_MS: Final = 1 << 50
+
+
+def depth(pattern: str, number: int, num_blocks: int, num_workers: int, rng: random.Random) -> int:
+    """How many blocks of the prompt worker `number` holds."""
+    match pattern:
+        case "three":
+            return rng.randrange(num_blocks // 4, num_blocks) if number % (num_workers // 3) == 7 else 0
+        case "head":
+            return 1
+        case "shared":
+            return 64
+        case "deep":
+            return num_blocks // 2 + number % (num_blocks // 2)
+    return rng.randrange(num_blocks // 2, num_blocks)
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def entries(length: int) -> list[IndexEntry]:
+    return [IndexEntry(os.urandom(8)) for _ in range(length)]
+
+
+def member_of(number: int) -> WorkerMember:
+    name = f"worker-{number:04}"
+    return WorkerMember(
+        WorkerId(name),
+        Epoch(f"{number:016x}"),
+        f"http://10.0.{number // 256}.{number % 256}:8000",
+        "model",
+        "0" * 32,
+        "cuda-bfloat16",
+        16,
+        131072,
+        PROTOCOL_VERSION,
+    )
+
+
+async def populate(link: Link, hashes: Sequence[BlockHash], num_workers: int, pattern: str) -> None:
+    """A registry of live workers, each with its set, as their writers leave it."""
+    rng = random.Random(0)
+    keys = Keys(READER.prefix, 0)
+    await link.call(("FLUSHALL",), timeout_s=30)
+    for number in range(num_workers):
+        member = member_of(number)
+        held = [index_entry(h) for h in hashes[: depth(pattern, number, len(hashes), num_workers, rng)]]
+        state = encode_state(
+            member, LOAD, generation=1, batch=1, deadline_ms=FAR_MS, written_ms=1, num_entries=len(held)
+        )
+        await link.call(
+            ("SADD", keys.blocks(member.worker_id, member.epoch, 1), *held, *entries(OTHER_BLOCKS)),
+            ("HSET", keys.members, member.worker_id, encode_member(member)),
+            ("HSET", keys.states, member.worker_id, state),
+            timeout_s=30,
+        )
+    await link.call(("SET", keys.version, os.urandom(8)), timeout_s=30)
+
+
+@asynccontextmanager
+async def running(*parts: RedisIndex | IndexWriter | Link) -> AsyncIterator[None]:
+    tasks = [asyncio.ensure_future(part.run()) for part in parts]
+    try:
+        for part in parts:
+            await _connected(part)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _connected(part: RedisIndex | IndexWriter | Link) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while time.monotonic() < deadline_s:
+        link = part.link if isinstance(part, IndexWriter) else part
+        if not link.blind if isinstance(link, RedisIndex) else link.up:
+            return
+        await asyncio.sleep(0.001)
+    raise SystemExit("no connection to Redis")

@@ -1,0 +1,119 @@
+"""What a lookup costs, beside PING, in a decision, and on a Redis that is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import uvloop
+
+from benchmarks.index_load.fleet import READER, chain, populate, running
+from benchmarks.index_load.publishing import rewrite_for_ever
+from benchmarks.index_load.timing import Timing, timed, timing
+from cache.hashing import Namespace, hash_chain
+from cache.redis_index import RedisIndex
+from cache.redis_index.link import Link
+from cache.types import BlockHash, GatewayId
+from server.router.dispatch import DispatchSettings
+from server.router.placement import RouteRequest
+from server.router.router import HeadstartRouter, RouterSettings
+from server.workers.fleet import FetchError, Fleet
+from worker.wire import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """PINGs and lookups took turns, so that both met the same machine."""
+
+    ping: Timing
+    lookup: Timing
+
+
+async def measure_lookup(
+    url: str, link: Link, num_workers: int, num_blocks: int, pattern: str, num_rounds: int = 20
+) -> LookupResult:
+    hashes = chain(num_blocks)
+    await populate(link, hashes, num_workers, pattern)
+    index = RedisIndex(url, READER)
+    pings_s: list[float] = []
+    lookups_s: list[float] = []
+    async with running(index):
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert len(found) == num_workers, f"{len(found)} of {num_workers} workers found"
+        for _ in range(num_rounds):
+            pings_s += await timed(index.ping, 50)
+            lookups_s += await timed(lambda: index.lookup(hashes), 50 if num_workers <= 100 else 5)
+    return LookupResult(timing(pings_s), timing(lookups_s))
+
+
+async def measure_decision(url: str, link: Link, count: int = 500) -> Timing:
+    """4,096 tokens hashed, looked up, and a worker chosen among 64."""
+    tokens = [random.Random(1).randrange(50_000) for _ in range(4096)]
+    root = Namespace("model", "r", "t", 16).root(salt=b"s")
+    await populate(link, hash_chain(root, tokens, 16), 64, "shared")
+    index = RedisIndex(url, READER)
+    settings = RouterSettings(GatewayId("gateway-1"), dispatch=DispatchSettings(workers_share=True))
+    router = HeadstartRouter(index, Fleet(index, _no_fetch, clock=time.monotonic), settings)
+
+    async def decide() -> None:
+        hashes = hash_chain(root, tokens, 16)
+        placement = await router.place(RouteRequest("r", "model", len(tokens), hashes))
+        placement.close(ok=False)
+
+    async with running(index):
+        await decide()
+        return timing(await timed(decide, count))
+
+
+async def _no_fetch(url: str) -> WorkerState:
+    raise FetchError(url)
+
+
+async def measure_during_rewrite(url: str, link: Link) -> Timing:
+    hashes = chain(512)
+    await populate(link, hashes, 64, "shared")
+    rewriter = get_context("spawn").Process(target=rewrite_for_ever, args=(url,), daemon=True)
+    rewriter.start()
+    index = RedisIndex(url, READER)
+    try:
+        async with running(index):
+            while len(index.members()) < 65:  # the rewriter has switched for the first time
+                await index.lookup(hashes)
+                await asyncio.sleep(0.005)
+            return timing(await timed(lambda: index.lookup(hashes), 2000))
+    finally:
+        rewriter.kill()
+        rewriter.join()
+
+
+def _count_lookups(url: str, hashes: list[BlockHash], seconds: float) -> int:
+    async def count() -> int:
+        index = RedisIndex(url, READER)
+        num_lookups = 0
+        async with running(index):
+            await index.lookup(hashes)
+            end_s = time.monotonic() + seconds
+            while time.monotonic() < end_s:
+                await asyncio.gather(*(index.lookup(hashes) for _ in range(4)))
+                num_lookups += 4
+        return num_lookups
+
+    return uvloop.run(count())
+
+
+async def measure_throughput(url: str, link: Link, seconds: float = 3.0) -> float:
+    """Lookups per second of one Redis at 64 workers x 512 blocks, asked by 8 processes with 4 in flight each."""
+    hashes = chain(512)
+    await populate(link, hashes, 64, "shared")
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        await asyncio.gather(*(loop.run_in_executor(pool, _count_lookups, url, hashes, 0.1) for _ in range(8)))
+        counts = await asyncio.gather(
+            *(loop.run_in_executor(pool, _count_lookups, url, hashes, seconds) for _ in range(8))
+        )
+    return sum(counts) / seconds
