@@ -104,7 +104,7 @@ def _conversation(record: Any, where: str, shape: Shape) -> Conversation:
         raise WorkloadError(f"{where}: a conversation is an object or a list of messages, not {type(record).__name__}")
     try:
         if "messages" in record:
-            return _messages(record, where, shape)
+            return _messages(record, where)
         if "hash_ids" in record:
             return _conversation_trace(record, where, shape)
         if "requests" in record:
@@ -114,7 +114,7 @@ def _conversation(record: Any, where: str, shape: Shape) -> Conversation:
     raise WorkloadError(f"{where}: neither `messages`, `hash_ids` nor `requests` is there")
 
 
-def _messages(record: Mapping[str, Any], where: str, shape: Shape) -> Conversation:
+def _messages(record: Mapping[str, Any], where: str) -> Conversation:
     """Each assistant message is one request, whose prompt is everything before it, as it was recorded."""
     messages: list[Message] = record["messages"]
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):

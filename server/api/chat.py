@@ -13,7 +13,7 @@ from server.api.tools import chat_grammar, output_rules
 from server.errors import ApiError, InvalidRequestError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.job import AnswerHead, Job, StreamFormat, answer_id, encode_json, stream_format
+from server.generation.job import AnswerHead, Job, answer_id, encode_json, stream_format
 from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
 from server.schema.types import ChatRequest
@@ -100,7 +100,7 @@ class ChatPresenter:
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._num_prompt_logprobs = request.prompt_logprobs
         self._tier = "default" if request.service_tier is not None else None
-        self._format: StreamFormat = stream_format(request, model)
+        self._format = stream_format(request)
         self._rules = rules
         self._messages: dict[int, ChoiceMessage] = {}
         self._begun: set[int] = set()

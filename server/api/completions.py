@@ -19,7 +19,7 @@ from server.api.sampling import (
 from server.errors import ApiError, InvalidRequestError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.job import AnswerHead, Job, StreamFormat, answer_id, encode_json, stream_format
+from server.generation.job import AnswerHead, Job, answer_id, encode_json, stream_format
 from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
 from server.schema.types import CompletionRequest
@@ -110,7 +110,7 @@ class CompletionPresenter:
         self._pieces = model.tokenizer.pieces
         self._echoes = echoes
         self._num_drawn = num_drawn
-        self._format: StreamFormat = stream_format(request, model)
+        self._format = stream_format(request)
         self._begun: set[int] = set()
         self._scoring = request.max_tokens == 0
 

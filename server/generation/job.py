@@ -18,7 +18,8 @@ from server.errors import ApiError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta
 from server.generation.spec import GenerationSpec
-from server.text.models import ServedModel
+from server.schema.parts import StreamOptions
+from server.schema.types import SamplingFields
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -88,11 +89,11 @@ class StreamFormat:
     token_ids: bool
 
 
-def stream_format(request: Any, model: ServedModel) -> StreamFormat:
-    options = request.stream_options
-    include_usage = bool(options is not None and options.include_usage)
+def stream_format(request: SamplingFields) -> StreamFormat:
+    options = request.stream_options or StreamOptions()
+    include_usage = bool(options.include_usage)
     return StreamFormat(
         include_usage=include_usage,
-        continuous_usage=bool(include_usage and options.continuous_usage_stats),
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
         token_ids=bool(request.return_token_ids),
     )
