@@ -6,8 +6,9 @@
 
 The thread waits for nobody but the device: both ways out are appends. On a device that computes beside it, all that
 needs no token of the step in flight is done meanwhile: frames of the step before, reports, commands. Requests that come
-are hashed and looked up, aborts are heard, and what they held is given back at the end of the step. A CPU is the step's
-own from launch to collect, so there the same is done between steps.
+are hashed and looked up, aborts are heard, and what they held is given back at the end of the step. Where all of the
+next step but its tokens can be foreseen, it is launched behind the one that runs. A CPU is the step's own from launch
+to collect, so there the same is done between steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Final, TypeVar
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import Epoch
 from worker.access_times import AccessTimes
+from worker.flights import FlightParts, Flights
 from worker.inbox import Inbox
 from worker.load_report import LoadReport
 from worker.logs import about
@@ -32,11 +34,11 @@ from worker.outbox import Outbox
 from worker.pulse import Pulse
 from worker.recovery import EngineDeadError, Recovery
 from worker.reporter import Listener, Reporter
-from worker.scheduler.plan import Emission, Plan
+from worker.scheduler.plan import Emission
 from worker.scheduler.request import Constraint, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.update import failed_by
-from worker.step import Launch, Raised, Runner, SequenceResult
+from worker.step import Runner
 from worker.step_log import StepLog, StepLogs
 from worker.wire import Failed, GenerateRequest, Started
 
@@ -65,15 +67,6 @@ class EngineParts:
     listener: Listener | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A plan whose step has been launched."""
-
-    plan: Plan
-    launch: Launch[list[SequenceResult]]
-    started_s: float
-
-
 class Engine:
     """Its public methods may be called from any thread; everything else happens on its own."""
 
@@ -87,7 +80,18 @@ class Engine:
         self._reporter = Reporter(parts.scheduler, parts.load_report, parts.metrics, parts.listener)
         self._pulse = Pulse()
         self._recovery = Recovery(parts.scheduler, parts.runner, self._outbox, self._step_logs, self._pulse)
-        self._flight: _Flight | None = None
+        self._flights = Flights(
+            FlightParts(
+                parts.scheduler,
+                parts.runner,
+                parts.load_report,
+                parts.metrics,
+                self._outbox,
+                self._step_logs,
+                self._pulse,
+                self._recovery,
+            )
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._dead: BaseException | None = None
@@ -134,7 +138,7 @@ class Engine:
 
     def purge(self, epoch: Epoch) -> Future[None]:
         """Forget the whole cache and begin `epoch`. Running requests compute their tokens again."""
-        return self._inbox.call(lambda: self._purge(epoch), before=self._land)
+        return self._inbox.call(lambda: self._purge(epoch), before=self._flights.land_all)
 
     def fail_all(self, failed: Failed) -> Future[None]:
         """End every request, as at the end of a drain's grace."""
@@ -142,7 +146,7 @@ class Engine:
 
     def probe(self) -> Future[None]:
         """Allocate a block and compute one token in it now, past the queue. The future fails when the device does."""
-        return self._inbox.call(self._recovery.probe, before=self._land)
+        return self._inbox.call(self._recovery.probe, before=self._flights.land_all)
 
     def health(self, max_step_s: float) -> str | None:
         """What is wrong with the engine, or None."""
@@ -186,7 +190,7 @@ class Engine:
             self._reporter.report()
             while not self._stopping:
                 self._turn()
-            self._land()
+            self._flights.land_all()
             self._outbox.flush()
         except BaseException as error:
             logger.critical("the engine died", exc_info=error)
@@ -197,29 +201,35 @@ class Engine:
                 self._parts.on_death(error)
 
     def _turn(self) -> None:
-        """From one launch to the next."""
+        """From the end of one step to that of the next."""
         self._keep_house()
-        self._land()
+        if self._runner.overlaps:
+            self._flights.launch_ahead()
+            self._listen()
+        self._flights.land()
         self._inbox.run()  # what came while the device was waited for joins the next step
-        if self._scheduler.has_work:
+        if self._scheduler.has_work and not self._flights:
             self._launch()
             if not self._runner.overlaps:
-                self._land()
+                self._flights.land()
+        if not self._scheduler.has_work and not self._flights:
+            self._become_idle()
 
     def _keep_house(self) -> None:
         """All that needs no token of the step in flight."""
         self._outbox.flush()
         self._reporter.report_if_due()
-        is_idle = self._flight is None and not self._scheduler.has_work
+        is_idle = not self._flights and not self._scheduler.has_work
         self._inbox.run(wait_s=None if is_idle else 0.0)
-        # A step of decodes alone is over before it would be worth to be woken for a command.
-        while (flight := self._flight) and flight.plan.num_prefill_tokens and not flight.launch.is_done():
+
+    def _listen(self) -> None:
+        """To commands, while a prefill runs. A step of decodes alone is over before it would be worth to be woken."""
+        while self._flights.prefill_runs:
             self._outbox.flush()
             self._inbox.run(wait_s=LISTEN_S)
 
     def _launch(self) -> None:
-        """Schedule a step and give it to the device. What raises on the way is raised when it is collected."""
-        assert self._flight is None, "two steps at once"
+        """Schedule a step and give it to the device."""
         begun_s = time.monotonic()
         self._outbox.put(self._scheduler.expire(begun_s))
         plan = self._scheduler.schedule(begun_s)
@@ -233,47 +243,7 @@ class Engine:
             self._outbox.flush()
         if is_suspect:
             time.sleep(SUSPECT_NOTICE_S)
-        started_s = self._pulse.begin_step()
-        launch: Launch[list[SequenceResult]]
-        try:
-            launch = self._runner.launch(plan.step())
-        except Exception as error:
-            launch = Raised(error)
-        self._flight = _Flight(plan, launch, started_s)
-        self._note_launch(plan, begun_s, started_s)
-
-    def _note_launch(self, plan: Plan, begun_s: float, started_s: float) -> None:
-        metrics = self._parts.metrics
-        metrics.count_started(plan.started)
-        metrics.count_plan(plan, started_s - begun_s)
-        self._parts.load_report.starts.note(len(plan.started), len(self._scheduler.waiting), begun_s)
-        if self._step_logs:
-            self._step_logs.begin(plan.started, begun_s)
-
-    def _land(self) -> None:
-        """Wait for the step in flight, if there is one, and take up its results. Raises EngineDeadError."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        try:
-            results = flight.launch.collect()
-        except Exception as error:
-            self._parts.metrics.step_failures.inc()
-            self._recovery.run_one_by_one(flight.plan, error)
-        else:
-            self._update(flight, results)
-        self._pulse.end_step()
-        if not self._scheduler.has_work:
-            self._become_idle()
-
-    def _update(self, flight: _Flight, results: list[SequenceResult]) -> None:
-        plan, metrics, returned_s = flight.plan, self._parts.metrics, time.monotonic()
-        if self._step_logs:
-            self._step_logs.add(plan, flight.started_s, returned_s)
-        self._outbox.put(self._scheduler.update(plan, results, returned_s))
-        metrics.count_step(plan, returned_s - flight.started_s, returned_s)
-        self._parts.load_report.measure(plan, returned_s - flight.started_s, returned_s)
-        metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
+        self._flights.launch(plan, begun_s)
 
     def _become_idle(self) -> None:
         self._outbox.flush()

@@ -6,7 +6,8 @@ slot, and its query attends to all earlier tokens of its sequence through the bl
     tokens of a sequence   |<- computed: start ->|<- token_ids of this step ->|<- later ->|
     KV                      read via block_table   written to slots
 
-A step is launched and then collected. What it reads and writes stays as it is in between.
+A step is launched and then collected. What it reads and writes stays as it is in between. The next one may be launched
+before: the tokens that it begins with are then known to the device alone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class SequenceStep:
     """k: also give the logprob, and the k best, of the token that follows each token of this step."""
     next_token_ids: Sequence[int] = ()
     """With num_prompt_logprobs: the token that follows each token of the step, as far as the prompt goes."""
+    follows: int | None = None
+    """A place in the step launched before, not yet collected: the one token of this step is the one drawn there, and
+    what stands in token_ids is not it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,8 @@ class Runner(Protocol):
         """Whether `launch` returns before the step is done. Otherwise it lasts as long as the step."""
 
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        """Start the step. The one before has been collected. Raises what can be told by now."""
+        """Start the step. The one before the last has been collected, and the last too unless this one follows it.
+        Raises what can be told by now."""
 
     def run(self, step: Step) -> list[SequenceResult]:
         """Launch it and collect it."""

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Values = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
 
-def to_device(values: Tensor | Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+
+def to_device(values: Values, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` on the device, for what is queued there after this call."""
     host = values.to(dtype) if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cuda":  # from other memory the copy would wait for what the device has still to do

@@ -82,6 +82,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether a draw depends on which tokens were drawn before, beside what the model makes of them."""
+        penalises = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        return bool(penalises or self.bad_words or self.grammar is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceState:

@@ -109,7 +109,7 @@ class ThreadedEngine:
 
     def settle(self) -> None:
         """Everything put into the inbox so far has been done, and the step that ran then has ended."""
-        self.engine._inbox.call(lambda: None, before=self.engine._land).result(TIMEOUT_S)
+        self.engine._inbox.call(lambda: None, before=self.engine._flights.land_all).result(TIMEOUT_S)
 
     def heard(self) -> None:
         """Everything put into the inbox so far has been done."""
@@ -164,6 +164,9 @@ def test_many_requests_from_many_threads_all_end_right(threaded: ThreadedEngine)
         assert threaded.wait(RequestKey(i)).tokens[0] == answer([i % 50, 1, 2, 3, 4], 100, 8)
     threaded.settle()
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+    assert any(part.follows is not None for step in threaded.runner.steps for part in step.sequences) == (
+        threaded.runner.overlaps
+    )
     assert threaded.counted("requests_total") == 60
     assert threaded.counted("output_tokens_total") == 480
 

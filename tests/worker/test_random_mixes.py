@@ -2,7 +2,7 @@
 
 The tokens of a request alone, with a cold cache and in one chunk, are what it is compared with. A mix draws who comes
 when, who is aborted, how large pool, batch and chunks are, when the cache is forgotten, and whether all this happens
-between steps or while they run; it runs cold and then warm.
+between steps or while they run, and whether steps are launched ahead; it runs cold and then warm.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Mix:
     watermark: float
     forget_at: int | None
     in_flight: bool
+    runs_ahead: bool
 
 
 mixes = st.builds(
@@ -84,6 +85,7 @@ mixes = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     forget_at=st.none() | st.integers(1, 20),
     in_flight=st.booleans(),
+    runs_ahead=st.booleans(),
 )
 
 
@@ -132,6 +134,7 @@ def run(engine: HandEngine, mix: Mix, alone) -> None:
         if not mix.in_flight:
             come_and_go()
         if step == mix.forget_at:
+            engine.settle()
             engine.scheduler.preempt_all()
             assert engine.allocator.reset()
         engine.step(come_and_go if mix.in_flight else lambda: None)
@@ -151,7 +154,8 @@ def check(model: LoadedModel, alone, prefix_cache: PrefixCache, mix: Mix) -> Non
         model,
         mix.num_blocks,
         prefix_cache,
-        LateStream() if mix.in_flight else None,
+        LateStream() if mix.in_flight or mix.runs_ahead else None,
+        runs_ahead=mix.runs_ahead,
         max_num_seqs=mix.max_num_seqs,
         max_num_batched_tokens=mix.num_tokens,
         max_lone_prefill_tokens=lone,

@@ -25,6 +25,7 @@ from xformers.ops.fmha.common import Inputs
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.merge import merge_partials
+from worker.transfer import to_device
 
 HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -106,8 +107,8 @@ class XformersPagedAttention:
             held = -(-span.stop // self._cache.block_size)
             tables[row, :held] = torch.tensor(span.block_table[:held], dtype=torch.int32)
             lengths[row] = span.stop
-        bias.block_tables.copy_(tables)
-        bias.k_seqinfo.seqlen.copy_(lengths)
+        bias.block_tables.copy_(to_device(tables, torch.int32, self._device))
+        bias.k_seqinfo.seqlen.copy_(to_device(lengths, torch.int32, self._device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         self._cache.write(layer, batch.slots, key, value)

@@ -21,6 +21,7 @@ from torch import Tensor
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.model.decoder import Decoder
 from worker.step import SequenceStep
+from worker.transfer import to_device
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]
@@ -56,7 +57,7 @@ class _Recording:
 class DecodeGraphs:
     """The recordings of one decoder over one pool. Recorded when made, which takes some seconds on a GPU."""
 
-    __slots__ = ("_attention", "_block_size", "_lengths", "_recordings", "_staging")
+    __slots__ = ("_attention", "_block_size", "_device", "_lengths", "_recordings")
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class DecodeGraphs:
         self._attention = attention
         self._block_size = block_size
         self._lengths = sorted({*(length for length in CONTEXTS if length < max_model_len), max_model_len})
-        self._staging = torch.zeros((3, ROWS[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = device
         self._recordings: dict[tuple[int, int], _Recording] = {}
         for length in reversed(self._lengths):  # the largest first: later ones find room in its memory
             for num_rows in reversed(ROWS):
@@ -84,8 +85,11 @@ class DecodeGraphs:
 
                 self._recordings[num_rows, length] = _Recording(num_rows, inputs, plan, record(run))
 
-    def logits(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
-        """(sequences, vocab_size) float32, to be used before the next call; None: no recording holds this step."""
+    def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> Tensor | None:
+        """(sequences, vocab_size) float32, to be used before the next call; None: no recording holds this step.
+
+        `token_ids` (sequences,), if given, are the tokens, and what the sequences say is not.
+        """
         if any(len(sequence.token_ids) != 1 for sequence in sequences) or len(sequences) > ROWS[-1]:
             return None
         longest = max(sequence.start for sequence in sequences) + 1
@@ -94,9 +98,10 @@ class DecodeGraphs:
         num_rows = ROWS[bisect_left(ROWS, len(sequences))]
         recording = self._recordings[num_rows, self._lengths[bisect_left(self._lengths, longest)]]
         columns = [(sequence.token_ids[0], sequence.start, sequence.slots[0]) for sequence in sequences]
-        staged = self._staging[:, :num_rows].zero_()
-        staged[:, : len(columns)] = torch.tensor(columns, dtype=torch.int64).T
-        recording.inputs.copy_(staged, non_blocking=True)  # `staged` is filled again when the step has been collected
+        columns += [(0, 0, 0)] * (num_rows - len(columns))
+        recording.inputs.copy_(to_device(columns, torch.int64, self._device).T)
+        if token_ids is not None:
+            recording.inputs[0, : len(token_ids)].copy_(token_ids)
         spans = [Span(sequence.start, 1, sequence.block_table) for sequence in sequences]
         self._attention.refill(recording.plan, spans)
         return recording.replay()[: len(sequences)]

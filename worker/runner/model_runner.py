@@ -37,7 +37,17 @@ _LOGPROB_ROWS: Final = 256
 class ModelRunner:
     """A `worker.step.Runner` over one decoder and one KV pool."""
 
-    __slots__ = ("_attention", "_cache", "_decoder", "_device", "_eos_token_ids", "_graphs", "_stream", "numerics")
+    __slots__ = (
+        "_attention",
+        "_cache",
+        "_decoder",
+        "_device",
+        "_eos_token_ids",
+        "_graphs",
+        "_last",
+        "_stream",
+        "numerics",
+    )
 
     def __init__(
         self,
@@ -53,6 +63,8 @@ class ModelRunner:
         self._decoder = model.decoder
         self._device = model.device
         self._stream = stream or stream_of(model.device)
+        self._last: _Outputs | None = None
+        """Of the step queued last, for one that follows it; None: it has raised."""
         self._eos_token_ids = tuple(eos_token_ids)
         shape = model.config.attention
         self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
@@ -77,17 +89,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, step: Step) -> _Outputs:
+        """Queue the whole of a step."""
+        last, self._last = self._last, None
         self._cache.copy_blocks(step.copies)
+        self._last = outputs = self._outputs(step, last)
+        return outputs
+
+    def _outputs(self, step: Step, last: _Outputs | None) -> _Outputs:
+        token_ids = _followed(step, last)
         if not step.sequences:
-            return _Outputs((), None, ())
-        if (drawn := self._replay(step.sequences)) is not None:
+            return _Outputs((), None, None, ())
+        if (drawn := self._replay(step.sequences, token_ids)) is not None:
             places = [(place, sequence) for place, sequence in enumerate(step.sequences)]
-            return _Outputs(places, drawn.to_host(), [()] * len(places))
+            return _Outputs(places, drawn.token_ids, drawn.to_host(), [()] * len(places))
         batch = build_batch(step, self._attention, self._device, self._cache.block_size)
+        if token_ids is not None:
+            order = to_device([sequence.index for sequence in batch.sequences], torch.int64, self._device)
+            batch.forward.token_ids.copy_(token_ids[order])
         hidden = self._decoder.forward(batch.forward, self._attention)
         drawn = self._draw(batch, hidden)
         return _Outputs(
             [(sequence.index, sequence.step) for sequence in batch.sequences],
+            None if drawn is None else drawn.token_ids,
             None if drawn is None else drawn.to_host(),
             [self._prompt_logprobs(sequence, hidden) for sequence in batch.sequences],
         )
@@ -126,11 +149,11 @@ class ModelRunner:
             logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
             return None
 
-    def _replay(self, sequences: Sequence[SequenceStep]) -> DrawnTokens | None:
+    def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> DrawnTokens | None:
         """A step of decodes alone through its recording; None: it has to be run."""
         if self._graphs is None or any(len(s.draws) != 1 or s.num_prompt_logprobs is not None for s in sequences):
             return None
-        if (logits := self._graphs.logits(sequences)) is None:
+        if (logits := self._graphs.logits(sequences, token_ids)) is None:
             return None
         return draw_tokens(logits, [sequence.draws[0] for sequence in sequences], self._eos_token_ids)
 
@@ -154,8 +177,18 @@ class _Outputs:
 
     sequences: Sequence[tuple[int, SequenceStep]]
     """Each with its place in the step."""
+    token_ids: Tensor | None
+    """What was drawn, on the device."""
     drawn: DrawnTokens | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
+
+    def rows(self) -> dict[int, int]:
+        """For each place in the step the row of `token_ids` with its first token."""
+        rows, row = {}, 0
+        for place, sequence in self.sequences:
+            rows[place] = row
+            row += len(sequence.draws)
+        return rows
 
     def results(self) -> list[SequenceResult]:
         tokens = iter(() if self.drawn is None else self.drawn.tokens())
@@ -164,6 +197,18 @@ class _Outputs:
             drawn = tuple(next(tokens) for _ in sequence.draws)
             results[place] = SequenceResult(drawn, tuple(token for rows in logprobs for token in rows.rows()))
         return results
+
+
+def _followed(step: Step, last: _Outputs | None) -> Tensor | None:
+    """(sequences,) the tokens of decodes that follow the last step, as it has drawn them; None: these do not."""
+    places = [sequence.follows for sequence in step.sequences if sequence.follows is not None]
+    if not places:
+        return None
+    assert len(places) == len(step.sequences), "a part of a step follows another"
+    if last is None or last.token_ids is None:
+        raise RuntimeError("there is no step to follow")
+    rows = last.rows()
+    return last.token_ids[to_device([rows[place] for place in places], torch.int64, last.token_ids.device)]
 
 
 @dataclass(frozen=True, slots=True)

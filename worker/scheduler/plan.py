@@ -28,6 +28,8 @@ class PlannedChunk:
     start: int
     stop: int
     is_prefill: bool
+    follows: int | None = None
+    """For a chunk planned ahead: the place in the plan before that draws its token, until that is known."""
     drawing: tuple[Choice, ...] = ()
     """The choices that get a token, set with the step: some may end while it runs."""
 
@@ -39,17 +41,19 @@ class PlannedChunk:
         """All choices of the sequence draw when the chunk reaches its end, else none."""
         sequence = self.sequence
         assert sequence.allocation is not None
-        at_end = self.stop == len(sequence.token_ids) and sequence.request.wire.sampling.max_tokens > 0
+        at_end = self.stop >= len(sequence.token_ids) and sequence.request.wire.sampling.max_tokens > 0
         self.drawing = tuple(sequence.choices) if at_end else ()
         num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
+        is_ahead = self.stop > len(sequence.token_ids)
         return SequenceStep(
-            token_ids=sequence.token_ids[self.start : self.stop],
+            token_ids=(0,) if is_ahead else sequence.token_ids[self.start : self.stop],
             start=self.start,
             block_table=sequence.allocation.block_table,
             slots=sequence.allocation.slots(self.start, self.stop),
-            draws=tuple(_draw(sequence, choice) for choice in self.drawing),
+            draws=tuple(_draw(sequence, choice, self.stop) for choice in self.drawing),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
+            follows=self.follows if is_ahead else None,
         )
 
     def _prompt_logprobs(self) -> tuple[int | None, Sequence[int]]:
@@ -59,11 +63,11 @@ class PlannedChunk:
         return request.wire.sampling.prompt_logprobs, request.prompt_ids[self.start + 1 : self.stop + 1]
 
 
-def _draw(sequence: TokenSequence, choice: Choice) -> Draw:
+def _draw(sequence: TokenSequence, choice: Choice, position: int) -> Draw:
     return Draw(
         params=sequence.request.wire.sampling,
         seed=choice.seed,
-        position=len(sequence.token_ids),
+        position=position,
         prompt_ids=sequence.request.prompt_ids,
         output_ids=choice.output_ids,
         allowed=None if choice.constraint is None else choice.constraint.allowed(),

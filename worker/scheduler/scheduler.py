@@ -20,6 +20,7 @@ from worker.logs import about
 from worker.scheduler.admission import Admission, num_shared_blocks
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.fair_share import FairShare
+from worker.scheduler.foresight import foresee
 from worker.scheduler.plan import Emission, Plan, PlannedChunk
 from worker.scheduler.queue import OrderedSequences
 from worker.scheduler.request import Choice, Request, RequestKey, split_into_sequences
@@ -40,6 +41,9 @@ class Scheduler:
     Call in turn: `schedule`, run the plan's step, then `update`. When the step raises, nothing has happened: run the
     parts of `retries` one by one, and `fail` the requests whose part raises. `submit`, `abort` and `fail` come at any
     time, also while a step runs: what it reads and writes is given back when it has ended.
+
+    `schedule_ahead` may give a second step while the first runs; it is launched behind it, and updated after it. When
+    the first raises, the second has never been.
     """
 
     def __init__(self, allocator: Allocator, limits: BatchLimits, eos_token_ids: Iterable[int]) -> None:
@@ -51,10 +55,10 @@ class Scheduler:
         self._admission = Admission(allocator, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._owed_copies: list[BlockCopy] = []
-        self._in_flight: Mapping[TokenSequence, PlannedChunk] = {}
-        """What runs now: between `schedule` and `update` or `retries`."""
+        self._in_flight: list[Plan] = []
+        """What runs now: between `schedule` and `update` or `retries`. The second was planned ahead."""
         self._adrift: set[TokenSequence] = set()
-        """Sequences in flight that have ended; they hold their blocks until the step has."""
+        """Sequences in flight that have ended; they hold their blocks until the last step has that they are in."""
         self._shares = FairShare()
         self._next_expiry_s = math.inf
 
@@ -132,13 +136,33 @@ class Scheduler:
         self._note_newcomers(plan, newcomers, now_s)
         self._owed_copies += self.allocator.take_copies()
         plan.copies = self._owed_copies.copy()
-        self._in_flight = plan.chunks
+        self._in_flight = [plan] if plan.chunks else []
         return plan if plan.chunks else None
+
+    def schedule_ahead(self) -> Plan | None:
+        """The step after the one that runs, before its tokens are known. None when it cannot be foreseen (see
+        `foresight`), when somebody waits, or blocks are short."""
+        if len(self._in_flight) != 1 or len(self.waiting) > 0:
+            return None
+        (running,) = self._in_flight
+        if any(sequence not in running.chunks for sequence in self.running):
+            return None
+        if (plan := foresee(running, self._adrift)) is None:
+            return None
+        for sequence, chunk in plan.chunks.items():
+            assert sequence.allocation is not None
+            if not sequence.allocation.extend(chunk.stop):
+                return None  # what the others have got by now they will need
+        plan.copies = self.allocator.take_copies()
+        self._owed_copies += plan.copies
+        self._admission.gate.end_step(admitted=False, decoded=True)
+        self._in_flight.append(plan)
+        return plan
 
     def retries(self, plan: Plan) -> Iterable[Plan]:
         """After the plan's step has raised: the same work, request by request. A part that returns is to be updated
         before the next is taken; requests whose part raises are to be failed when all have been run."""
-        self._in_flight = {}
+        self._in_flight.clear()
         while self._adrift:
             self._release(self._adrift.pop())
         for part in plan.by_request():
@@ -147,8 +171,9 @@ class Scheduler:
 
     def update(self, plan: Plan, results: Sequence[SequenceResult], now_s: float) -> list[Emission]:
         """The plan's step has returned: commit its blocks, append what was drawn, end what has ended."""
-        self._owed_copies.clear()
-        self._in_flight = {}
+        del self._owed_copies[: len(plan.copies)]
+        if plan in self._in_flight:
+            self._in_flight.remove(plan)
         emissions: list[Emission] = []
         for chunk, result in zip(plan.chunks.values(), results, strict=True):
             emissions += self._update_chunk(chunk, result, now_s)
@@ -272,11 +297,13 @@ class Scheduler:
         if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
             return []
         self._shares.charge(request.wire.tenant, chunk.num_tokens, len(chunk.drawing))
-        sequence.num_computed = chunk.stop
-        sequence.allocation.commit(sequence.token_ids, chunk.stop)
+        # Less for one planned ahead whose token was not taken up, as it had ended meanwhile.
+        sequence.num_computed = min(chunk.stop, len(sequence.token_ids))
+        sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
         if sequence in self._adrift:
-            self._adrift.remove(sequence)
-            self._release(sequence)
+            if not self._runs(sequence):
+                self._adrift.remove(sequence)
+                self._release(sequence)
             return []
         emissions = []
         if request.prompt_logprobs is not None:
@@ -338,13 +365,16 @@ class Scheduler:
 
     def _drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is."""
-        if sequence in self._in_flight:
+        if self._runs(sequence):
             self._adrift.add(sequence)
         else:
             self._release(sequence)
         sequence.request.sequences.remove(sequence)
         holder = self.running if sequence in self.running else self.waiting
         holder.remove(sequence)
+
+    def _runs(self, sequence: TokenSequence) -> bool:
+        return any(sequence in plan.chunks for plan in self._in_flight)
 
     def _forget(self, request: Request) -> bool:
         """False: it was forgotten before."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.attention.base import Span
@@ -39,8 +40,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(folder), LoadOptions())
 
 
-def run(model: LoadedModel, recorded: list[int] | None, max_model_len: int = 256) -> list[dict[int, list[int]]]:
-    runner = ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, eos_token_ids=())
+def run(
+    model: LoadedModel, recorded: list[int] | None, max_model_len: int = 256, *, runs_ahead: bool = False
+) -> list[dict[int, list[int]]]:
+    runner = ModelRunner(
+        model,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        eos_token_ids=(),
+        stream=LateStream() if runs_ahead else None,
+    )
     if recorded is not None:
 
         def record(run: Replay) -> Replay:
@@ -59,13 +68,16 @@ def run(model: LoadedModel, recorded: list[int] | None, max_model_len: int = 256
             max_model_len=max_model_len,
             record=record,
         )
-    engine = HandEngine(NUM_BLOCKS, BLOCK_SIZE, runner=runner, max_model_len=256, max_num_batched_tokens=80)
+    engine = HandEngine(
+        NUM_BLOCKS, BLOCK_SIZE, runner=runner, runs_ahead=runs_ahead, max_model_len=256, max_num_batched_tokens=80
+    )
     wires = [
         generate([i * k % 99 for k in range(1, 4 + 9 * i)], 6 + 3 * i, temperature=float(i % 2), logprobs=i % 3)
         for i in range(7)
     ]
     requests = [engine.submit(wire) for wire in wires]
     engine.finish()
+    assert (engine.num_ahead > 0) == runs_ahead
     return [engine.answer(request).tokens for request in requests]
 
 
@@ -74,6 +86,12 @@ def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: 
     recorded: list[int] = []
     assert run(model, recorded) == run(model, None)
     assert set(recorded) == {1, 2, 4, 8}  # seven sequences in eight rows, until one is left
+
+
+def test_recorded_decodes_that_follow_a_step_give_the_same_tokens(model: LoadedModel) -> None:
+    recorded: list[int] = []
+    assert run(model, recorded, runs_ahead=True) == run(model, None)
+    assert recorded
 
 
 def test_a_step_that_no_recording_holds_is_run(model: LoadedModel) -> None:

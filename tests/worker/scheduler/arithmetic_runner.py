@@ -47,6 +47,7 @@ class ArithmeticRunner:
         self.kv = [UNWRITTEN] * (num_blocks * block_size)
         self.fails = fails
         self.steps: list[Step] = []
+        self.last: list[SequenceResult] = []
 
     @property
     def overlaps(self) -> bool:
@@ -74,9 +75,13 @@ class ArithmeticRunner:
             raise RuntimeError("the device says no")
         for sequence in step.sequences:
             assert len(sequence.slots) == len(sequence.token_ids) > 0
-            for slot, token_id in zip(sequence.slots, sequence.token_ids, strict=True):
+            token_ids = sequence.token_ids
+            if sequence.follows is not None:
+                token_ids = [self.last[sequence.follows].drawn[0].token_id]
+            for slot, token_id in zip(sequence.slots, token_ids, strict=True):
                 self.kv[slot] = token_id
-        return [self._result(sequence) for sequence in step.sequences]
+        self.last = [self._result(sequence) for sequence in step.sequences]
+        return self.last
 
     def _result(self, sequence: SequenceStep) -> SequenceResult:
         size, table = self.block_size, sequence.block_table
@@ -85,7 +90,9 @@ class ArithmeticRunner:
         assert UNWRITTEN not in read, "KV is read that was never written"
         drawn = tuple(Drawn(next_token(read, draw.seed)) for draw in sequence.draws)
         for draw in sequence.draws:
-            assert draw.position == stop == len(draw.prompt_ids) + len(draw.output_ids)
+            num_known = len(draw.prompt_ids) + len(draw.output_ids)  # and perhaps the token that the step follows
+            assert draw.position == stop
+            assert num_known == stop or (sequence.follows is not None and num_known == stop - 1)
         logprobs = ()
         if sequence.num_prompt_logprobs is not None:
             logprobs = tuple(TokenLogprobs(-float(token_id)) for token_id in sequence.next_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cache.factory import PrefixCache, make_allocator
@@ -85,6 +86,7 @@ class HandEngine:
         prefix_cache: PrefixCache = "hash",
         fails: Callable[[Step], bool] = lambda step: False,
         stream: Stream | None = None,
+        runs_ahead: bool = False,
         eos: Sequence[int] = (),
         runner: Runner | None = None,
         window_size: int | None = None,
@@ -96,6 +98,10 @@ class HandEngine:
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0
+        self.runs_ahead = runs_ahead
+        """Whether steps are launched before the tokens of those before are known, where they can be."""
+        self.num_ahead = 0
+        self.flights: list[tuple[Plan, Launch[list[SequenceResult]]]] = []
 
     def submit(self, wire: GenerateRequest) -> Request:
         key = RequestKey(len(self.answers))
@@ -111,30 +117,33 @@ class HandEngine:
     def step(self, in_flight: Callable[[], None] = lambda: None) -> Plan | None:
         """One step, retried request by request when it raises. `in_flight` is called while it runs."""
         self.now_s += 1
-        plan = self.scheduler.schedule(self.now_s)
-        self.allocator.check_integrity()
-        if plan is None:
+        if not self.flights:
+            plan = self.scheduler.schedule(self.now_s)
+            self.allocator.check_integrity()
+            if plan is None:
+                in_flight()
+                return None
+            self.num_preempted += plan.num_preempted
+            self.flights.append((plan, self._launch(plan)))
+        is_late = self.now_s % 2 == 0
+        if not is_late:
             in_flight()
-            return None
-        self.num_preempted += plan.num_preempted
-        launch = self._launch(plan)
-        in_flight()
+        if self.runs_ahead and len(self.flights) == 1 and (ahead := self.scheduler.schedule_ahead()) is not None:
+            self.num_ahead += 1
+            self.flights.append((ahead, self._launch(ahead)))
+        if is_late:
+            in_flight()
         self.allocator.check_integrity()
-        try:
-            self._land(plan, launch)
-        except RuntimeError:
-            for part in self.scheduler.retries(plan):
-                try:
-                    self._run(part)
-                except RuntimeError:
-                    request = next(iter(part.chunks)).request
-                    self._deliver(self.scheduler.fail(request, FAILED))
-        self.allocator.check_integrity()
-        return plan
+        return self._land_first()
+
+    def settle(self) -> None:
+        """End what is in flight."""
+        while self.flights:
+            self._land_first()
 
     def finish(self, max_steps: int = 5000) -> None:
         """Step until nothing is left, then assert that nothing is held."""
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.flights:
             assert self.step() is not None, "work is left but nothing was scheduled"
             max_steps -= 1
             assert max_steps > 0, "no end in sight"
@@ -143,6 +152,23 @@ class HandEngine:
 
     def answer(self, request: Request) -> Answer:
         return self.answers[request.key]
+
+    def _land_first(self) -> Plan:
+        plan, launch = self.flights.pop(0)
+        try:
+            self._land(plan, launch)
+        except RuntimeError:
+            while self.flights:
+                with suppress(Exception):
+                    self.flights.pop(0)[1].collect()
+            for part in self.scheduler.retries(plan):
+                try:
+                    self._run(part)
+                except RuntimeError:
+                    request = next(iter(part.chunks)).request
+                    self._deliver(self.scheduler.fail(request, FAILED))
+        self.allocator.check_integrity()
+        return plan
 
     def _run(self, plan: Plan) -> None:
         self._land(plan, self._launch(plan))

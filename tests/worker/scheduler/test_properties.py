@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -60,12 +61,14 @@ mixes = st.fixed_dictionaries(
         "total_tokens": st.sampled_from([None, 60, 100]),
         "failing_steps": st.sets(st.integers(0, 60), max_size=6),
         "in_flight": st.booleans(),  # whether requests come and go while steps run, or between them
+        "runs_ahead": st.booleans(),
+        "stop": st.sampled_from([(), (0, 7, 20, 33)]),
     }
 )
 
 
-def outputs(arrival: Arrival) -> dict[int, list[int]]:
-    return {i: answer(arrival.prompt_ids, 100 + i, arrival.max_tokens) for i in range(arrival.n)}
+def outputs(arrival: Arrival, stop: Sequence[int]) -> dict[int, list[int]]:
+    return {i: answer(arrival.prompt_ids, 100 + i, arrival.max_tokens, stop) for i in range(arrival.n)}
 
 
 def run_mix(mix, prefix_cache) -> None:
@@ -75,7 +78,9 @@ def run_mix(mix, prefix_cache) -> None:
         BLOCK_SIZE,
         prefix_cache=prefix_cache,
         fails=lambda step: next(count) in mix["failing_steps"],
-        stream=LateStream() if mix["in_flight"] else None,
+        stream=LateStream() if mix["in_flight"] or mix["runs_ahead"] else None,
+        runs_ahead=mix["runs_ahead"],
+        eos=mix["stop"],
         max_num_seqs=mix["max_num_seqs"],
         max_num_batched_tokens=mix["num_tokens"],
         watermark=mix["watermark"],
@@ -89,7 +94,7 @@ def run_mix(mix, prefix_cache) -> None:
     def come_and_go() -> None:
         while left and left[0].step <= step:
             arrival = left.pop(0)
-            resumed = {i: tokens[: arrival.num_resumed * i] for i, tokens in outputs(arrival).items()}
+            resumed = {i: tokens[: arrival.num_resumed * i] for i, tokens in outputs(arrival, mix["stop"]).items()}
             wire = generate(
                 arrival.prompt_ids,
                 arrival.max_tokens,
@@ -113,12 +118,12 @@ def run_mix(mix, prefix_cache) -> None:
         assert step < 3000
     engine.finish()
     for arrival, resumed, _, request in live:
-        check_answer(engine, arrival, resumed, request)
+        check_answer(engine, arrival, resumed, request, mix["stop"])
 
 
-def check_answer(engine, arrival, resumed, request) -> None:
+def check_answer(engine, arrival, resumed, request, stop) -> None:
     got = engine.answer(request)
-    for index, expected in outputs(arrival).items():
+    for index, expected in outputs(arrival, stop).items():
         tokens = resumed[index] + got.tokens.get(index, [])
         assert tokens == expected[: len(tokens)]
         if isinstance(got.last, End) and got.finished[index].reason != "abort":
@@ -162,5 +167,7 @@ def test_forks_of_a_sequence_that_files_nothing_may_outlive_what_it_repeats() ->
         "total_tokens": None,
         "failing_steps": set(),
         "in_flight": False,
+        "runs_ahead": False,
+        "stop": (),
     }
     run_mix(mix, "radix")

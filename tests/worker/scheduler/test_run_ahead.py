@@ -1,0 +1,132 @@
+"""Steps launched before the tokens of those before are known: which may be, and what becomes of a surplus token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.worker.device_streams import LateStream
+from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.engine import FAILED, ROOT, HandEngine, generate
+from worker.wire import Grammar
+
+PROMPT = list(range(10))
+
+
+def engine(**options: Any) -> HandEngine:
+    return HandEngine(stream=LateStream(), runs_ahead=True, **options)
+
+
+def test_every_decode_follows_the_step_before() -> None:
+    ahead = engine()
+    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(3)]
+    ahead.finish()
+    for i, request in enumerate(requests):
+        assert ahead.answer(request).tokens[0] == answer([i, *PROMPT], 100, 8)
+    steps = ahead.runner.steps
+    assert len(steps) == 8  # none for nothing: that all end with their eighth token is known
+    assert [{sequence.follows for sequence in step.sequences} for step in steps] == [{None}, *[{0, 1, 2}] * 7]
+
+
+def test_a_token_after_the_stop_is_dropped() -> None:
+    expected = answer(PROMPT, 100, 12)
+    stop = expected[5]
+    first = expected.index(stop)
+    ahead = engine(eos=(stop,))
+    request = ahead.submit(generate(PROMPT, 12))
+    ahead.finish()
+    got = ahead.answer(request)
+    assert got.tokens[0] == expected[: first + 1]
+    assert (got.finished[0].reason, got.finished[0].stop_token_id) == ("stop", stop)
+    assert len(ahead.runner.steps) == first + 2  # one for nothing
+    told = [*PROMPT, *expected]
+    num_written = len(PROMPT) + first + 1
+    assert ahead.allocator.find(told, ROOT) == num_written // 4 * 4  # what was told, and no more
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+        {"bad_words": ((1, 2),)},
+        {"min_tokens": 12},
+        {"prompt_logprobs": 0},
+        {"grammar": Grammar("regex", "a*")},
+        {"is_suspect": True},
+        {"n": 2},
+    ],
+)
+def test_what_cannot_be_foreseen_is_not_run_ahead(params: dict[str, Any]) -> None:
+    ahead = engine()
+    ahead.submit(generate(PROMPT, 12, **params))
+    ahead.submit(generate([7, *PROMPT], 12))
+    ahead.step()
+    assert ahead.num_ahead == 0
+    ahead.finish()
+
+
+def test_nobody_waits_for_steps_that_are_run_ahead() -> None:
+    ahead = engine()
+    ahead.submit(generate(PROMPT, 20))
+    for _ in range(3):
+        ahead.step()
+    assert ahead.num_ahead == 3
+    late = ahead.submit(generate([7, *PROMPT], 2))
+    ahead.step()  # launched before it came
+    assert late.started_s is None
+    ahead.step()
+    assert late.started_s is not None
+    ahead.finish()
+
+
+def test_blocks_that_are_short_wait_for_the_step() -> None:
+    ahead = engine(num_blocks=8)
+    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]  # each comes to five of seven blocks
+    ahead.finish()
+    assert ahead.num_preempted > 0
+    assert [ahead.answer(request).tokens[0] for request in requests] == [answer([i, *PROMPT], 100, 8) for i in range(2)]
+
+
+def test_what_follows_a_step_that_raises_has_never_been() -> None:
+    count = iter(range(100))
+    ahead = engine(fails=lambda step: next(count) == 2)
+    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]
+    ahead.finish()
+    for i, request in enumerate(requests):
+        assert ahead.answer(request).tokens[0] == answer([i, *PROMPT], 100, 8)
+    assert ahead.num_ahead > 0
+
+
+def test_a_poisoned_step_that_follows_another_fails_its_request_alone() -> None:
+    outputs = {i: answer([i, *PROMPT], 100, 8) for i in range(2)}
+    poison = next(token for token in outputs[0][:6] if token not in outputs[1] and token > 10)
+
+    ahead = engine()
+    ahead.runner.fails = lambda step: any(
+        ahead.runner.last[sequence.follows].drawn[0].token_id == poison
+        if sequence.follows is not None
+        else poison in sequence.token_ids
+        for sequence in step.sequences
+    )
+    bad, good = (ahead.submit(generate([i, *PROMPT], 8)) for i in range(2))
+    ahead.finish()
+    assert ahead.answer(bad).last == FAILED
+    assert ahead.answer(good).tokens[0] == outputs[1]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_aborted_while_two_steps_are_in_flight(num_steps: int) -> None:
+    ahead = engine()
+    gone, other = ahead.submit(generate(PROMPT, 12)), ahead.submit(generate([7, *PROMPT], 12))
+    for _ in range(num_steps):
+        ahead.step()
+    assert len(ahead.flights) == 1
+    ahead.step(lambda: ahead.abort(gone))
+    ahead.abort(gone)
+    ahead.finish()
+    assert ahead.answer(gone).finished[0].reason == "abort"
+    assert ahead.answer(gone).tokens[0] == answer(PROMPT, 100, num_steps)
+    assert ahead.answer(other).tokens[0] == answer([7, *PROMPT], 100, 12)
