@@ -292,7 +292,8 @@ async def test_the_most_shared_prefixes(worker: LiveWorker) -> None:
     assert (prefix.num_blocks, prefix.num_hits, prefix.num_references) == (2, 2, 0)
     assert [len(bytes.fromhex(step)) for step in prefix.path] == [8, 8]
     assert 0.0 <= prefix.idle_s < 60.0
-    await worker.http.post(worker.url + "/purge")
+    async with worker.http.post(worker.url + "/purge") as response:
+        assert response.status == 200
     async with worker.http.get(worker.url + "/prefixes") as response:
         assert unpack(await response.read(), PrefixReport).prefixes == ()
     for limit in ("0", "-1", "x", "100000"):
