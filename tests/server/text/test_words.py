@@ -97,9 +97,21 @@ def test_a_tokenizer_that_says_otherwise_has_no_shortcut() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    words = Words(r"[a-z]+|[^a-z]+", lambda texts: [[len(text)] for text in texts])
-    assert words.ids("a" * (MAX_WORD_CHARS + 1)) == [MAX_WORD_CHARS + 1]
-    assert not words._known
-    words._known |= {str(number): [number] for number in range(MAX_WORDS)}
-    assert words.ids("one more") == [3, 1, 4]
-    assert len(words._known) == 3
+    words = Words(r" ?[a-z]+| +", lambda texts: [[len(text)] for text in texts])
+    assert words.ids("a" * (MAX_WORD_CHARS + 1) + " " + "b" * (MAX_WORD_CHARS + 1)) == [MAX_WORD_CHARS + 1, 50]
+    assert not words._words
+    assert not words._chunks
+    for kept in (words._words, words._chunks):
+        kept |= {str(number): [number] for number in range(MAX_WORDS)}
+    assert words.ids("one more") == [3, 5]
+    assert set(words._words) == {"one", " more"}
+    assert set(words._chunks) == {"more"}
+
+
+def test_no_chunk_begins_after_whitespace() -> None:
+    """The pattern may give the last of several spaces to any side."""
+    words = Words(r" ?[a-z]+| +", lambda texts: [[len(text)] for text in texts])
+    assert words.ids("a b c") == [1, 2, 2]
+    assert words.ids("a  b c") == [1, 2, 1, 2]
+    assert words.ids("a b  ") == [1, 2, 2]
+    assert set(words._chunks) == {"b", "c"}
