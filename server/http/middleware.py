@@ -132,11 +132,17 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        announced = False
         for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > self._max_bytes:
-                raise self._too_large()
-            if name == b"content-encoding" and value.lower() != b"identity":
+            if name == b"content-length":
+                if int(value) > self._max_bytes:
+                    raise self._too_large()
+                announced = True
+            elif name == b"content-encoding" and value.lower() != b"identity":
                 raise MediaTypeError("Compressed bodies are not accepted.")
+        await self._app(scope, receive if announced else self._counting(receive), send)
+
+    def _counting(self, receive: Receive) -> Receive:
         num_bytes = 0
 
         async def counted() -> Message:
@@ -148,7 +154,7 @@ class BodyLimitMiddleware:
                     raise self._too_large()
             return message
 
-        await self._app(scope, counted, send)
+        return counted
 
     def _too_large(self) -> ApiError:
         return BodyTooLargeError(f"The body must not be larger than {self._max_bytes} bytes.")
@@ -165,16 +171,9 @@ class ErrorMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         context = context_of(scope)
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send)
         except ClientGoneError:
             context.status = CLIENT_GONE_STATUS
             self._metrics.disconnects.inc()
@@ -184,7 +183,7 @@ class ErrorMiddleware:
             if isinstance(failure, InternalError) and failure is not error:
                 log.exception("%s: unexpected error", context.request_id)
             self._metrics.dropped(failure.code or failure.type)
-            if started:
+            if context.status:  # the answer has begun
                 raise
             await send_error(failure, send)
 

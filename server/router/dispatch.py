@@ -20,6 +20,7 @@ from server.router.cost import CostModel, PoolUse
 from server.router.overlay import Overlay, Speculation
 from server.router.placement import RouteRequest
 from server.router.policies import FleetView, Option, Policy
+from server.router.policies.base import mean_draw
 
 _FEW_BLOCKS: Final = 1e-3
 """Decayed to less, what was released is too long ago to say anything."""
@@ -171,9 +172,7 @@ class Dispatcher:
         scores: Sequence[float] = ()
         if open_options:
             recent_s = sum(option.recent_s for option in options)
-            fleet = FleetView(self.settings.cost, recent_s, len(options))
-            if book:
-                fleet = FleetView(self.settings.cost, recent_s, len(options), self._rng.random)
+            fleet = FleetView(self.settings.cost, recent_s, len(options), self._rng.random if book else mean_draw)
             scores = self._policy.scores(request, open_options, fleet)
         if trace is not None:
             self._explain(trace, candidates, options, matches, guards, scores)

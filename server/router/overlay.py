@@ -9,7 +9,7 @@ Kept in the gateway, never written to the index, never merged with it.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 from cache.types import BlockHash, Epoch, WorkerId
@@ -30,7 +30,7 @@ class Overlay:
     def __init__(self, *, publish_delay_s: float, ttl_s: float) -> None:
         self._publish_delay_s = publish_delay_s
         self._ttl_s = ttl_s
-        self._blocks: dict[tuple[WorkerId, Epoch], Counter[BlockHash]] = {}
+        self._blocks: dict[tuple[WorkerId, Epoch], dict[BlockHash, int]] = {}
         self._open: dict[Speculation, float] = {}
         """Those without a first token and when they are forgotten: in that order, since the TTL is one for all."""
         self._confirmed: deque[tuple[float, Speculation]] = deque()
@@ -39,7 +39,9 @@ class Overlay:
     def add(self, worker_id: WorkerId, epoch: Epoch, hashes: Sequence[BlockHash], now_s: float) -> Speculation:
         where = (worker_id, epoch)
         speculation = Speculation(where, hashes)
-        self._blocks.setdefault(where, Counter()).update(hashes)
+        blocks = self._blocks.setdefault(where, {})
+        for block_hash in hashes:
+            blocks[block_hash] = blocks.get(block_hash, 0) + 1
         self._open[speculation] = now_s + self._ttl_s
         return speculation
 

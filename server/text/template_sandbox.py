@@ -41,7 +41,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for loop in tree.find_all(jinja2.nodes.For):
             look = jinja2.nodes.Call(jinja2.nodes.Name(_LOOK, "load"), [], [], None, None)
             loop.body.insert(0, jinja2.nodes.ExprStmt(look).set_lineno(loop.lineno))
-        return self.from_string(tree)
+        template = self.from_string(tree)
+        template.globals = dict(template.globals)  # of a chain of maps, which every rendering would go through anew
+        return template
 
 
 def bounded(max_s: float = MAX_RENDER_S) -> dict[str, Callable[[], None]]:

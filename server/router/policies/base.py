@@ -47,6 +47,11 @@ class Option:
     prefill_tokens_per_s: float = 1.0
 
 
+def mean_draw() -> float:
+    """In place of a random number, where nothing is decided."""
+    return 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """What is true of all workers together."""
@@ -55,7 +60,7 @@ class FleetView:
     recent_s: float
     """Prefill seconds assigned to the fleet, decayed over a minute."""
     num_workers: int
-    draw: Callable[[], float] = lambda: 0.5
+    draw: Callable[[], float] = mean_draw
     """A random number in 0..1."""
 
 
