@@ -23,7 +23,8 @@ from cache.types import HASH_BYTES, INDEX_ENTRY_BYTES, BlockHash, IndexEntry
 
 FORMAT_VERSION: Final = b"1"
 _ROOT_PERSON: Final = b"headstart-root"
-_LINK_PERSON: Final = b"headstart-block"
+_LINK: Final = blake2b(digest_size=HASH_BYTES, person=b"headstart-block")
+"""Copied for every link: to set one up takes half as long again as to hash a block."""
 _FINGERPRINT_PERSON: Final = b"headstart-space"
 _TOKEN_BYTES: Final = 4
 
@@ -78,7 +79,9 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of one full block that follows `parent`."""
-    return BlockHash(blake2b(parent + encode_tokens(token_ids), digest_size=HASH_BYTES, person=_LINK_PERSON).digest())
+    link = _LINK.copy()
+    link.update(parent + encode_tokens(token_ids))
+    return BlockHash(link.digest())
 
 
 def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
@@ -86,10 +89,13 @@ def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> 
     encoded = encode_tokens(token_ids)
     stride = block_size * _TOKEN_BYTES
     hashes: list[BlockHash] = []
-    link: bytes = parent
+    last = parent
     for start in range(0, len(encoded) - stride + 1, stride):
-        link = blake2b(link + encoded[start : start + stride], digest_size=HASH_BYTES, person=_LINK_PERSON).digest()
-        hashes.append(BlockHash(link))
+        link = _LINK.copy()
+        link.update(last)
+        link.update(encoded[start : start + stride])
+        last = BlockHash(link.digest())
+        hashes.append(last)
     return hashes
 
 

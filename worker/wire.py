@@ -15,7 +15,6 @@ reader feeds bytes to `FrameReader` as they arrive, however they are cut.
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import sys
 from array import array
@@ -25,6 +24,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgpack
 import msgspec
+from msgspec import Struct
 
 from cache.index import WorkerLoad, WorkerMember
 
@@ -46,16 +46,14 @@ class WireError(ValueError):
     """Bytes that are no message of this protocol. The text names the field."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
+class Grammar(Struct, frozen=True):
     """A constraint on the output: `text` is a JSON schema, a regex, a grammar or a JSON list of choices."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True):
     """How tokens are drawn. The token at a position is a function of (logits, params, seed, position) only."""
 
     max_tokens: int
@@ -89,8 +87,7 @@ class SamplingParams:
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceState:
+class ChoiceState(Struct, frozen=True):
     """One of the n answers to a prompt; `output_ids` is not empty when a stream is resumed."""
 
     index: int
@@ -98,8 +95,7 @@ class ChoiceState:
     output_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True):
     request_id: str
     gateway_id: str
     epoch: str
@@ -121,30 +117,30 @@ class GenerateRequest:
     """It was on a worker that died: its steps are run alone until its first token is out."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class _Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Travels as an array of its tag and its fields."""
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log probabilities of one position before any penalty or truncation: of the token, and of the best."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(_Frame, frozen=True, tag=0):
     """The request left the queue and its prefill begins. Sent once, first."""
 
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(_Frame, frozen=True, tag=1):
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_Frame, frozen=True, tag=2):
     """The last word on one choice. `stop_token_id` is the token that ended it (it is also in the last Tokens)."""
 
     choice: int
@@ -152,15 +148,13 @@ class Finished:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(_Frame, frozen=True, tag=3):
     """Sent once after the prefill when asked for; entry i is the logprob of prompt token i (None for the first)."""
 
     positions: tuple[TokenLogprobs | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(_Frame, frozen=True, tag=4):
     """Every choice is finished and the stream is complete."""
 
     queue_s: float
@@ -168,8 +162,7 @@ class End:
     decode_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(_Frame, frozen=True, tag=5):
     """The request ended without an answer. `retryable`: another worker, or a later time, may do better."""
 
     code: str
@@ -209,7 +202,7 @@ class PrefixReport:
 
 Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed
 _FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed)
-_TAGS: Final = {frame: tag for tag, frame in enumerate(_FRAMES)}
+"""By their tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +232,12 @@ class WorkerState:
 
 
 T = TypeVar("T")
-_REQUEST_FIELDS: Final = tuple(field.name for field in dataclasses.fields(GenerateRequest))
-
-
-def _packb(message: object) -> bytes:
-    packed: bytes = msgpack.packb(message)
-    return packed
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def pack(message: object) -> bytes:
     """Any dataclass of this module, or of `cache.index`, as a msgpack map of its fields."""
-    return _packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    return _encode(message)
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
@@ -265,11 +253,9 @@ def pack_request(request: GenerateRequest) -> bytes:
     prompt_ids = array("I", request.prompt_ids)
     if sys.byteorder == "big":
         prompt_ids.byteswap()
-    message = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    message = msgspec.structs.asdict(request)
     message["prompt_ids"] = prompt_ids.tobytes()
-    message["choices"] = msgspec.to_builtins(request.choices)
-    message["sampling"] = msgspec.to_builtins(request.sampling)
-    return _packb(message)
+    return _encode(message)
 
 
 def unpack_request(data: bytes) -> GenerateRequest:
@@ -288,15 +274,13 @@ def unpack_request(data: bytes) -> GenerateRequest:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a GenerateRequest: {error}") from error
-    return dataclasses.replace(request, prompt_ids=prompt_ids.tolist())
+    return msgspec.structs.replace(request, prompt_ids=prompt_ids.tolist())
 
 
 def pack_frame(frame: Frame) -> bytes:
-    if type(frame) is Tokens and frame.logprobs is None:  # the frame of every token: no generic conversion
-        return _packb((1, frame.choice, frame.token_ids, None))
     if type(frame) is Failed and frame.retry_after_s is None:  # as a peer without that field has it
-        return _packb((_TAGS[Failed], frame.code, frame.message, frame.retryable))
-    return _packb((_TAGS[type(frame)], *dataclasses.astuple(frame)))
+        return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
+    return _encode(frame)
 
 
 class FrameReader:
@@ -335,32 +319,6 @@ def _frame(message: Any) -> Frame:
         if type(choice) is int and type(token_ids) is tuple:
             return Tokens(choice, token_ids)
     match message:
-        case (int(tag), *values) if 0 <= tag < len(_FRAMES):
-            return _build(_FRAMES[tag], values)
+        case (int(tag), *_) if 0 <= tag < len(_FRAMES):
+            return msgspec.convert(message, _FRAMES[tag])
     raise WireError(f"not a frame: {message!r:.80}")
-
-
-_FIELDS: Final = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _FRAMES}
-
-
-def _build(kind: type[Frame], values: Sequence[object]) -> Frame:
-    """A frame from its fields in order; msgspec checks and converts the nested ones."""
-    names = _FIELDS[kind]
-    if len(values) > len(names):
-        raise WireError(f"{kind.__name__} has {len(names)} fields, got {len(values)}")
-    fields = dict(zip(names, values, strict=False))
-    for name in _NESTED.get(kind, ()):
-        fields[name] = _nested(fields.get(name))
-    return msgspec.convert(fields, kind)
-
-
-_NESTED: Final[dict[type[Frame], tuple[str, ...]]] = {Tokens: ("logprobs",), PromptLogprobs: ("positions",)}
-"""TokenLogprobs travel as pairs (logprob, top)."""
-
-
-def _nested(value: object) -> object:
-    if value is None:
-        return None
-    if not isinstance(value, tuple):
-        raise TypeError(f"log probabilities are an array, got {value!r:.80}")
-    return tuple(None if item is None else TokenLogprobs(item[0], item[1]) for item in value)

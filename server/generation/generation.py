@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Final
 
 from cache.index import WorkerMember
@@ -27,7 +26,7 @@ from server.generation.losses import Stage
 from server.generation.spec import GenerationSpec, prompt_hashes, route_request
 from server.generation.waiting_room import Place
 from server.router.placement import NoWorkerError, Placement
-from server.tracing import attempt, stage
+from server.tracing import AttemptTrace, attempt, stage
 from server.workers.client import GenerateStream, WorkerLost, WorkerRefused
 from worker.wire import End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, TokenLogprobs, Tokens
 
@@ -65,7 +64,8 @@ class Generation:
         self._numerics: str | None = None
         self._failures = Failures(spec, backend)
         self._stage = Stage.SENT
-        self._place: Place | None = None
+        self._waits = True
+        """No token of this attempt has come."""
         self._stopped_early = False
         """A choice ended here, so that the last one's end is not followed by the worker's End at once."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -84,20 +84,44 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What each choice gained, as it arrives. Raises ApiError."""
-        self._backend.budget.earn()
-        spec = self.spec
-        if self._backend.quarantine.holds(spec.root, spec.prompt_ids, spec.sampling):
-            raise InternalError("This request has failed a moment ago and is not tried again.")
-        self._place = self._backend.waiting_room.enter(spec.tenant, len(spec.prompt_ids))
-        if (same := self._backend.turns.continued(self._hashes)) is not None:
-            self._backend.metrics.continued(same=same)
+        place = self._enter()
         try:
-            async with aclosing(self._attempts()) as batches:
-                async for batch in batches:
+            while not self._finished():
+                placement = await self._choose()
+                worker, ok = placement.worker, False
+                try:
+                    with attempt(worker, placement.promised_tokens) as trace:
+                        stream = self._send_to(worker, trace)
+                        with self._backend.watch.watching(stream):  # from the start: it may hang before its headers
+                            async with stream:
+                                self._stage = Stage.ACCEPTED
+                                while not (stream.completed or (self._stopped_early and self._finished())):
+                                    self._absorb(await stream.read(), placement, stream)
+                                    if self._waits and self._has_output():
+                                        self._first_token(placement, place, trace)
+                                    if batch := self._drain():
+                                        yield batch
+                    ok = True
+                except (WorkerRefused, WorkerLost, WorkerFailed) as error:
+                    self._failed(worker, error)
+                finally:
+                    placement.close(ok=ok)
+                if not ok and (batch := self._drain()):
                     yield batch
         finally:
-            self._place.leave()
+            place.leave()
             self._remember()
+
+    def _enter(self) -> Place:
+        """Raises ApiError for what shall not be tried, or cannot wait here."""
+        spec, backend = self.spec, self._backend
+        backend.budget.earn()
+        if backend.quarantine.holds(spec.root, spec.prompt_ids, spec.sampling):
+            raise InternalError("This request has failed a moment ago and is not tried again.")
+        place = backend.waiting_room.enter(spec.tenant, len(spec.prompt_ids))
+        if (same := backend.turns.continued(self._hashes)) is not None:
+            backend.metrics.continued(same=same)
+        return place
 
     def _remember(self) -> None:
         """For the next turn of this conversation, if there is one."""
@@ -106,40 +130,42 @@ class Generation:
             output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
             self._backend.turns.answered(spec.prompt_ids, self._hashes, output_ids, block_size)
 
-    async def _attempts(self) -> AsyncGenerator[list[ChoiceDelta]]:
-        while not self._finished():
-            placement = await self._choose()
-            self._stage = Stage.SENT
-            ok = False
-            try:
-                async with aclosing(self._attempt(placement)) as batches:
-                    async for batch in batches:
-                        yield batch
-                ok = True
-            except WorkerRefused as error:
-                self._failures.refused(placement.worker, error)
-            except WorkerLost as error:
-                if self._finished():
-                    return
-                self._failures.lost(placement.worker, error, self._stage)
-            except WorkerFailed as error:
-                self._failures.failed(placement.worker, error, self._stage)
-            finally:
-                placement.close(ok=ok)
-            if not ok:
-                for choice in self.choices:
-                    if not choice.done:
-                        choice.finish_if_complete(self.spec.sampling.max_tokens)
-                if batch := self._drain():
-                    yield batch
+    def _send_to(self, worker: WorkerMember, trace: AttemptTrace | None) -> GenerateStream:
+        """To be entered: that sends it."""
+        self._stage, self._waits = Stage.SENT, True
+        carrier = {} if trace is None else trace.carrier()
+        return self._backend.client.generate(worker.url, self._wire_request(worker, carrier))
+
+    def _first_token(self, placement: Placement, place: Place, trace: AttemptTrace | None) -> None:
+        self._waits = False
+        placement.first_token()
+        place.leave()
+        if trace is not None:
+            trace.first_token(self.num_cached_tokens)
+
+    def _failed(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
+        """Raises ApiError when no other attempt is made for what is not finished."""
+        match error:
+            case WorkerRefused():
+                self._failures.refused(worker, error)
+            case WorkerFailed():
+                self._failures.failed(worker, error, self._stage)
+            case WorkerLost() if not self._finished():
+                self._failures.lost(worker, error, self._stage)
+        for choice in self.choices:
+            if not choice.done:
+                choice.finish_if_complete(self.spec.sampling.max_tokens)
 
     def _finished(self) -> bool:
         return all(choice.done for choice in self.choices)
 
+    def _has_output(self) -> bool:
+        return any(choice.output_ids for choice in self.choices)
+
     async def _choose(self) -> Placement:
         """A worker for this attempt. Raises ApiError."""
         losses = self._failures.losses
-        resumed = any(choice.output_ids for choice in self.choices)
+        resumed = self._has_output()
         numerics = self._numerics if resumed else None
         full = {} if resumed or losses.num_losses else self._backend.full_queues.of(self.spec.tenant)
         if full and all(
@@ -197,26 +223,6 @@ class Generation:
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
         )
-
-    async def _attempt(self, placement: Placement) -> AsyncGenerator[list[ChoiceDelta]]:
-        worker, first_token = placement.worker, False
-        with attempt(worker, placement.promised_tokens) as trace:
-            carrier = {} if trace is None else trace.carrier()
-            stream = self._backend.client.generate(worker.url, self._wire_request(worker, carrier))
-            with self._backend.watch.watching(stream):  # from the start: a worker may hang before its headers
-                async with stream:
-                    self._stage = Stage.ACCEPTED
-                    while not (stream.completed or (self._stopped_early and self._finished())):
-                        self._absorb(await stream.read(), placement, stream)
-                        if not first_token and any(choice.output_ids for choice in self.choices):
-                            first_token = True
-                            placement.first_token()
-                            assert self._place is not None
-                            self._place.leave()
-                            if trace is not None:
-                                trace.first_token(self.num_cached_tokens)
-                        if batch := self._drain():
-                            yield batch
 
     def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:
         for frame in frames if len(frames) == 1 else merged(frames):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Final
 
 MAX_WORDS: Final = 100_000
@@ -57,16 +57,16 @@ class Words:
     def ids(self, text: str) -> list[int]:
         """Of an ASCII text."""
         parts = text.split(" ")
-        found: list[Sequence[int] | None] = list(map(self._chunks.get, parts))
-        found[0] = None  # no space stands before it
-        spans = list(_spans(parts, [index for index, ids in enumerate(found) if ids is None]))
+        found: list[Sequence[int]] = list(map(self._chunks.get, parts, repeat(())))
+        found[0] = ()  # no space stands before it
+        spans = list(_spans(parts, [index for index, ids in enumerate(found) if not ids]))
         texts = [(" " if start else "") + " ".join(parts[start:end]) for start, end in spans]
         for (start, end), chunk_ids in zip(spans, self._by_word(texts), strict=True):
             found[start] = chunk_ids
             found[start + 1 : end] = [()] * (end - start - 1)
             if start and end == start + 1 and not _ends_in_whitespace(parts[start]):
                 _keep(self._chunks, parts[start], chunk_ids)
-        return list(chain.from_iterable(ids for ids in found if ids))
+        return list(chain.from_iterable(found))
 
     def _by_word(self, texts: Sequence[str]) -> list[list[int]]:
         cut: list[list[str]] = [self._cut(text) for text in texts]

@@ -6,12 +6,12 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import aiohttp
 import msgpack
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from cache.index import WorkerState
 from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve

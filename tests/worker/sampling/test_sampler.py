@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from typing import Any
@@ -316,7 +315,7 @@ def test_a_broken_model_is_noticed(broken: float) -> None:
 def test_params_are_what_the_wire_has() -> None:
     """Every field of SamplingParams is either the sampler's, tested above, or the scheduler's."""
     schedulers = {"max_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "grammar"}
-    samplers = set(dataclasses.asdict(draw(stop_token_ids=()).params)) - schedulers
+    samplers = set(draw(stop_token_ids=()).params.__struct_fields__) - schedulers
     assert samplers == {
         *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty"),
         *("presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "logprobs"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.arithmetic_runner import answer
