@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -50,45 +50,47 @@ class Words:
     def __init__(self, pattern: str, encode: Encode) -> None:
         self._cut = re.compile(pattern, re.ASCII).findall
         self._encode = encode
-        self._words: dict[str, list[int]] = {}
-        self._chunks: dict[str, list[int]] = {}
-        """By the text behind the space. None of them ends in whitespace: no chunk would begin with the next space."""
+        self._known: dict[str, list[int]] = {}
+        """The ids of words, and of chunks that are not in `_spaced`."""
+        self._spaced: dict[str, list[int]] = {}
+        """Of chunks, by what follows their space. None ends in whitespace: no chunk would begin with the next space."""
 
     def ids(self, text: str) -> list[int]:
         """Of an ASCII text."""
         parts = text.split(" ")
-        found: list[Sequence[int]] = list(map(self._chunks.get, parts, repeat(())))
+        found: list[Sequence[int]] = list(map(self._spaced.get, parts, repeat(())))
         found[0] = ()  # no space stands before it
-        spans = list(_spans(parts, [index for index, ids in enumerate(found) if not ids]))
-        texts = [(" " if start else "") + " ".join(parts[start:end]) for start, end in spans]
-        for (start, end), chunk_ids in zip(spans, self._by_word(texts), strict=True):
-            found[start] = chunk_ids
-            found[start + 1 : end] = [()] * (end - start - 1)
-            if start and end == start + 1 and not _ends_in_whitespace(parts[start]):
-                _keep(self._chunks, parts[start], chunk_ids)
-        return list(chain.from_iterable(found))
-
-    def _by_word(self, texts: Sequence[str]) -> list[list[int]]:
-        cut: list[list[str]] = [self._cut(text) for text in texts]
-        words = dict.fromkeys(chain.from_iterable(cut))
-        found = {word: ids for word in words if (ids := self._words.get(word)) is not None}
-        missing = [word for word in words if word not in found]
-        if missing:
-            for word, ids in zip(missing, self._encode(missing), strict=True):
-                found[word] = ids
-                _keep(self._words, word, ids)
-        return [list(chain.from_iterable(map(found.__getitem__, words))) for words in cut]
-
-
-def _spans(parts: Sequence[str], unknown: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last plus one of the parts that are one chunk each, of those that begin with an unknown part."""
-    end = 0
-    for start in unknown:
-        if start >= end:
+        fresh: dict[int, tuple[str, list[str]]] = {}
+        end = 0
+        for start, ids in enumerate(found):
+            if ids or start < end:
+                continue
             end = start + 1
             while end < len(parts) and _ends_in_whitespace(parts[end - 1]):
+                found[end] = ()
                 end += 1
-            yield start, end
+            chunk = (" " if start else "") + " ".join(parts[start:end])
+            found[start] = self._known.get(chunk, ())
+            if not found[start]:
+                fresh[start] = chunk, self._cut(chunk)
+        if fresh:
+            known = self._of_words(list(chain.from_iterable(words for _, words in fresh.values())))
+            for start, (chunk, words) in fresh.items():
+                found[start] = ids = list(chain.from_iterable(map(known.__getitem__, words)))
+                if chunk == " " + parts[start] and not chunk[-1].isspace():
+                    _keep(self._spaced, parts[start], ids)
+                else:
+                    _keep(self._known, chunk, ids)
+        return list(chain.from_iterable(found))
+
+    def _of_words(self, words: Sequence[str]) -> dict[str, list[int]]:
+        known = {word: ids for word in words if (ids := self._known.get(word)) is not None}
+        missing = [word for word in dict.fromkeys(words) if word not in known]
+        if missing:
+            for word, ids in zip(missing, self._encode(missing), strict=True):
+                known[word] = ids
+                _keep(self._known, word, ids)
+        return known
 
 
 def _ends_in_whitespace(part: str) -> bool:

@@ -99,13 +99,13 @@ def test_a_tokenizer_that_says_otherwise_has_no_shortcut() -> None:
 def test_what_is_kept_is_bounded() -> None:
     words = Words(r" ?[a-z]+| +", lambda texts: [[len(text)] for text in texts])
     assert words.ids("a" * (MAX_WORD_CHARS + 1) + " " + "b" * (MAX_WORD_CHARS + 1)) == [MAX_WORD_CHARS + 1, 50]
-    assert not words._words
-    assert not words._chunks
-    for kept in (words._words, words._chunks):
+    assert not words._known
+    assert not words._spaced
+    for kept in (words._known, words._spaced):
         kept |= {str(number): [number] for number in range(MAX_WORDS)}
     assert words.ids("one more") == [3, 5]
-    assert set(words._words) == {"one", " more"}
-    assert set(words._chunks) == {"more"}
+    assert set(words._known) == {"one", " more"}
+    assert set(words._spaced) == {"more"}
 
 
 def test_no_chunk_begins_after_whitespace() -> None:
@@ -114,4 +114,4 @@ def test_no_chunk_begins_after_whitespace() -> None:
     assert words.ids("a b c") == [1, 2, 2]
     assert words.ids("a  b c") == [1, 2, 1, 2]
     assert words.ids("a b  ") == [1, 2, 2]
-    assert set(words._chunks) == {"b", "c"}
+    assert set(words._spaced) == {"b", "c"}
