@@ -141,13 +141,15 @@ class Scheduler:
 
     def schedule_ahead(self) -> Plan | None:
         """The step after the one that runs, before its tokens are known. None when it cannot be foreseen (see
-        `foresight`), when somebody waits, or blocks are short."""
-        if len(self._in_flight) != 1 or len(self.waiting) > 0:
+        `foresight`), when somebody waits who could join it, or blocks are short."""
+        if len(self._in_flight) != 1:
             return None
         (running,) = self._in_flight
         if any(sequence not in running.chunks for sequence in self.running):
             return None
         if (plan := foresee(running, self._adrift)) is None:
+            return None
+        if len(self.waiting) > 0 and len(plan.chunks) < self.limits.max_num_seqs:
             return None
         for sequence, chunk in plan.chunks.items():
             assert sequence.allocation is not None

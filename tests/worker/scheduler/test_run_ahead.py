@@ -82,6 +82,21 @@ def test_nobody_waits_for_steps_that_are_run_ahead() -> None:
     ahead.finish()
 
 
+def test_while_every_seat_is_taken_those_who_wait_hold_nobody_up() -> None:
+    ahead = engine(max_num_seqs=2)
+    first, *rest = (ahead.submit(generate([i, *PROMPT], 6 + 3 * i)) for i in range(3))
+    while ahead.answer(first).last is None:
+        ahead.step()
+    assert ahead.num_ahead == 5  # all of its decodes, and none beyond it, when its seat was known to be free
+    assert not ahead.flights
+    ahead.step()
+    assert rest[1].started_s is not None
+    ahead.finish()
+    assert [ahead.answer(request).tokens[0] for request in (first, *rest)] == [
+        answer([i, *PROMPT], 100, 6 + 3 * i) for i in range(3)
+    ]
+
+
 def test_blocks_that_are_short_wait_for_the_step() -> None:
     ahead = engine(num_blocks=8)
     requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]  # each comes to five of seven blocks
