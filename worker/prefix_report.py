@@ -15,7 +15,7 @@ from worker.wire import PrefixReport, PrefixUse
 
 
 async def prefix_report(engine: Engine, limit: int) -> PrefixReport:
-    """The pool is copied between two steps; the tree is built beside them."""
+    """The pool is copied on the engine's thread; the tree is built beside it."""
 
     def copy_pool() -> tuple[Iterator[PrefixRun], CacheStats, AccessTimes]:
         allocator = engine.scheduler.allocator

@@ -64,7 +64,7 @@ class ModelRunner:
         self._device = model.device
         self._stream = stream or stream_of(model.device)
         self._last: _Outputs | None = None
-        """Of the step queued last, for one that follows it; None: it has raised."""
+        """Of the step queued last, for one that follows it; None: it has raised, or none will follow."""
         self._eos_token_ids = tuple(eos_token_ids)
         shape = model.config.attention
         self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
@@ -92,7 +92,9 @@ class ModelRunner:
         """Queue the whole of a step."""
         last, self._last = self._last, None
         self._cache.copy_blocks(step.copies)
-        self._last = outputs = self._outputs(step, last)
+        outputs = self._outputs(step, last)
+        if self._stream.overlaps:
+            self._last = outputs
         return outputs
 
     def _outputs(self, step: Step, last: _Outputs | None) -> _Outputs:
