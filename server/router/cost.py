@@ -6,16 +6,17 @@
     late_w = prefills at w that would wait for it                  (0 where they are computed one by one)
     rho    = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
     beta   = min(8, rho / (1 - rho))
-    cost_w = wait_w + room_w + (1 + beta + late_w) * own_w + 0.1 * (prefill seconds assigned to w, decayed over 60 s)
+    cost_w = wait_w + room_w + (1 + beta + late_w) * own_w + 0.03 * (prefill seconds assigned to w, decayed over 60 s)
 
-room_w: requests hold their blocks until they end. A pool of B blocks serves c = B / n requests of n blocks at once, for
-the T seconds that blocks are held on average; u is the part of it that is held once those of this request are:
+room_w: requests hold their blocks until they end, for T seconds on average. A pool of B blocks has places for c = B / n
+requests of n blocks. With the part u of it held, this request's blocks among them, all places are taken with about the
+probability u ** (sqrt(2 (c + 1)) - 1), and then those who have them must end. Beyond u = 1 the pool must turn over:
 
-    room_w = T / c * u ** (sqrt(2 (c + 1)) - 1) / (1 - u)          the mean wait at c servers that are busy for u
+    room_w = T * (min(u, 1) ** (sqrt(2 (c + 1)) - 1) + max(u - 1, 0))
 
-It is nothing at a pool that holds many such requests, until it is nearly full, and a good part of T at one of few.
-Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Annals of the Institute of Statistical Mathematics 29
-(1977).
+It is nothing at a pool with places for many such requests until it is nearly full, and grows early at one with few.
+Source: the probability of waiting in Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Annals of the Institute
+of Statistical Mathematics 29 (1977).
 
 beta is the delay that one more second of work puts on the requests that will come, late_w on those that are there.
 Capping rho matters: in overload an uncapped rho / (1 - rho) turns negative.
@@ -46,7 +47,7 @@ class CostModel:
     window_s: float = 60.0
     max_rho: float = 0.98
     max_beta: float = 8.0
-    recent_weight: float = 0.1
+    recent_weight: float = 0.03
     """Spreads conversations before queues do: a worker on which they gather evicts them from its cache, and to move one
     later costs more than each of its turns would wait."""
 
@@ -66,11 +67,11 @@ class CostModel:
         """Expected wait for blocks of a request of `num_blocks`, of which `num_new_blocks` are not there yet."""
         if not (self.room_weight and pool.hold_s and pool.num_blocks and num_blocks):
             return 0.0
-        usage = (pool.num_held + num_new_blocks) / pool.num_blocks
-        bounded = min(self.max_rho, usage)
+        usage = max(0.0, (pool.num_held + num_new_blocks) / pool.num_blocks)
+        bounded = min(1.0, usage)
         num_places = max(1.0, pool.num_blocks / num_blocks)
-        places = math.pow(bounded, math.sqrt(2.0 * (num_places + 1.0)) - 1.0) / (num_places * (1.0 - bounded))
-        return self.room_weight * pool.hold_s * (places + usage - bounded)
+        taken = math.pow(bounded, math.sqrt(2.0 * (num_places + 1.0)) - 1.0)
+        return self.room_weight * pool.hold_s * (taken + usage - bounded)
 
     def cost_s(self, wait_s: float, own_s: float, recent_s: float, beta: float) -> float:
         return wait_s + (1.0 + beta) * own_s + self.recent_weight * recent_s

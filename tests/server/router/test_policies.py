@@ -63,19 +63,23 @@ def test_a_pool_that_is_held_makes_a_request_wait() -> None:
     waits_s = [room_s(num_held) for num_held in range(0, 700, 10)]
     assert waits_s == sorted(waits_s)
     assert waits_s[0] < 0.001, "it would have the pool to itself"
-    assert waits_s[10] < 0.01
+    assert waits_s[10] < 0.05
     assert waits_s[42] > 0.2
     assert room_s(1000) - room_s(500) == pytest.approx(2.0), "a whole pool ahead: it turns over once"
-    assert room_s(400, 400) > 10 * room_s(400, 50), "a large request waits for many to end"
+    assert room_s(250, 200) > 2 * room_s(250, 50), "fewer places for large requests"
     assert room_s(440, num_new_blocks=10) < room_s(440), "what is there needs no room"
     assert room_s(480, hold_s=0.0) == 0.0, "no request has ended yet: nothing is known"
     assert COST.room_s(PoolUse(0, 0, 2.0), 50, 50) == 0.0, "a worker that has reported no pool"
 
 
-def test_the_wait_for_one_of_one_is_that_of_a_single_server() -> None:
-    """M/M/1: T u / (1 - u)."""
+def test_a_pool_of_one_place_is_taken_as_often_as_it_is_used() -> None:
     for usage in (0.2, 0.5, 0.9):
-        assert COST.room_s(PoolUse(100, round(100 * usage), 3.0), 100, 0) == pytest.approx(3.0 * usage / (1 - usage))
+        assert COST.room_s(PoolUse(100, round(100 * usage), 3.0), 100, 0) == pytest.approx(3.0 * usage)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_held"), [(1, 1 << 53), (100, -7), (1 << 53, 0)])
+def test_a_report_that_cannot_be_stops_nobody(num_blocks: int, num_held: int) -> None:
+    assert COST.room_s(PoolUse(num_blocks, num_held, 3.0), 10, 10) >= 0.0
 
 
 def test_headstart_leaves_a_holder_whose_pool_is_held() -> None:
