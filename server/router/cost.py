@@ -29,18 +29,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PoolUse:
-    """A worker's KV pool, as far as its gateway knows it."""
-
-    num_blocks: int
-    """0 where it is not known."""
-    num_held: int
-    """Blocks that no new request can have: held by requests, or promised to those on their way."""
-    hold_s: float
-    """For how long a block is held, on average; 0.0 while no request has ended."""
-
-
-@dataclass(frozen=True, slots=True)
 class CostModel:
     request_s: float = 0.01
     """c0: what a prefill costs beside its tokens."""
@@ -63,15 +51,12 @@ class CostModel:
         rho = min(self.max_rho, recent_s / (self.window_s * num_workers))
         return min(self.max_beta, rho / (1.0 - rho))
 
-    def room_s(self, pool: PoolUse, num_blocks: int, num_new_blocks: int) -> float:
-        """Expected wait for blocks of a request of `num_blocks`, of which `num_new_blocks` are not there yet."""
-        if not (self.room_weight and pool.hold_s and pool.num_blocks and num_blocks):
-            return 0.0
-        usage = max(0.0, (pool.num_held + num_new_blocks) / pool.num_blocks)
-        bounded = min(1.0, usage)
-        num_places = max(1.0, pool.num_blocks / num_blocks)
-        taken = math.pow(bounded, math.sqrt(2.0 * (num_places + 1.0)) - 1.0)
-        return self.room_weight * pool.hold_s * (taken + usage - bounded)
+    def room_s(self, usage: float, num_places: float, hold_s: float) -> float:
+        """Expected wait for blocks, where `usage` of the pool is held with this request's blocks among them, the pool
+        has places for `num_places` such requests, and blocks are held for `hold_s`."""
+        bounded = min(1.0, max(0.0, usage))
+        taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_places) + 1.0)) - 1.0)
+        return self.room_weight * hold_s * (taken + max(0.0, usage - 1.0))
 
     def cost_s(self, wait_s: float, own_s: float, recent_s: float, beta: float) -> float:
         return wait_s + (1.0 + beta) * own_s + self.recent_weight * recent_s

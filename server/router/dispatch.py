@@ -16,7 +16,7 @@ from typing import Final
 from cache.index import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.router.books import Booking, DecayedSum, WorkerBook
-from server.router.cost import CostModel, PoolUse
+from server.router.cost import CostModel
 from server.router.overlay import Overlay, Speculation
 from server.router.placement import RouteRequest
 from server.router.policies import FleetView, Option, Policy
@@ -209,13 +209,17 @@ class Dispatcher:
         num_blocks = -(-request.num_prompt_tokens // block_size)
         num_new_blocks = num_blocks - matched_tokens // block_size
         num_held = load.num_blocks - load.num_free_blocks + book.arriving_blocks(now_s)
+        room_s = 0.0
+        if known.hold_s and load.num_blocks:
+            usage = (num_held + num_new_blocks) / load.num_blocks
+            room_s = cost.room_s(usage, load.num_blocks / max(1, num_blocks), known.hold_s)
         num_others = max(0, load.num_running + load.num_waiting - book.num_outstanding)
         option = Option(
             member=member,
             matched_tokens=matched_tokens,
             own_s=own_s,
             wait_s=wait_s,
-            room_s=cost.room_s(PoolUse(load.num_blocks, num_held, known.hold_s), num_blocks, num_new_blocks),
+            room_s=room_s,
             num_new_blocks=num_new_blocks,
             num_delayed=num_delayed,
             recent_s=book.recent_s(now_s),

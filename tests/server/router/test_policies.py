@@ -7,7 +7,7 @@ import pytest
 
 from cache.index import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
-from server.router.cost import CostModel, PoolUse
+from server.router.cost import CostModel
 from server.router.foresight import Foresight, ForesightSettings
 from server.router.placement import RouteRequest
 from server.router.policies import POLICIES, FleetView, Option, Policy, make_policy
@@ -55,31 +55,25 @@ def test_headstart_weighs_own_work_more_the_busier_the_fleet() -> None:
     assert chosen(policy, ask(), warm, idle, recent_s=0.8 * 120) == {"warm"}
 
 
-def room_s(num_held: int, num_blocks: int = 50, num_new_blocks: int = 50, *, hold_s: float = 2.0) -> float:
-    return COST.room_s(PoolUse(500, num_held, hold_s), num_blocks, num_new_blocks)
-
-
 def test_a_pool_that_is_held_makes_a_request_wait() -> None:
-    waits_s = [room_s(num_held) for num_held in range(0, 700, 10)]
+    waits_s = [COST.room_s(0.01 * percent, 10.0, hold_s=2.0) for percent in range(0, 150)]
     assert waits_s == sorted(waits_s)
-    assert waits_s[0] < 0.001, "it would have the pool to itself"
-    assert waits_s[10] < 0.05
-    assert waits_s[42] > 0.2
-    assert room_s(1000) - room_s(500) == pytest.approx(2.0), "a whole pool ahead: it turns over once"
-    assert room_s(250, 200) > 2 * room_s(250, 50), "fewer places for large requests"
-    assert room_s(440, num_new_blocks=10) < room_s(440), "what is there needs no room"
-    assert room_s(480, hold_s=0.0) == 0.0, "no request has ended yet: nothing is known"
-    assert COST.room_s(PoolUse(0, 0, 2.0), 50, 50) == 0.0, "a worker that has reported no pool"
+    assert waits_s[10] < 0.001, "it would have the pool to itself"
+    assert waits_s[30] < 0.05
+    assert waits_s[95] > 1.0
+    assert COST.room_s(3.0, 10.0, 2.0) - COST.room_s(2.0, 10.0, 2.0) == pytest.approx(2.0), "a pool must turn over"
+    assert COST.room_s(0.5, 2.0, 2.0) > 10 * COST.room_s(0.5, 50.0, 2.0), "fewer places for large requests"
+    assert COST.room_s(0.95, 10.0, 0.0) == 0.0, "no request has ended yet: nothing is known"
 
 
 def test_a_pool_of_one_place_is_taken_as_often_as_it_is_used() -> None:
     for usage in (0.2, 0.5, 0.9):
-        assert COST.room_s(PoolUse(100, round(100 * usage), 3.0), 100, 0) == pytest.approx(3.0 * usage)
+        assert COST.room_s(usage, 1.0, 3.0) == pytest.approx(3.0 * usage)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_held"), [(1, 1 << 53), (100, -7), (1 << 53, 0)])
-def test_a_report_that_cannot_be_stops_nobody(num_blocks: int, num_held: int) -> None:
-    assert COST.room_s(PoolUse(num_blocks, num_held, 3.0), 10, 10) >= 0.0
+@pytest.mark.parametrize(("usage", "num_places"), [(1e15, 0.1), (-7.0, 10.0), (1e-15, 1e15)])
+def test_a_report_that_cannot_be_stops_nobody(usage: float, num_places: float) -> None:
+    assert COST.room_s(usage, num_places, 3.0) >= 0.0
 
 
 def test_headstart_leaves_a_holder_whose_pool_is_held() -> None:
