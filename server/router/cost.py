@@ -54,9 +54,10 @@ class CostModel:
     def room_s(self, usage: float, num_places: float, hold_s: float) -> float:
         """Expected wait for blocks, where `usage` of the pool is held with this request's blocks among them, the pool
         has places for `num_places` such requests, and blocks are held for `hold_s`."""
-        bounded = min(1.0, max(0.0, usage))
+        usage = max(0.0, usage)
+        bounded = min(1.0, usage)
         taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_places) + 1.0)) - 1.0)
-        return self.room_weight * hold_s * (taken + max(0.0, usage - 1.0))
+        return self.room_weight * hold_s * (taken + usage - bounded)
 
     def cost_s(self, wait_s: float, own_s: float, recent_s: float, beta: float) -> float:
         return wait_s + (1.0 + beta) * own_s + self.recent_weight * recent_s
