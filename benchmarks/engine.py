@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -25,8 +26,10 @@ from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
+from worker.scheduler.plan import Plan
 from worker.scheduler.request import RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
+from worker.step import Launch, SequenceResult
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
 BLOCK_SIZE: Final = 16
@@ -51,6 +54,7 @@ class Engine:
         )
         self._scheduler = Scheduler(make_allocator("hash", num_blocks, BLOCK_SIZE), limits, ())
         self._num_requests = 0
+        self._flights: deque[tuple[Plan, Launch[list[SequenceResult]]]] = deque()
 
     def submit(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         self._num_requests += 1
@@ -67,13 +71,25 @@ class Engine:
         self._scheduler.submit(new_request(wire, key, arrival_s=0.0, aging_s=30.0, constraints={}))
 
     def step(self) -> int | None:
-        """Tokens that came out of one step; None when there was nothing to do."""
+        """Tokens that came out of one step; None when there was nothing to do. On a device that computes beside this
+        thread the next step is launched first, where the worker would."""
         now_s = time.monotonic()
-        if (plan := self._scheduler.schedule(now_s)) is None:
-            return None
-        results = self._runner.run(plan.step())
-        emissions = self._scheduler.update(plan, results, now_s)
+        if not self._flights:
+            if (plan := self._scheduler.schedule(now_s)) is None:
+                return None
+            self._launch(plan)
+        if (
+            self._runner.overlaps
+            and len(self._flights) == 1
+            and (ahead := self._scheduler.schedule_ahead()) is not None
+        ):
+            self._launch(ahead)
+        plan, launch = self._flights.popleft()
+        emissions = self._scheduler.update(plan, launch.collect(), now_s)
         return sum(len(emission.frame.token_ids) for emission in emissions if isinstance(emission.frame, Tokens))
+
+    def _launch(self, plan: Plan) -> None:
+        self._flights.append((plan, self._runner.launch(plan.step())))
 
     def drain(self) -> int:
         """Step until all is done -> tokens that came out."""
