@@ -61,6 +61,7 @@ class WorkerConfig:
     max_batch_total_tokens: int | None = None
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int = 20
+    launch_ahead: bool = True
     drain_grace_s: float = 30.0
     max_step_s: float = 120.0
     log_level: str = "info"
@@ -230,6 +231,12 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("--waiting-served-ratio", type=float, help="admit so many, relative to the running (as TGI)")
     batch.add_argument(
         "--max-waiting-tokens", type=int, default=defaults.max_waiting_tokens, help="... or after so many steps (20)"
+    )
+    batch.add_argument(
+        "--no-launch-ahead",
+        dest="launch_ahead",
+        action="store_false",
+        help="on a GPU, begin no step of decodes before the tokens of the one before it have been seen",
     )
     return p
 

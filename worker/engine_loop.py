@@ -55,7 +55,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine is made of. `deliver` takes frames; `on_death` the reason, after which no frame comes for any open
-    request. Both return at once."""
+    request. Both return at once. `launch_ahead`: let a device that overlaps go on before its tokens have been seen."""
 
     scheduler: Scheduler
     runner: Runner
@@ -65,6 +65,7 @@ class EngineParts:
     deliver: Callable[[list[Emission]], None]
     on_death: Callable[[BaseException], None]
     listener: Listener | None = None
+    launch_ahead: bool = True
 
 
 class Engine:
@@ -204,7 +205,8 @@ class Engine:
         """From the end of one step to that of the next."""
         self._keep_house()
         if self._runner.overlaps:
-            self._flights.launch_ahead()
+            if self._parts.launch_ahead:
+                self._flights.launch_ahead()
             self._listen()
         self._flights.land()
         self._inbox.run()  # what came while the device was waited for joins the next step

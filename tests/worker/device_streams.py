@@ -39,9 +39,17 @@ class ThreadedStream:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._num_in_flight = 0
+        self.max_in_flight = 0
+        """Most pieces of work at once that had been queued and not been collected."""
 
     def enqueue(self, work: Callable[[], T]) -> _Queued[T]:
-        return _Queued(self._thread.submit(work))
+        self._count(1)
+        return _Queued(self._thread.submit(work), lambda: self._count(-1))
+
+    def _count(self, step: int) -> None:
+        self._num_in_flight += step
+        self.max_in_flight = max(self.max_in_flight, self._num_in_flight)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -50,9 +58,11 @@ class ThreadedStream:
 @dataclass(frozen=True)
 class _Queued(Generic[T_co]):
     future: Future[T_co]
+    on_collect: Callable[[], None]
 
     def is_done(self) -> bool:
         return self.future.done()
 
     def collect(self) -> T_co:
+        self.on_collect()
         return self.future.result(TIMEOUT_S)

@@ -69,7 +69,7 @@ class RecordingListener:
 class ThreadedEngine:
     """A started engine over the arithmetic runner, and the answers that came out of it."""
 
-    def __init__(self, stream: Stream, **limits) -> None:
+    def __init__(self, stream: Stream, *, launch_ahead: bool = True, **limits) -> None:
         self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE, stream)
         self.allocator = make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE)
         self.listener = RecordingListener()
@@ -89,6 +89,7 @@ class ThreadedEngine:
                 deliver=lambda emissions: [self.frames.put(emission) for emission in emissions] and None,
                 on_death=self.deaths.put,
                 listener=self.listener,
+                launch_ahead=launch_ahead,
             )
         )
         self.engine.start()
@@ -120,8 +121,8 @@ class ThreadedEngine:
 
 
 @contextmanager
-def running(stream: Stream) -> Iterator[ThreadedEngine]:
-    engine = ThreadedEngine(stream, max_num_batched_tokens=64, max_num_seqs=16)
+def running(stream: Stream, *, launch_ahead: bool = True) -> Iterator[ThreadedEngine]:
+    engine = ThreadedEngine(stream, launch_ahead=launch_ahead, max_num_batched_tokens=64, max_num_seqs=16)
     try:
         yield engine
     finally:
@@ -223,6 +224,18 @@ def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngi
     beside.settle()
     assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
     assert beside.allocator.find([*range(10), 1], ROOT) == 8  # what the step has computed is kept
+
+
+@pytest.mark.parametrize(("launch_ahead", "num_steps"), [(True, 2), (False, 1)])
+def test_a_device_is_given_the_next_decode_before_the_last_is_seen_unless_told_not_to(
+    launch_ahead: bool, num_steps: int
+) -> None:
+    stream = ThreadedStream()
+    with running(stream, launch_ahead=launch_ahead) as engine:
+        got = engine.wait(engine.submit(0, generate(range(20), 50)))
+    stream.close()
+    assert got.tokens[0] == answer(range(20), 100, 50)
+    assert stream.max_in_flight == num_steps
 
 
 def test_a_choice_that_ends_while_the_prompt_is_computed_leaves_the_others_alone(beside: ThreadedEngine) -> None:
