@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
+from typing import Final
 
 from cache.allocator import Allocator
 from cache.types import HASH_BYTES, BlockHash
 from worker.scheduler.bounds import out_of_bounds
 from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget
 from worker.scheduler.queue import OrderedSequences
-from worker.scheduler.request import Sequence
+from worker.scheduler.request import Request, Sequence
 from worker.wire import Failed, GenerateRequest
+
+MAX_COMPARED: Final = 128
+"""Requests before a new one that are looked at for a common prefix, the latest first."""
 
 
 class Admission:
@@ -50,6 +55,22 @@ class Admission:
             self._undo(admitted, budget)
             return []
         return admitted
+
+    def count_uncached(self, request: Request, latest: Iterable[Request]) -> int:
+        """Tokens that its prefill will compute: neither cached now nor computed by the `latest` before it."""
+        if not request.sequences:
+            return 0
+        sequence, size = request.sequences[0], self._allocator.block_size
+        if not sequence.reuse:
+            return len(sequence.token_ids)
+        hashes = sequence.hashes(size)
+        cached = self._allocator.find(sequence.token_ids, BlockHash(request.wire.root), hashes=hashes)
+        if self._limits.await_prefixes:
+            near = islice(latest, MAX_COMPARED)
+            ahead = (other.sequences[0].chain for other in near if other.first_token_s is None and other.sequences)
+            shared = max((num_shared_blocks(hashes, chain) for chain in ahead), default=0)
+            cached = max(cached, min(shared, (len(sequence.token_ids) - 1) // size) * size)
+        return len(sequence.token_ids) - cached
 
     def _has_to_wait(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
         if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):

@@ -97,6 +97,15 @@ class Plan:
     def num_decodes(self) -> int:
         return sum(not chunk.is_prefill for chunk in self.chunks.values())
 
+    def grow(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Give the sequence so many tokens more."""
+        chunk = self.chunks.get(sequence)
+        if chunk is None:
+            start = sequence.num_computed
+            self.chunks[sequence] = PlannedChunk(sequence, start, start + num_tokens, sequence.is_prefilling)
+        else:
+            chunk.stop += num_tokens
+
     def step(self) -> Step:
         return Step([chunk.sequence_step() for chunk in self.chunks.values()], self.copies)
 

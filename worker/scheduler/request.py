@@ -110,6 +110,30 @@ class Sequence:
         chain += hash_chain(parent, self.token_ids[len(chain) * block_size :], block_size)
         return chain
 
+    def fork(self) -> list[Sequence]:
+        """One sequence a choice, all sharing the blocks of what is computed. The first is this one."""
+        assert self.allocation is not None
+        first, *rest = self.choices
+        branches = [self]
+        for choice in rest:
+            branch = Sequence(self.request, [choice], self.token_ids.copy())
+            branch.allocation = self.allocation.fork()
+            branch.num_computed = self.num_computed
+            branch.chain = self.chain.copy()
+            branches.append(branch)
+        self.choices = [first]
+        self.request.sequences += branches[1:]
+        return branches
+
+    def release(self) -> None:
+        """Give the blocks back: all is to be computed again, or nothing any more."""
+        if self.allocation is not None:
+            self.allocation.free()
+            if self.request.prompt_logprobs is not None:  # collected by one sequence, so again from the start
+                self.request.prompt_logprobs.clear()
+        self.allocation = None
+        self.num_computed = 0
+
     @property
     def num_pending(self) -> int:
         """Known tokens whose KV is not written."""

@@ -11,13 +11,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from typing import Final
 
 from cache.allocator import Allocator, BlockCopy
-from cache.types import BlockHash
 from worker.logs import about
-from worker.scheduler.admission import Admission, num_shared_blocks
+from worker.scheduler.admission import Admission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.fair_share import FairShare
 from worker.scheduler.foresight import foresee
@@ -30,9 +27,6 @@ from worker.step import Drawn, SequenceResult
 from worker.wire import End, Failed, Finished, Started
 
 logger = logging.getLogger(__name__)
-
-MAX_COMPARED: Final = 128
-"""Requests before a new one that are looked at for a common prefix, the latest first."""
 
 
 class Scheduler:
@@ -76,7 +70,7 @@ class Scheduler:
             emissions.insert(0, Emission(request.key, Started(0)))
             request.started_s = request.first_token_s = request.arrival_s
         request.sequences = split_into_sequences(request, self.limits.max_num_seqs)
-        request.num_uncached_tokens = self._count_uncached(request)
+        request.num_uncached_tokens = self._admission.count_uncached(request, reversed(self.requests.values()))
         for sequence in request.sequences:
             self.waiting.add(sequence)
         self.requests[request.key] = request
@@ -129,7 +123,7 @@ class Scheduler:
             if sequence.is_prefilling:
                 prefills.append(sequence)
             elif self._make_room(sequence, sequence.num_computed + 1, plan):
-                self._grow(plan, sequence, 1)
+                plan.grow(sequence, 1)
         num_prefills = len(prefills) + len(self.waiting)
         budget = PrefillBudget.of_step(self.limits, num_decodes=len(plan.chunks), num_prefills=num_prefills)
         newcomers = self._schedule_prefills(plan, budget, prefills)
@@ -166,7 +160,7 @@ class Scheduler:
         before the next is taken; requests whose part raises are to be failed when all have been run."""
         self._in_flight.clear()
         while self._adrift:
-            self._release(self._adrift.pop())
+            self._adrift.pop().release()
         for part in plan.by_request():
             part.copies = self._owed_copies.copy()
             yield part
@@ -180,22 +174,6 @@ class Scheduler:
         for chunk, result in zip(plan.chunks.values(), results, strict=True):
             emissions += self._update_chunk(chunk, result, now_s)
         return emissions
-
-    def _count_uncached(self, request: Request) -> int:
-        """Tokens that its prefill will compute: neither cached now nor computed by those before it."""
-        if not request.sequences:
-            return 0
-        sequence, size = request.sequences[0], self.allocator.block_size
-        if not sequence.reuse:
-            return len(sequence.token_ids)
-        hashes = sequence.hashes(size)
-        cached = self.allocator.find(sequence.token_ids, BlockHash(request.wire.root), hashes=hashes)
-        if self.limits.await_prefixes:
-            latest = islice(reversed(self.requests.values()), MAX_COMPARED)
-            ahead = (other.sequences[0].chain for other in latest if other.first_token_s is None and other.sequences)
-            shared = max((num_shared_blocks(hashes, chain) for chain in ahead), default=0)
-            cached = max(cached, min(shared, (len(sequence.token_ids) - 1) // size) * size)
-        return len(sequence.token_ids) - cached
 
     # --- scheduling ---------------------------------------------------------------------------------------------
 
@@ -220,7 +198,7 @@ class Scheduler:
             return
         granted = budget.take(sequence.num_pending, cap)
         if granted and self._make_room(sequence, sequence.num_computed + granted, plan):
-            self._grow(plan, sequence, granted)
+            plan.grow(sequence, granted)
         else:
             budget.give_back(granted)
 
@@ -232,7 +210,7 @@ class Scheduler:
         start = sequence.num_computed if planned is None else planned.stop
         granted = budget.take(len(sequence.token_ids) - start)
         if granted and sequence.allocation.extend(start + granted):
-            self._grow(plan, sequence, granted)
+            plan.grow(sequence, granted)
         else:
             budget.give_back(granted)
 
@@ -244,7 +222,7 @@ class Scheduler:
         for sequence, num_tokens in admitted:
             self.waiting.remove(sequence)
             self.running.add(sequence)
-            self._grow(plan, sequence, num_tokens)
+            plan.grow(sequence, num_tokens)
         return [sequence for sequence, _ in admitted]
 
     def _note_newcomers(self, plan: Plan, newcomers: list[TokenSequence], now_s: float) -> None:
@@ -255,15 +233,6 @@ class Scheduler:
                 request.started_s = now_s
                 request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
                 plan.started.append(request)
-
-    @staticmethod
-    def _grow(plan: Plan, sequence: TokenSequence, num_tokens: int) -> None:
-        chunk = plan.chunks.get(sequence)
-        if chunk is None:
-            start = sequence.num_computed
-            plan.chunks[sequence] = PlannedChunk(sequence, start, start + num_tokens, sequence.is_prefilling)
-        else:
-            chunk.stop += num_tokens
 
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: Plan) -> bool:
         """Blocks for `num_tokens`, preempting from the end. False: it was the last itself, and is preempted."""
@@ -278,18 +247,9 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        self._release(sequence)
+        sequence.release()
         self.running.remove(sequence)
         self.waiting.add(sequence)
-
-    @staticmethod
-    def _release(sequence: TokenSequence) -> None:
-        if sequence.allocation is not None:
-            sequence.allocation.free()
-            if sequence.request.prompt_logprobs is not None:  # collected by one sequence, so again from the start
-                sequence.request.prompt_logprobs.clear()
-        sequence.allocation = None
-        sequence.num_computed = 0
 
     # --- after the step -----------------------------------------------------------------------------------------
 
@@ -305,7 +265,7 @@ class Scheduler:
         if sequence in self._adrift:
             if not self._runs(sequence):
                 self._adrift.remove(sequence)
-                self._release(sequence)
+                sequence.release()
             return []
         emissions = []
         if request.prompt_logprobs is not None:
@@ -325,7 +285,10 @@ class Scheduler:
     def _append_drawn(self, sequence: TokenSequence, drawn: Mapping[Choice, Drawn]) -> list[Emission]:
         request = sequence.request
         emissions: list[Emission] = []
-        for branch in self._fork(sequence):
+        branches = sequence.fork()
+        for branch in branches[1:]:
+            self.running.add(branch)
+        for branch in branches:
             choice = branch.choices[0]
             token = drawn[choice]
             try:
@@ -339,22 +302,6 @@ class Scheduler:
             if (end := end_of(choice, request, self._eos_token_ids)) is not None:
                 emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, *end))))
         return emissions
-
-    def _fork(self, sequence: TokenSequence) -> list[TokenSequence]:
-        """One sequence a choice, all sharing the blocks of the prompt. The first is `sequence` itself."""
-        assert sequence.allocation is not None
-        first, *rest = sequence.choices
-        branches = [sequence]
-        for choice in rest:
-            branch = TokenSequence(sequence.request, [choice], sequence.token_ids.copy())
-            branch.allocation = sequence.allocation.fork()
-            branch.num_computed = sequence.num_computed
-            branch.chain = sequence.chain.copy()
-            branches.append(branch)
-            sequence.request.sequences.append(branch)
-            self.running.add(branch)
-        sequence.choices = [first]
-        return branches
 
     def _end_choice(self, request: Request, choice: Choice, frame: Finished) -> Finished:
         """Free what only this choice held."""
@@ -370,7 +317,7 @@ class Scheduler:
         if self._runs(sequence):
             self._adrift.add(sequence)
         else:
-            self._release(sequence)
+            sequence.release()
         sequence.request.sequences.remove(sequence)
         holder = self.running if sequence in self.running else self.waiting
         holder.remove(sequence)
