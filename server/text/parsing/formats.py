@@ -182,7 +182,8 @@ class Llama3Parser(CallParser):
 
     def _behind(self, pieces: list[Piece]) -> bool:
         self._buffer = self._buffer.lstrip("; \t\r\n")
-        self._step = self._begin
+        if self._buffer:
+            self._step = self._begin
         return bool(self._buffer)
 
     def finish(self) -> list[Piece]:

@@ -58,6 +58,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     (LLAMA, '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', ("", "", [("f", "{}")])),
     (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', ("", "", [("f", "{}"), ("g", "{}")])),
     (LLAMA, '{"name": "other", "parameters": {}}', ("", '{"name": "other", "parameters": {}}', [])),
+    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g"', ("", '{"name": "g"', [("f", "{}")])),
     (LLAMA, '{"answer": 42}', ("", '{"answer": 42}', [])),
     (LLAMA, " plain", ("", " plain", [])),
     (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS)] * 2)),
