@@ -33,6 +33,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: _Count = 0
     num_waiting: _Count = 0
     num_free_blocks: _Count = 0
+    """Less those that the prefills which have begun will still take, chunk by chunk."""
     num_blocks: _Count = 0
     draining: bool = False
     start_interval_s: _Seconds = 0.0

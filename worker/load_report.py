@@ -11,6 +11,7 @@ from collections import defaultdict
 
 from cache.index import WorkerLoad
 from cache.types import GatewayId
+from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import Plan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
@@ -108,14 +109,16 @@ class LoadReport:
         for request in scheduler.requests.values():
             if request.first_token_s is None:
                 queued[GatewayId(request.wire.gateway_id)] += self.rate.seconds(_tokens_left(request))
+        allocator = scheduler.allocator
+        growth_blocks = sum(num_growth_blocks(sequence, allocator) for sequence in scheduler.running)
         return WorkerLoad(
             queued_prefill_s=dict(queued),
             assigned_prefill_s=self._assigned_s,
             prefill_tokens_per_s=self.rate.tokens_per_s,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_free_blocks=scheduler.allocator.num_free_blocks,
-            num_blocks=scheduler.allocator.num_blocks,
+            num_free_blocks=max(0, allocator.num_free_blocks - growth_blocks),
+            num_blocks=allocator.num_blocks,
             draining=draining,
             start_interval_s=self.starts.mean_s,
         )

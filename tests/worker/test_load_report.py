@@ -53,6 +53,26 @@ def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -
     assert report.report(engine.scheduler, draining=True).assigned_prefill_s == 0.0
 
 
+def test_a_prefill_that_has_begun_has_taken_its_blocks() -> None:
+    """It allocates chunk by chunk, and nobody else will be admitted to what it is still to take."""
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
+    report = LoadReport(PrefillRate())
+    allocator = engine.scheduler.allocator
+
+    def num_held() -> int:
+        load = report.report(engine.scheduler, draining=False)
+        return num_free - load.num_free_blocks
+
+    num_free = allocator.num_free_blocks
+    engine.submit(generate([1] * 160, 5))
+    assert num_held() == 0, "it waits"
+    engine.step()
+    assert num_free - allocator.num_free_blocks < allocator.num_blocks_for(160)
+    assert num_held() == allocator.num_blocks_for(160)
+    engine.finish()
+    assert num_held() == 0
+
+
 def test_what_is_cached_is_not_queued() -> None:
     engine = HandEngine()
     engine.submit(generate(range(40)))

@@ -155,12 +155,10 @@ class _Load:
         return load
 
     def add(self, sequence: Sequence) -> None:
-        assert sequence.allocation is not None
         self.num_sequences += 1
         self.num_choices += len(sequence.choices)
         self.total_tokens += len(sequence.choices) * sequence.request.total_tokens
-        wanted_blocks = self._allocator.num_blocks_for(len(sequence.token_ids))
-        self.growth_blocks += max(0, wanted_blocks - len(sequence.allocation.block_table))
+        self.growth_blocks += num_growth_blocks(sequence, self._allocator)
 
     def has_room(self, sequence: Sequence, limits: BatchLimits) -> bool:
         if self.num_choices + len(sequence.choices) > limits.max_num_seqs:
@@ -168,6 +166,12 @@ class _Load:
         limit = limits.max_batch_total_tokens
         total_tokens = self.total_tokens + len(sequence.choices) * sequence.request.total_tokens
         return limit is None or self.num_sequences == 0 or total_tokens <= limit
+
+
+def num_growth_blocks(sequence: Sequence, allocator: Allocator) -> int:
+    """Blocks that a running sequence will take until its prefill is whole."""
+    assert sequence.allocation is not None
+    return max(0, allocator.num_blocks_for(len(sequence.token_ids)) - len(sequence.allocation.block_table))
 
 
 def num_shared_blocks(one: list[BlockHash], other: list[BlockHash]) -> int:
