@@ -22,6 +22,8 @@ from server.router.placement import RouteRequest
 from server.router.policies import FleetView, Option, Policy
 from server.router.policies.base import mean_draw
 
+_MIN_TOKENS_PER_S: Final = 1e-3
+"""Reports come from Redis, where anybody may have written them: what is slower makes sums of seconds infinite."""
 _FEW_BLOCKS: Final = 1e-3
 """Decayed to less, what was released is too long ago to say anything."""
 
@@ -200,7 +202,7 @@ class Dispatcher:
         most_tokens = max(0, request.num_prompt_tokens - 1)
         overlay_blocks = self.overlay.matched(member.worker_id, member.epoch, request.hashes)
         matched_tokens = min(max(candidate.matched_blocks, overlay_blocks) * block_size, most_tokens)
-        rate = book.prefill_rate(known.prefill_tokens_per_s, now_s)
+        rate = max(_MIN_TOKENS_PER_S, book.prefill_rate(known.prefill_tokens_per_s, now_s))
         cost = self.settings.cost
         own_s = cost.own_s(request.num_prompt_tokens - matched_tokens, rate)
         wait_s, num_delayed = (

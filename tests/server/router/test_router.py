@@ -227,6 +227,18 @@ async def test_a_worker_once_measured_as_slow_is_tried_again(three: Fleets) -> N
     assert "a" in await who(300)
 
 
+@pytest.mark.parametrize("rate", [5e-324, 1e-306, 1e12])
+async def test_a_rate_that_cannot_be_stops_no_request(rate: float) -> None:
+    """Anybody who writes to Redis could report it."""
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    fleets.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=rate))
+    for _ in range(4):
+        fleets.clock.now_s += 1.0
+        placement = await fleets.place(chain(20), affinity_key="k")
+        placement.prefill_started(0)
+
+
 async def test_a_burst_sees_its_own_picks(three: Fleets) -> None:
     chosen = [(await three.place(chain(20))).worker.worker_id for _ in range(30)]
     assert {chosen.count(name) for name in "abc"} == {10}
