@@ -87,6 +87,8 @@ def row(action: argparse.Action) -> str:
     what = text[: match.start()] if match and is_default(match[0], action) else text
     if match and what == text:
         default = plain(action.default)
+    if isinstance(action, argparse._StoreFalseAction):
+        default = ""  # the flag itself is not set
     return f"| `{name}` | {default} | {escaped(what)} |"
 
 
