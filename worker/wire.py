@@ -236,7 +236,7 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def pack(message: object) -> bytes:
-    """Any dataclass of this module, or of `cache.index`, as a msgpack map of its fields."""
+    """Any message of this module but a frame, or of `cache.index`, as msgpack."""
     return _encode(message)
 
 
