@@ -210,6 +210,7 @@ class Engine:
             self._listen()
         self._flights.land()
         self._inbox.run()  # what came while the device was waited for joins the next step
+        self._outbox.put(self._scheduler.expire(time.monotonic()))
         if self._scheduler.has_work and not self._flights:
             self._launch()
             if not self._runner.overlaps:
@@ -233,12 +234,9 @@ class Engine:
     def _launch(self) -> None:
         """Schedule a step and give it to the device."""
         begun_s = time.monotonic()
-        self._outbox.put(self._scheduler.expire(begun_s))
         plan = self._scheduler.schedule(begun_s)
-        if plan is None and self._scheduler.has_work:
-            raise EngineDeadError("work is left but nothing can be scheduled")
         if plan is None:
-            return
+            raise EngineDeadError("work is left but nothing can be scheduled")
         self._outbox.put([Emission(request.key, Started(request.num_cached_tokens)) for request in plan.started])
         is_suspect = any(request.wire.is_suspect for request in plan.started)
         if is_suspect or not self._runner.overlaps:

@@ -21,12 +21,13 @@ class Pulse:
         return now_s
 
     def end_step(self) -> None:
-        self.beat()
-        self.started_s = None
-
-    def beat(self) -> None:
         """The device has just proved that it computes."""
         self._beat_s = time.monotonic()
+        self.started_s = None
+
+    def fail_step(self) -> None:
+        """It has ended, and proves nothing."""
+        self.started_s = None
 
     @property
     def idle_s(self) -> float:

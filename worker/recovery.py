@@ -84,14 +84,16 @@ class Recovery:
         allocation = self.scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
         table, slots = ((NULL_BLOCK,), [0]) if allocation is None else (allocation.block_table, allocation.slots(0, 1))
         draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
+        self.pulse.begin_step()  # a device that never answers is a step that hangs
         try:
             self.runner.run(Step([SequenceStep((0,), 0, table, slots, (draw,))]))
         except Exception as error:
+            self.pulse.fail_step()
             raise EngineDeadError(f"the device does not compute: {error}") from error
         finally:
             if allocation is not None:
                 allocation.free()
-        self.pulse.beat()
+        self.pulse.end_step()
 
     def _probe_or_blame(self, suspects: Iterable[Request]) -> None:
         """The device may be broken for good, and then by the one request of the step whose prefill it was.

@@ -23,6 +23,7 @@ from tests.worker.scheduler.engine import ROOT, Answer, generate
 from worker.engine_loop import Engine, EngineParts
 from worker.load_report import LoadReport, PrefillRate
 from worker.metrics import WorkerMetrics
+from worker.recovery import EngineDeadError
 from worker.runner.stream import HostStream, Stream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Emission
@@ -121,8 +122,8 @@ class ThreadedEngine:
 
 
 @contextmanager
-def running(stream: Stream, *, launch_ahead: bool = True) -> Iterator[ThreadedEngine]:
-    engine = ThreadedEngine(stream, launch_ahead=launch_ahead, max_num_batched_tokens=64, max_num_seqs=16)
+def running(stream: Stream, *, launch_ahead: bool = True, max_num_seqs: int = 16) -> Iterator[ThreadedEngine]:
+    engine = ThreadedEngine(stream, launch_ahead=launch_ahead, max_num_batched_tokens=64, max_num_seqs=max_num_seqs)
     try:
         yield engine
     finally:
@@ -238,6 +239,21 @@ def test_a_device_is_given_the_next_decode_before_the_last_is_seen_unless_told_n
     assert stream.max_in_flight == num_steps
 
 
+def test_who_waits_past_its_deadline_hears_of_it_while_every_step_is_launched_ahead() -> None:
+    stream = ThreadedStream()
+    with running(stream, max_num_seqs=1) as engine:
+        engine.runner.gate.clear()
+        seated = engine.submit(0, generate(range(20), 300))
+        assert engine.runner.entered.acquire(timeout=TIMEOUT_S)
+        late = engine.submit(1, generate(range(30), 5, deadline_s=0.0))
+        engine.heard()
+        engine.runner.gate.set()
+        assert engine.wait(late).last == Failed("deadline", "it waited too long", retryable=False)
+        assert engine.answers[seated].last is None
+        engine.wait(seated)
+    stream.close()
+
+
 def test_a_choice_that_ends_while_the_prompt_is_computed_leaves_the_others_alone(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     key = beside.submit(0, generate(range(10), 6, 3))
@@ -328,6 +344,21 @@ def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: Th
     assert seen[1] == 0  # in the null block: the pool is full
     held.free()
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
+def test_a_probe_without_an_answer_is_a_hang(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    threaded.runner.fails = lambda step: True
+    probed = threaded.engine.probe()
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert threaded.engine.step_started_s is not None  # for who ends a process that hangs
+    assert "a step has been running" in (threaded.engine.health(0.0) or "")
+    proved_s = threaded.engine._pulse._beat_s
+    threaded.runner.gate.set()
+    with pytest.raises(EngineDeadError, match="does not compute"):
+        probed.result(TIMEOUT_S)
+    assert threaded.engine.step_started_s is None
+    assert threaded.engine._pulse._beat_s == proved_s  # it proved nothing: the next look asks again
 
 
 def test_a_call_given_up_before_its_turn_harms_nobody(inline: ThreadedEngine) -> None:
