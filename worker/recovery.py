@@ -1,7 +1,7 @@
 """When a step has raised: whose fault it was, and whether the device is still there.
 
-A step that raises has changed nothing. Its requests are run again one by one, and only those fail that fail alone. When
-all do, the device is asked for one token; when it has none to give, the engine is dead and says so.
+A step that raises has written nothing that counts. Its requests are run again one by one, and only those fail that fail
+alone. When all do, the device is asked for one token; when it has none to give, the engine is dead and says so.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Plan:
         return Step([chunk.sequence_step() for chunk in self.chunks.values()], self.copies)
 
     def by_request(self) -> list[Plan]:
-        """The work that is still wanted in one plan a request, without the copies."""
+        """The work that can still be done, in one plan a request."""
         parts: dict[Request, Plan] = {}
         for sequence, chunk in self.chunks.items():
             if sequence.allocation is not None:

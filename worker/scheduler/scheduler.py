@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
-from cache.allocator import Allocator, BlockCopy
+from cache.allocator import Allocator
+from cache.types import BlockId
 from worker.logs import about
 from worker.scheduler.admission import Admission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
@@ -48,7 +49,6 @@ class Scheduler:
         self.running = OrderedSequences()
         self._admission = Admission(allocator, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._owed_copies: list[BlockCopy] = []
         self._in_flight: list[Plan] = []
         """What runs now: between `schedule` and `update` or `retries`. The second was planned ahead."""
         self._adrift: set[TokenSequence] = set()
@@ -128,8 +128,7 @@ class Scheduler:
         budget = PrefillBudget.of_step(self.limits, num_decodes=len(plan.chunks), num_prefills=num_prefills)
         newcomers = self._schedule_prefills(plan, budget, prefills)
         self._note_newcomers(plan, newcomers, now_s)
-        self._owed_copies += self.allocator.take_copies()
-        plan.copies = self._owed_copies.copy()
+        plan.copies = self.allocator.take_copies()
         self._in_flight = [plan] if plan.chunks else []
         return plan if plan.chunks else None
 
@@ -150,24 +149,26 @@ class Scheduler:
             if not sequence.allocation.extend(chunk.stop):
                 return None  # what the others have got by now they will need
         plan.copies = self.allocator.take_copies()
-        self._owed_copies += plan.copies
         self._admission.gate.end_step(admitted=False, decoded=True)
         self._in_flight.append(plan)
         return plan
 
     def retries(self, plan: Plan) -> Iterable[Plan]:
         """After the plan's step has raised: the same work, request by request. A part that returns is to be updated
-        before the next is taken; requests whose part raises are to be failed when all have been run."""
+        before the next is taken; requests whose part raises are to be failed when all have been run.
+
+        A sequence for which a block was to be copied is not among them, but computed anew: the source may have had
+        another owner by then, who wrote to it after the copy and before the step raised.
+        """
+        copies = [copy for step in self._in_flight for copy in step.copies] + self.allocator.take_copies()
         self._in_flight.clear()
         while self._adrift:
             self._adrift.pop().release()
-        for part in plan.by_request():
-            part.copies = self._owed_copies.copy()
-            yield part
+        self._preempt_holders({copy.destination for copy in copies})
+        yield from plan.by_request()
 
     def update(self, plan: Plan, results: Sequence[SequenceResult], now_s: float) -> list[Emission]:
         """The plan's step has returned: commit its blocks, append what was drawn, end what has ended."""
-        del self._owed_copies[: len(plan.copies)]
         if plan in self._in_flight:
             self._in_flight.remove(plan)
         emissions: list[Emission] = []
@@ -245,6 +246,13 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _preempt_holders(self, block_ids: Set[BlockId]) -> None:
+        """Give up the sequences with one of these blocks."""
+        for sequence in self.running if block_ids else ():
+            assert sequence.allocation is not None
+            if not block_ids.isdisjoint(sequence.allocation.block_table):
+                self._preempt(sequence)
 
     def _preempt(self, sequence: TokenSequence) -> None:
         sequence.release()

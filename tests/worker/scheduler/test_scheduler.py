@@ -355,14 +355,44 @@ def test_what_ends_while_its_step_runs_keeps_its_blocks_until_then(raises: bool)
     assert engine.answer(other).tokens[0] == answer(range(20, 30), 100, 4)
 
 
-def test_a_failed_step_that_copied_is_repeated_with_its_copies() -> None:
+def test_who_had_a_block_copied_in_a_failed_step_is_computed_anew() -> None:
     failures = iter([True, True, False])
-    engine = HandEngine(fails=lambda step: bool(step.copies) and next(failures, False))
+    engine = HandEngine(fails=lambda step: len(engine.runner.steps) > 1 and next(failures, False))
     request = engine.submit(generate(range(10), 6, n=3))
-    other = engine.submit(generate(range(7), 6, n=2))
+    other = engine.submit(generate(range(20, 27), 6, n=2))
+    engine.step()
+    engine.step()
+    steps = engine.runner.steps
+    assert [len(step.copies) for step in steps] == [0, 3, 0, 0]
+    assert [len(step.sequences) for step in steps] == [2, 5, 1, 1]  # the retries are of the last sharers
     engine.finish()
     assert isinstance(engine.answer(request).last, Failed)  # first retried, fails alone too
-    assert engine.answer(other).tokens == {i: answer(range(7), 100 + i, 6) for i in range(2)}
+    assert engine.answer(other).tokens == {i: answer(range(20, 27), 100 + i, 6) for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("prefix_cache", "num_blocks", "num_tokens", "long", "short", "failing"),
+    [("hash", 6, 6, (14, 1, 2), (2, 2, 2), 2), ("off", 6, 8, (16, 1, 2), (1, 3, 3), 1)],
+)
+def test_what_a_block_was_copied_from_may_be_overwritten_in_the_step_that_fails(
+    prefix_cache, num_blocks, num_tokens, long, short, failing
+) -> None:
+    count = iter(range(1000))
+    engine = HandEngine(
+        num_blocks,
+        prefix_cache=prefix_cache,
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=4,
+        fails=lambda step: next(count) == failing,
+    )
+    asked = [([first] * length, n, max_tokens) for first, (length, n, max_tokens) in ((1, long), (11, short))]
+    requests = [engine.submit(generate(prompt_ids, max_tokens, n)) for prompt_ids, n, max_tokens in asked]
+    engine.finish()
+    failed = engine.runner.steps[failing]
+    written = {slot // 4 for sequence in failed.sequences for slot in sequence.slots}
+    assert written & {copy.source for copy in failed.copies}  # who forked gave it up, and the prefill took it
+    for (prompt_ids, n, max_tokens), request in zip(asked, requests, strict=True):
+        assert engine.answer(request).tokens == {i: answer(prompt_ids, 100 + i, max_tokens) for i in range(n)}
 
 
 def test_preempting_all_allows_a_reset_and_changes_no_token() -> None:
