@@ -261,7 +261,7 @@ class ConnectionPool:
         connection.close()
 
     async def _connect(self, target: Target) -> HttpConnection:
-        return await patiently(self._dial(target), self._connect_timeout_s)
+        return await patiently(self._dial(target), self._connect_timeout_s, HttpConnection.close)
 
     async def _dial(self, target: Target) -> HttpConnection:
         loop = asyncio.get_running_loop()

@@ -47,3 +47,21 @@ async def test_errors_are_those_of_the_work() -> None:
 
     with pytest.raises(ConnectionRefusedError):
         await patiently(fail(), 1.0)
+
+
+async def test_what_comes_as_its_caller_gives_up_is_discarded() -> None:
+    ready, discarded = asyncio.Event(), list[int]()
+
+    async def answer() -> int:
+        await ready.wait()
+        return 7
+
+    task = asyncio.create_task(patiently(answer(), 10, discarded.append))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    ready.set()
+    await asyncio.sleep(0)  # the work ends; its caller has not heard of it
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert discarded == [7]
