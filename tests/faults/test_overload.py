@@ -173,7 +173,7 @@ async def test_row_16_ten_times_overload(cluster: Cluster, rng: random.Random) -
     assert weak.num_answered >= 0.98 * weak.num_requests, "a tenant within its share is served"
     assert len(weak.attempts) - weak.num_answered < 0.05 * len(weak.attempts), "and hardly ever rejected"
     assert quantile(weak_s, 0.95) < 1.5 * normal_s + MAX_QUEUE_S
-    assert max(outcome.took_s for outcome in outcomes if outcome.ok) < GOOD_S + 1
+    assert max(outcome.took_s for outcome in outcomes if outcome.ok) < 2 * GOOD_S, "nobody is starved"
     assert recovered_s < 5
     cluster.assert_quiet()
 
