@@ -1,0 +1,27 @@
+"""Scripted workers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from tests.server.scripted_worker import Die, Script, ScriptedWorker
+from worker.wire import Frame, GenerateRequest, Tokens
+
+MakeWorker = Callable[..., ScriptedWorker]
+"""Each with an id of its own, and `ANSWER` to tell."""
+
+
+def dies_after(worker: ScriptedWorker, num_tokens: int) -> Script:
+    """Breaks the connection behind that many tokens of choice 0."""
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        sent = 0
+        async for frame in worker.answer(request):
+            if isinstance(frame, Tokens) and sent >= num_tokens:
+                await asyncio.sleep(0.02)  # let what was sent be read
+                raise Die
+            sent += isinstance(frame, Tokens)
+            yield frame
+
+    return behave

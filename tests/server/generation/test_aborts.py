@@ -1,0 +1,58 @@
+"""What nobody waits for any more is aborted on its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from tests.server.gateway_app import gateway
+from tests.server.generation.failing_workers import MakeWorker
+from tests.server.scripted_worker import until
+from tests.server.sse_grammar import check_chat
+from tests.server.test_app import chat, post
+from worker.wire import Frame, GenerateRequest, Started, Tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["queued", "running"])
+async def test_a_client_that_leaves_is_an_abort_within_a_second(make: MakeWorker, stream: bool, when: str) -> None:
+    worker = make()
+    forever = asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        if when == "running":
+            for id_ in worker.reply[:4]:
+                yield Tokens(0, (id_,))
+        await forever.wait()
+
+    worker.behave = behave
+    async with gateway(worker) as target:
+        async with aiohttp.ClientSession() as session:
+            request = asyncio.create_task(session.post(target.url + "/v1/chat/completions", json=chat(stream=stream)))
+            await until(lambda: worker.num_running)
+            if stream and when == "running":
+                response = await request
+                await response.content.readany()
+                response.close()
+            else:
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+        left_s = time.monotonic()
+        await until(lambda: not worker.num_running and target.router.placements[0].calls[-1:] == ["close False"])
+        assert time.monotonic() - left_s < 1.0
+        assert len(worker.aborted) == 1
+        assert target.metrics.disconnects._value.get() == 1
+
+
+async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWorker) -> None:
+    worker = make(pace_s=0.002)
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(stream=True, n=2, stop="Fra", max_tokens=8))
+        assert check_chat(raw, num_choices=2) == ["The capital of "] * 2
+        request_id = worker.received[0].request_id
+        await until(lambda: {(request_id, 0), request_id} == set(worker.aborted))

@@ -1,0 +1,78 @@
+"""Workers that hang, and those that are only slow: told apart, waited for, and cut at the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+from tests.server.gateway_app import gateway
+from tests.server.generation.failing_workers import MakeWorker
+from tests.server.sse_grammar import check_chat, events
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import Failed, Finished, Frame, GenerateRequest, Started, Tokens
+
+
+async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -> None:
+    hung, healthy = make(), make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(hung.reply[:4]))
+        hung.hung = True
+        await asyncio.Event().wait()
+
+    hung.behave = behave
+    async with gateway(hung, healthy, silent_s=0.3) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert len(healthy.received[0].choices[0].output_ids) == 4
+
+
+async def test_a_slow_but_living_worker_is_waited_for(make: MakeWorker) -> None:
+    slow = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in slow.answer(request):
+            if isinstance(frame, Finished):
+                await asyncio.sleep(0.6)
+            yield frame
+
+    slow.behave = behave
+    async with gateway(slow, silent_s=0.1) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+
+
+async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorker) -> None:
+    worker = make()
+    go = asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        await go.wait()
+        yield Failed("internal_error", "x", retryable=False)
+
+    worker.behave = behave
+    async with (
+        gateway(worker, keepalive_s=0.05) as target,
+        aiohttp.ClientSession() as session,
+        session.post(target.url + "/v1/chat/completions", json=chat(stream=True)) as response,
+    ):
+        assert response.status == 200
+        assert await response.content.readexactly(16) == b": ping\n\n: ping\n\n"
+        go.set()
+        (error,) = events(await response.read())
+        assert error["error"]["code"] == "internal_error"
+
+
+async def test_the_deadline_is_a_504_or_an_error_event(make: MakeWorker) -> None:
+    worker = make(pace_s=0.05)
+    async with gateway(worker, request_timeout_s=0.3) as target:
+        status, _, raw = await post(target.url, chat())
+        assert (status, json.loads(raw)["error"]["code"]) == (504, "timeout")
+        status, _, raw = await post(target.url, chat(stream=True))
+        assert status == 200
+        assert events(raw)[-1]["error"]["code"] == "timeout"
