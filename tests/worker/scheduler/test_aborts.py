@@ -1,0 +1,57 @@
+"""What is aborted frees its blocks, though not before the step that writes them has ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.device_streams import LateStream
+from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.engine import ROOT, HandEngine, generate
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 5])
+def test_abort_frees_at_any_moment(when: int) -> None:
+    engine = HandEngine(max_num_batched_tokens=8, max_num_seqs=8)
+    request = engine.submit(generate(range(20), 8, n=3))
+    other = engine.submit(generate(range(5), 8))
+    for _ in range(when):
+        engine.step()
+    engine.abort(request)
+    engine.abort(request)
+    assert {end.reason for end in engine.answer(request).finished.values()} == {"abort"}
+    engine.finish()
+    assert engine.answer(other).tokens[0] == answer(range(5), 100, 8)
+
+
+def test_one_choice_is_aborted_and_the_others_go_on() -> None:
+    for when in (0, 2):
+        engine = HandEngine()
+        request = engine.submit(generate(range(10), 8, n=3))
+        for _ in range(when):
+            engine.step()
+        engine.abort(request, 0)
+        engine.finish()
+        got = engine.answer(request)
+        assert got.finished[0].reason == "abort"
+        assert [got.tokens[i] for i in (1, 2)] == [answer(range(10), 100 + i, 8) for i in (1, 2)]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_ends_while_its_step_runs_keeps_its_blocks_until_then(raises: bool) -> None:
+    failures = iter([raises])
+    engine = HandEngine(fails=lambda step: next(failures, False), stream=LateStream())
+    gone, other = engine.submit(generate(range(10))), engine.submit(generate(range(20, 30)))
+    held: list[int] = []
+
+    def abort() -> None:
+        held.append(engine.allocator.num_free_blocks)
+        engine.abort(gone)
+        held.append(engine.allocator.num_free_blocks)
+
+    engine.step(abort)
+    assert engine.answer(gone).finished[0].reason == "abort"
+    assert engine.answer(gone).last is not None
+    assert held[0] == held[1] == engine.allocator.num_free_blocks - 3
+    assert engine.allocator.find([*range(10), 1], ROOT) == (0 if raises else 8)
+    engine.finish()
+    assert engine.answer(other).tokens[0] == answer(range(20, 30), 100, 4)

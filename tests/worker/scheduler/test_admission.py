@@ -1,0 +1,76 @@
+"""Who joins the batch and who waits: for its turn, for room, or for a prefix that is being computed."""
+
+from __future__ import annotations
+
+from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.engine import HandEngine, generate
+
+
+def test_priority_comes_first_and_aging_ends_it() -> None:
+    engine = HandEngine(max_num_seqs=1, aging_s=10.0)
+    running = engine.submit(generate([1], 3))
+    engine.step()
+    low = engine.submit(generate([2], 1, priority=1))
+    high = engine.submit(generate([3], 1, priority=0))
+    engine.now_s += 9
+    late = engine.submit(generate([4], 1, priority=-1))
+    much_later = generate([5], 1, priority=0)
+    engine.now_s += 20
+    last = engine.submit(much_later)
+    finished = []
+    while engine.scheduler.has_work:
+        engine.step()
+        for request in (running, low, high, late, last):
+            if engine.answer(request).last is not None and request not in finished:
+                finished.append(request)
+    assert finished == [running, late, high, low, last]
+
+
+def test_admission_leaves_the_watermark_free() -> None:
+    engine = HandEngine(num_blocks=21, block_size=4, watermark=0.5)
+    engine.submit(generate([1] * 30, 8))
+    engine.step()
+    second = engine.submit(generate([2] * 12, 8))
+    engine.step()
+    assert second.started_s is None  # 12 blocks are free, 3 are wanted, 10 must stay
+    engine.finish()
+    assert engine.answer(second).tokens[0] == answer([2] * 12, 100, 8)
+
+
+def test_a_burst_with_one_prefix_computes_it_once() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    shared = [i % 50 for i in range(200)]
+    requests = [engine.submit(generate([*shared, i, i, i], 4)) for i in range(8)]
+    assert [request.num_uncached_tokens for request in requests] == [203] + 7 * [3]
+    bystander = engine.submit(generate([49] * 12, 4))
+    engine.step()
+    assert bystander.started_s is not None  # those that wait for the prefix let it pass
+    engine.finish()
+    for i, request in enumerate(requests):
+        assert engine.answer(request).tokens[0] == answer([*shared, i, i, i], 100, 4)
+    prefilled = sum(step.num_tokens for step in engine.runner.steps) - 9 * 3
+    assert prefilled == 203 + 7 * 3 + 12
+
+
+def test_nobody_waits_for_a_prefix_that_gets_no_further() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    first = engine.submit(generate([1] * 200, 4))
+    engine.step()
+    engine.submit(generate([1] * 201, 4))
+    second = next(iter(engine.scheduler.waiting))
+    second.awaited = (next(iter(engine.scheduler.running)), first.sequences[0].num_computed)
+    engine.step()
+    assert second.allocation is not None
+    engine.finish()
+
+
+def test_an_aborted_prefix_is_computed_by_the_next() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    first, second = engine.submit(generate([1] * 200, 4)), engine.submit(generate([1] * 201, 4))
+    engine.step()
+    assert second.started_s is None
+    engine.abort(first)
+    engine.step()
+    assert second.num_cached_tokens == 64
+    engine.finish()
+    assert engine.answer(second).tokens[0] == answer([1] * 201, 100, 4)

@@ -1,0 +1,71 @@
+"""What is refused before it waits: what never fits, and numbers that no step should see."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tests.worker.scheduler.engine import generate
+from worker.scheduler.admission import refusal
+from worker.scheduler.budget import BatchLimits
+from worker.wire import ChoiceState
+
+
+def test_what_never_fits_is_refused() -> None:
+    limits = BatchLimits(max_model_len=100)
+
+    def message(wire, pool_tokens=80):
+        refused = refusal(wire, limits, pool_tokens, vocab_size=50)
+        return None if refused is None else refused.message
+
+    assert message(generate(range(40), 40)) is None
+    assert "KV pool of 80" in message(generate(range(41), 40))
+    assert "context of 100" in message(generate(range(41), 60), 1000)
+    assert "vocabulary" in message(generate([50], 1))
+    assert "prompt_ids" in message(generate([], 1))
+    assert "root" in message(generate([1], 1, root=b"short"))
+    assert "max_tokens" in message(generate([1], -1))
+    assert "output_ids" in message(generate([1], 1, resumed={0: [1, 2]}))
+    assert "vocabulary" in message(generate([1], 1, resumed={0: [77]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -1.0),
+        ("top_p", 2.0),
+        ("min_p", -0.1),
+        ("typical_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 1e30),
+        ("presence_penalty", float("nan")),
+        ("top_k", 10**12),
+        ("top_k", -1),
+        ("min_tokens", -1),
+        ("logprobs", 10**9),
+        ("prompt_logprobs", -1),
+        ("logit_bias", ((1, float("inf")),)),
+        ("logit_bias", ((2**63, 1.0),)),
+        ("bad_words", ((-1,),)),
+        ("allowed_token_ids", (2**40,)),
+        ("stop_token_ids", (-5,)),
+        ("stop_token_ids", (1,) * 70_000),
+        ("priority", 1001),
+        ("deadline_s", float("nan")),
+    ],
+)
+def test_numbers_that_no_step_should_see_are_refused(name: str, value: object) -> None:
+    request = generate([1, 2], 4)
+    if name in ("priority", "deadline_s"):
+        request = replace(request, **{name: value})
+    else:
+        request = replace(request, sampling=replace(request.sampling, **{name: value}))
+    refused = refusal(request, BatchLimits(max_model_len=100), 80, vocab_size=50)
+    assert refused is not None
+    assert refused.message.startswith(name)
+    assert len(refused.message) < 200
+    for choice in (ChoiceState(2**40, 1), ChoiceState(-1, 1), ChoiceState(0, 2**70)):
+        refused = refusal(replace(request, choices=(choice,)), BatchLimits(max_model_len=100), 80, vocab_size=50)
+        assert refused is not None

@@ -1,0 +1,65 @@
+"""How many tokens of whom a step holds: the decodes first, then the prefills' shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.engine import HandEngine, generate
+
+LONE = {"max_num_batched_tokens": 512, "max_lone_prefill_tokens": 2048}
+
+
+def test_a_short_request_overtakes_a_long_prefill() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=8)
+    engine.submit(generate([i % 50 for i in range(1000)]))
+    engine.step()
+    short = engine.submit(generate(range(12)))
+    engine.step()
+    assert 0 in engine.answer(short).tokens
+
+
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, LONE])
+def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps(limits: dict[str, int]) -> None:
+    engine = HandEngine(num_blocks=2500, max_model_len=9000, **limits)
+    engine.submit(generate([i % 50 for i in range(8000)]))
+    engine.step()
+    short = engine.submit(generate(range(20)))
+    num_steps = 0
+    while 0 not in engine.answer(short).tokens:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 2
+    assert engine.runner.steps[-1].num_tokens <= limits["max_num_batched_tokens"]
+
+
+def test_a_prefill_takes_large_steps_while_it_is_alone() -> None:
+    engine = HandEngine(num_blocks=2500, max_model_len=9000, **LONE)
+    engine.submit(generate([i % 50 for i in range(7000)]))
+    sizes = [engine.step().num_tokens, engine.step().num_tokens]
+    short = engine.submit(generate(range(40, 20, -1), max_tokens=2))
+    sizes += [engine.step().num_tokens for _ in range(4)]
+    # alone, beside a newcomer, beside its decode, alone again
+    assert sizes == [2048, 2048, 512, 512, 7000 + 20 + 1 - 2 * 2048 - 2 * 512, 1]
+    engine.finish()
+    assert engine.answer(short).tokens == {0: answer(range(40, 20, -1), 100, 2)}
+
+
+def test_a_newcomer_gets_its_part_beside_many_long_prefills() -> None:
+    engine = HandEngine(num_blocks=2000, max_num_batched_tokens=64, max_num_seqs=16)
+    for seed in range(10):
+        engine.submit(generate([(i + seed) % 50 for i in range(600)]))
+        engine.step()
+    newcomer = engine.submit(generate(range(12)))
+    engine.step()
+    assert 0 in engine.answer(newcomer).tokens
+
+
+def test_every_running_choice_gets_a_token_in_every_step() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=32, max_num_seqs=8)
+    early = [engine.submit(generate([i, i + 1], 30)) for i in range(4)]
+    engine.step()
+    engine.submit(generate([i % 50 for i in range(900)]))
+    for num_tokens in range(2, 20):
+        engine.step()
+        assert all(len(engine.answer(request).tokens[0]) == num_tokens for request in early)

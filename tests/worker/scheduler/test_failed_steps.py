@@ -1,0 +1,68 @@
+"""Steps that raise: only the guilty fail, and blocks copied in them are computed anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.engine import ROOT, HandEngine, generate
+from worker.wire import Failed
+
+
+def test_only_the_poisoned_request_fails() -> None:
+    def poisoned(step) -> bool:
+        return any(13 in sequence.token_ids for sequence in step.sequences)
+
+    engine = HandEngine(fails=poisoned)
+    good = [engine.submit(generate([i, 2, 3], 6, n=2)) for i in (1, 5, 7)]
+    bad = engine.submit(generate([13, 2, 3], 6))
+    engine.finish()
+    assert isinstance(engine.answer(bad).last, Failed)
+    for i, request in zip((1, 5, 7), good, strict=True):
+        expected = [answer([i, 2, 3], 100 + choice, 6) for choice in (0, 1)]
+        got = engine.answer(request)
+        if any(13 in tokens for tokens in expected):
+            assert isinstance(got.last, Failed)
+        else:
+            assert [got.tokens[0], got.tokens[1]] == expected
+    assert engine.allocator.find([13, 2, 3, 0, 0], ROOT) == 0
+
+
+def test_who_had_a_block_copied_in_a_failed_step_is_computed_anew() -> None:
+    failures = iter([True, True, False])
+    engine = HandEngine(fails=lambda step: len(engine.runner.steps) > 1 and next(failures, False))
+    request = engine.submit(generate(range(10), 6, n=3))
+    other = engine.submit(generate(range(20, 27), 6, n=2))
+    engine.step()
+    engine.step()
+    steps = engine.runner.steps
+    assert [len(step.copies) for step in steps] == [0, 3, 0, 0]
+    assert [len(step.sequences) for step in steps] == [2, 5, 1, 1]  # the retries are of the last sharers
+    engine.finish()
+    assert isinstance(engine.answer(request).last, Failed)  # first retried, fails alone too
+    assert engine.answer(other).tokens == {i: answer(range(20, 27), 100 + i, 6) for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("prefix_cache", "num_blocks", "num_tokens", "long", "short", "failing"),
+    [("hash", 6, 6, (14, 1, 2), (2, 2, 2), 2), ("off", 6, 8, (16, 1, 2), (1, 3, 3), 1)],
+)
+def test_what_a_block_was_copied_from_may_be_overwritten_in_the_step_that_fails(
+    prefix_cache, num_blocks, num_tokens, long, short, failing
+) -> None:
+    count = iter(range(1000))
+    engine = HandEngine(
+        num_blocks,
+        prefix_cache=prefix_cache,
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=4,
+        fails=lambda step: next(count) == failing,
+    )
+    asked = [([first] * length, n, max_tokens) for first, (length, n, max_tokens) in ((1, long), (11, short))]
+    requests = [engine.submit(generate(prompt_ids, max_tokens, n)) for prompt_ids, n, max_tokens in asked]
+    engine.finish()
+    failed = engine.runner.steps[failing]
+    written = {slot // 4 for sequence in failed.sequences for slot in sequence.slots}
+    assert written & {copy.source for copy in failed.copies}  # who forked gave it up, and the prefill took it
+    for (prompt_ids, n, max_tokens), request in zip(asked, requests, strict=True):
+        assert engine.answer(request).tokens == {i: answer(prompt_ids, 100 + i, max_tokens) for i in range(n)}

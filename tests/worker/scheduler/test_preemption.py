@@ -1,0 +1,41 @@
+"""Sequences that give their blocks up and begin again: no token changes."""
+
+from __future__ import annotations
+
+from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.engine import HandEngine, generate
+from worker.wire import End
+
+
+def test_the_last_in_order_is_preempted_and_gives_the_same_tokens() -> None:
+    engine = HandEngine(num_blocks=8, block_size=4)
+    requests = [engine.submit(generate([10 * i, 1, 2, 3], 20)) for i in range(3)]
+    engine.finish()
+    assert engine.num_preempted > 0
+    for i, request in enumerate(requests):
+        assert engine.answer(request).tokens[0] == answer([10 * i, 1, 2, 3], 100, 20)
+    ends = [engine.answer(request).last for request in requests]
+    assert all(isinstance(end, End) for end in ends)
+
+
+def test_preempting_all_allows_a_reset_and_changes_no_token() -> None:
+    engine = HandEngine()
+    requests = [engine.submit(generate([i, 2, 3, 4, 5], 9, n=2)) for i in range(3)]
+    for _ in range(4):
+        engine.step()
+    assert not engine.allocator.reset()
+    engine.scheduler.preempt_all()
+    assert engine.allocator.reset()
+    engine.finish()
+    for i, request in enumerate(requests):
+        assert engine.answer(request).tokens == {c: answer([i, 2, 3, 4, 5], 100 + c, 9) for c in range(2)}
+
+
+def test_a_pool_exhausted_by_sixteen_long_requests_serves_them_all() -> None:
+    engine = HandEngine(num_blocks=33, block_size=4, max_num_batched_tokens=32, max_num_seqs=16)
+    prompts = [[i, *range(40)] for i in range(16)]  # each needs 26 of 32 blocks in the end
+    requests = [engine.submit(generate(prompt, 60)) for prompt in prompts]
+    engine.finish()
+    assert engine.num_preempted > 0
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert engine.answer(request).tokens[0] == answer(prompt, 100, 60)
