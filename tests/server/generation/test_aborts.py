@@ -14,7 +14,7 @@ from tests.server.generation.failing_workers import MakeWorker
 from tests.server.scripted_worker import until
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import chat, post
-from worker.wire import Frame, GenerateRequest, Started, Tokens
+from worker.wire import Finished, Frame, GenerateRequest, Started, Tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -50,7 +50,15 @@ async def test_a_client_that_leaves_is_an_abort_within_a_second(make: MakeWorker
 
 
 async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWorker) -> None:
-    worker = make(pace_s=0.002)
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in worker.answer(request):
+            if isinstance(frame, Finished):
+                await asyncio.Event().wait()
+            yield frame
+
+    worker.behave = behave
     async with gateway(worker) as target:
         _, _, raw = await post(target.url, chat(stream=True, n=2, stop="Fra", max_tokens=8))
         assert check_chat(raw, num_choices=2) == ["The capital of "] * 2

@@ -219,6 +219,7 @@ async def test_nonsense_from_a_worker_is_a_loss(make: MakeWorker, frames: list[F
         status, _, raw = await post(target.url, chat())
         assert status == 200
         assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
+        assert (len(odd.received), len(healthy.received)) == (1, 1)
 
 
 async def test_the_end_lost_with_its_worker(make: MakeWorker) -> None:

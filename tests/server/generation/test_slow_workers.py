@@ -12,7 +12,7 @@ from tests.server.gateway_app import gateway
 from tests.server.generation.failing_workers import MakeWorker
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import ANSWER, chat, post
-from worker.wire import Failed, Finished, Frame, GenerateRequest, Started, Tokens
+from worker.wire import Failed, Frame, GenerateRequest, Started, Tokens
 
 
 async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -> None:
@@ -35,15 +35,18 @@ async def test_a_slow_but_living_worker_is_waited_for(make: MakeWorker) -> None:
     slow = make()
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        num_sent = 0
         async for frame in slow.answer(request):
-            if isinstance(frame, Finished):
+            if num_sent == 5:  # with tokens still to come: all but the end would not be asked of anybody else
                 await asyncio.sleep(0.6)
             yield frame
+            num_sent += 1
 
     slow.behave = behave
     async with gateway(slow, silent_s=0.1) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
+        assert len(slow.received) == 1
 
 
 async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorker) -> None:
@@ -69,8 +72,15 @@ async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorke
 
 
 async def test_the_deadline_is_a_504_or_an_error_event(make: MakeWorker) -> None:
-    worker = make(pace_s=0.05)
-    async with gateway(worker, request_timeout_s=0.3) as target:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:4]))
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    async with gateway(worker, request_timeout_s=1.0) as target:
         status, _, raw = await post(target.url, chat())
         assert (status, json.loads(raw)["error"]["code"]) == (504, "timeout")
         status, _, raw = await post(target.url, chat(stream=True))
