@@ -17,11 +17,11 @@ from cache.index import WorkerMember
 from server.api.chat import chat_job, chat_spec
 from server.api.completions import completion_job
 from server.api.endpoint import EndpointServices, GenerateEndpoint
+from server.api.job import Job, encode_json
 from server.api.responses.presenter import ResponsesPresenter
 from server.api.responses.types import FIELD_NAMES, decode_responses, errors_renamed
 from server.api.text_api import TextApi
 from server.errors import UnavailableError
-from server.generation.job import Job, encode_json
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
 from server.schema.decoding import require_json

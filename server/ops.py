@@ -19,6 +19,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from cache.index import Candidate
+from server.api.job import Job
 from server.app import PublicApi, json_response
 from server.console.events import EventsEndpoint
 from server.console.feed import Feed
@@ -26,7 +27,6 @@ from server.console.forward import ForwardMiddleware
 from server.console.origin import SameOriginMiddleware
 from server.console.pages import Pages
 from server.errors import InvalidRequestError
-from server.generation.job import Job
 from server.generation.spec import prompt_hashes, route_request
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics

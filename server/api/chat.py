@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from server.api.job import AnswerHead, Job, answer_id, encode_json, stream_format
 from server.api.logprobs import chat_logprobs, prompt_logprobs
 from server.api.sampling import choice_seeds, sampling_params, text_rules, token_budget, truncated
 from server.api.tools import chat_grammar, output_rules
 from server.errors import ApiError, InvalidRequestError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.job import AnswerHead, Job, answer_id, encode_json, stream_format
 from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
 from server.schema.types import ChatRequest

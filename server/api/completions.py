@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from server.api.job import AnswerHead, Job, answer_id, encode_json, stream_format
 from server.api.logprobs import CompletionLogprobs, prompt_logprobs
 from server.api.sampling import (
     check_vocabulary,
@@ -19,7 +20,6 @@ from server.api.sampling import (
 from server.errors import ApiError, InvalidRequestError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.job import AnswerHead, Job, answer_id, encode_json, stream_format
 from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
 from server.schema.types import CompletionRequest

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
+from server.api.job import Job
 from server.errors import as_api_error
 from server.generation.answer import Answer, OpenAnswers
 from server.generation.backend import Backend
 from server.generation.generation import Generation
-from server.generation.job import Job
 from server.http.middleware import RequestContext, context_of
 from server.http.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of
 from server.tracing import Tracing

@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.api.chat import render_chat
+from server.api.job import encode_json
 from server.api.logprobs import token_text
 from server.api.sampling import check_vocabulary
 from server.errors import InvalidRequestError
-from server.generation.job import encode_json
 from server.schema.decoding import decode_json
 from server.schema.types import ChatRequest, TokenId, decode
 from server.text.models import Models, ServedModel

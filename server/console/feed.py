@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from server.api.job import encode_json
 from server.console.decisions import DecisionLog
 from server.console.traffic import Totals, Traffic
 from server.console.workers import FleetSources, worker_rows
 from server.errors import UnavailableError
-from server.generation.job import encode_json
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from server.api.job import encode_json
 from server.api.logprobs import chat_logprobs
 from server.api.responses.items import Event, OutputItems
 from server.api.responses.types import ResponsesRequest
 from server.errors import ApiError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.job import encode_json
 from server.text.parsing.output import OutputParser, OutputRules
 from server.text.pieces import PieceTable
 
