@@ -18,8 +18,8 @@ from server.errors import ApiError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta
 from server.generation.spec import GenerationSpec
+from server.schema.fields import SamplingFields
 from server.schema.parts import StreamOptions
-from server.schema.types import SamplingFields
 
 encode_json = msgspec.json.Encoder().encode
 

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
+from server.schema.fields import SamplingFields
 from server.schema.parts import ResponseFormat, StructuredOutputs
-from server.schema.types import SamplingFields
 from server.text.detokenizer import TextRules
 from server.text.models import ServedModel
 from worker.wire import Grammar, SamplingParams

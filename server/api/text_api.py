@@ -13,7 +13,8 @@ from server.api.logprobs import token_text
 from server.api.sampling import check_vocabulary
 from server.errors import InvalidRequestError
 from server.schema.decoding import decode_json
-from server.schema.types import ChatRequest, TokenId, decode
+from server.schema.fields import TokenId
+from server.schema.types import ChatRequest, decode
 from server.text.models import Models, ServedModel
 from server.trust.identity import Identity
 

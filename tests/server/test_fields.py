@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.api.responses.types import ResponsesRequest
-from server.schema.types import ChatRequest, CompletionRequest, ModelFields
+from server.schema.fields import ModelFields
+from server.schema.types import ChatRequest, CompletionRequest
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post

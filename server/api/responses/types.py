@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import decode_json, unsupported
+from server.schema.fields import ModelFields, PositiveCount, ReasoningEffort, TopLogprobs
 from server.schema.parts import (
     MAX_TOOLS,
     AllowedTool,
@@ -27,7 +28,7 @@ from server.schema.parts import (
     ToolCall,
 )
 from server.schema.parts import ToolChoice as ChatToolChoice
-from server.schema.types import ChatRequest, ModelFields, PositiveCount, ReasoningEffort, TopLogprobs
+from server.schema.types import ChatRequest
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
