@@ -90,17 +90,18 @@ class Generation:
                 placement = await self._choose()
                 worker, ok = placement.worker, False
                 try:
-                    with attempt(worker, placement.promised_tokens) as trace:
-                        stream = self._send_to(worker, trace)
-                        with self._backend.watch.watching(stream):  # from the start: it may hang before its headers
-                            async with stream:
-                                self._stage = Stage.ACCEPTED
-                                while not (stream.completed or (self._stopped_early and self._finished())):
-                                    self._absorb(await stream.read(), placement, stream)
-                                    if self._waits and self._has_output():
-                                        self._first_token(placement, place, trace)
-                                    if batch := self._drain():
-                                        yield batch
+                    with (
+                        attempt(worker, placement.promised_tokens) as trace,
+                        self._backend.watch.watching(self._send_to(worker, trace)) as stream,
+                    ):
+                        async with stream:
+                            self._stage = Stage.ACCEPTED
+                            while not (stream.completed or (self._stopped_early and self._finished())):
+                                self._absorb(await stream.read(), placement, stream)
+                                if self._waits and self._stage is Stage.ANSWERED:
+                                    self._first_token(placement, place, trace)
+                                if batch := self._drain():
+                                    yield batch
                     ok = True
                 except (WorkerRefused, WorkerLost, WorkerFailed) as error:
                     self._failed(worker, error)

@@ -29,10 +29,11 @@ class StallWatch:
         self._streams: set[GenerateStream] = set()
 
     @contextmanager
-    def watching(self, stream: GenerateStream) -> Iterator[None]:
+    def watching(self, stream: GenerateStream) -> Iterator[GenerateStream]:
+        """From before it is entered: a worker may hang before its headers."""
         self._streams.add(stream)
         try:
-            yield
+            yield stream
         finally:
             self._streams.discard(stream)
 
