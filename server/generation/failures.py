@@ -48,19 +48,15 @@ class Failures:
         self._backend.metrics.refused(error.status)
         if error.failed.code == "queue_full":
             self._backend.full_queues.note((worker.worker_id, worker.epoch), self._spec.tenant, error)
-        if error.status not in (401, 409, 429, 502, 503, 504):
-            raise error_of(error.failed, self._spec.params, error.status) from error
-        if not self.losses.refused(worker, error) or not self._backend.budget.spend():
+        may_pass = error.status in (401, 409, 429, 502, 503, 504)
+        if not (may_pass and self.losses.refused(worker, error) and self._backend.budget.spend()):
             raise error_of(error.failed, self._spec.params, error.status) from error
         log.info("%s: worker %s refused: %s", self._spec.request_id, worker.worker_id, error)
 
     def failed(self, worker: WorkerMember, error: WorkerFailed, stage: Stage) -> None:
         """The worker said that it gives the request up."""
         if not error.failed.retryable:
-            failure = error_of(error.failed, self._spec.params)
-            if isinstance(failure, InternalError):
-                self._quarantine()
-            raise failure from error
+            raise self._judged(error_of(error.failed, self._spec.params)) from error
         if error.failed.code == "draining":
             log.info("%s: worker %s hands it over", self._spec.request_id, worker.worker_id)
             self.losses.exclude(worker)
@@ -76,11 +72,8 @@ class Failures:
         log.warning("%s: worker %s lost: %s", self._spec.request_id, worker.worker_id, error)
         if isinstance(error, WorkerLost):
             self._backend.report_failure(worker.worker_id)
-        failure = self.losses.lost(worker, stage)
-        if failure is not None:
-            if isinstance(failure, InternalError):
-                self._quarantine()
-            raise failure from error
+        if (failure := self.losses.lost(worker, stage)) is not None:
+            raise self._judged(failure) from error
 
     def full(self, refusals: Mapping[Boot, WorkerRefused]) -> ApiError:
         """What the worker with room first has said a moment ago."""
@@ -97,11 +90,14 @@ class Failures:
             return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         return UnavailableError(str(error), retry_after_s=error.retry_after_s)
 
-    def _quarantine(self) -> None:
-        spec = self._spec
-        log.error("%s: the request is quarantined: it has failed on its own", spec.request_id)
-        self._backend.quarantine.add(spec.root, spec.prompt_ids, spec.sampling)
-        self._backend.metrics.quarantined.inc()
+    def _judged(self, failure: ApiError) -> ApiError:
+        """The same; the request is quarantined when the failure is its own."""
+        if isinstance(failure, InternalError):
+            spec = self._spec
+            log.error("%s: the request is quarantined: it has failed on its own", spec.request_id)
+            self._backend.quarantine.add(spec.root, spec.prompt_ids, spec.sampling)
+            self._backend.metrics.quarantined.inc()
+        return failure
 
 
 def error_of(failed: Failed, params: ParamNames, status: int | None = None) -> ApiError:
