@@ -270,7 +270,7 @@ VALUES: Final = group(
 
 def schema() -> Schema:
     """What stands in values.schema.json."""
-    worker = {"type": "object", "description": "The workers.", "additionalProperties": False, "properties": WORKER}
     properties = VALUES["properties"] | {"global": free("For parent charts; not read.")}
+    worker = group("The workers.", **WORKER)
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"worker": worker}}
     return head | VALUES | {"properties": properties}

@@ -73,18 +73,8 @@ def resources(whose: str) -> Schema:
     }
     return group(
         f"Requests and limits of {whose}; GPUs stand in `gpu`.",
-        requests={
-            "type": "object",
-            "description": "What is reserved.",
-            "additionalProperties": False,
-            "properties": amounts,
-        },
-        limits={
-            "type": "object",
-            "description": "What is never exceeded.",
-            "additionalProperties": False,
-            "properties": amounts,
-        },
+        requests=group("What is reserved.", **amounts),
+        limits=group("What is never exceeded.", **amounts),
     )
 
 
