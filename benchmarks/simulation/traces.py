@@ -1,7 +1,7 @@
 """The recorded workloads, as requests whose blocks are already hashed.
 
-A trace names blocks by id, not by content. One id becomes one token of a block of one token, so that the real hash
-chain and the real allocator work on it; sizes in tokens stay beside it.
+Most traces name blocks by id, not by content; where there is text, its blocks get ids too. One id becomes one token of
+a block of one token, so that the real hash chain and the real allocator work on it; sizes in tokens stay beside it.
 """
 
 from __future__ import annotations
@@ -213,12 +213,15 @@ class ToolChatTrace:
         return Workload(sessions, self.BLOCK_SIZE, num_requests, self._num_distinct, self.PREFILL_TOKENS_PER_S)
 
 
-def _name_of(token_ids: Sequence[int]) -> int:
-    digest = blake2b(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % _REST
-
-
 def _name(kind: str, group: int, number: int) -> int:
     """A token id below `_REST`, the same in every process, for a block that a trace names."""
-    digest = blake2b(f"{kind}/{group}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % _REST
+    return _digest(f"{kind}/{group}/{number}".encode())
+
+
+def _name_of(token_ids: Sequence[int]) -> int:
+    """The same for a block whose tokens are known."""
+    return _digest(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids))
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % _REST
