@@ -1,4 +1,4 @@
-"""The design's cost, in seconds: see `server.router.cost`.
+"""The least cost in seconds: see `server.router.cost`.
 
 With several gateways one thing is added. What others sent since a worker's last report is unknown, and every gateway
 sees the same idle workers and breaks ties the same way, so they would all take the same one. Costs therefore get a
