@@ -68,7 +68,7 @@ class SseSink:
     def _pinged(self, task: asyncio.Task[None]) -> None:
         self._ping = None
         if not task.cancelled():
-            task.exception()  # a client that is gone is found by the watch on `receive`
+            task.exception()  # a client that is gone is found by the end of its connection
 
     async def _put(self, data: bytes, *, more: bool) -> None:
         if not self.started:
