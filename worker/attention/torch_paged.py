@@ -19,6 +19,7 @@ from torch.nn import functional
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.merge import merge_partials
+from worker.transfer import to_device
 
 _MAX_PADDING: Final = 1.25
 """A group of decodes may read this much more than its sequences hold; a tighter bound means more, smaller calls."""
@@ -197,7 +198,7 @@ class TorchPagedAttention:
         first = blocks[0]
         if all(block == first + place for place, block in enumerate(blocks)):
             return slice(first, first + len(blocks))
-        return torch.tensor(blocks, device=self._device)
+        return to_device(blocks, torch.int64, self._device)
 
     def _buffer(self, name: str, pool: Tensor, num_blocks: int) -> Tensor:
         buffer = self._scratch.get(name)
@@ -208,7 +209,7 @@ class TorchPagedAttention:
 
     def _additive(self, hidden: Tensor) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype)
-        return mask.masked_fill_(hidden, float("-inf")).to(self._device)
+        return to_device(mask.masked_fill_(hidden, float("-inf")), self._dtype, self._device)
 
     @property
     def _device(self) -> torch.device:

@@ -82,7 +82,7 @@ class XformersPagedAttention:
             decodes=self._paged(
                 slice(0, num_decodes), spans[:num_decodes], [span.stop for span in spans[:num_decodes]]
             ),
-            prefixes=self._paged(torch.tensor(rows, device=self._device), resumed, [span.start for span in resumed]),
+            prefixes=self._paged(to_device(rows, torch.int64, self._device), resumed, [span.start for span in resumed]),
             chunk_lens=own,
             own_bias=attn_bias.BlockDiagonalCausalMask.from_seqlens(own, device=self._device) if own else None,
         )
@@ -176,9 +176,7 @@ class XformersPagedAttention:
         bias = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
             q_seqlen=[span.num_tokens for span in spans],
             kv_seqlen=list(kv_lens),
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32).to(
-                self._device
-            ),
+            block_tables=to_device([table + [0] * (width - len(table)) for table in tables], torch.int32, self._device),
             page_size=size,
             device=self._device,
         )

@@ -8,6 +8,7 @@ import torch
 
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.step import SequenceStep, Step
+from worker.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def build_batch(step: Step, attention: Attention, device: torch.device, block_si
     token_ids = [token_id for part in parts for token_id in part.token_ids]
     positions = [position for part in parts for position in range(part.start, part.start + len(part.token_ids))]
     slots = [slot for part in parts for slot in part.slots]
-    tensors = torch.tensor((token_ids, positions, slots), dtype=torch.int64).to(device, non_blocking=True)
+    tensors = to_device((token_ids, positions, slots), torch.int64, device)
     return Batch(tuple(sequences), ForwardBatch(tensors[0], tensors[1], tensors[2], plan))
 
 
