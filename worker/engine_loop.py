@@ -203,7 +203,8 @@ class Engine:
 
     def _turn(self) -> None:
         """From the end of one step to that of the next."""
-        self._keep_house()
+        is_idle = not self._flights and not self._scheduler.has_work
+        self._keep_house(wait_s=None if is_idle else 0.0)
         if self._runner.overlaps:
             if self._parts.launch_ahead:
                 self._flights.launch_ahead()
@@ -218,18 +219,16 @@ class Engine:
         if not self._scheduler.has_work and not self._flights:
             self._become_idle()
 
-    def _keep_house(self) -> None:
-        """All that needs no token of the step in flight."""
+    def _keep_house(self, *, wait_s: float | None) -> None:
+        """All that needs no token of the step in flight. `wait_s` is for a command, if none is there."""
         self._outbox.flush()
         self._reporter.report_if_due()
-        is_idle = not self._flights and not self._scheduler.has_work
-        self._inbox.run(wait_s=None if is_idle else 0.0)
+        self._inbox.run(wait_s=wait_s)
 
     def _listen(self) -> None:
         """To commands, while a prefill runs. A step of decodes alone is over before it would be worth to be woken."""
         while self._flights.prefill_runs:
-            self._outbox.flush()
-            self._inbox.run(wait_s=LISTEN_S)
+            self._keep_house(wait_s=LISTEN_S)
 
     def _launch(self) -> None:
         """Schedule a step and give it to the device."""

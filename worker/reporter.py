@@ -1,4 +1,5 @@
-"""What the engine tells of its pool and its load: after a step that changed the pool, and at least every 50 ms."""
+"""What the engine tells of its pool and its load: as soon as its thread has time after the pool changed, or 50 ms
+after it told last. A CPU has none within a step, nor a GPU within one of decodes alone."""
 
 from __future__ import annotations
 

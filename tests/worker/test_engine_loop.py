@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -403,6 +404,17 @@ def test_the_load_tells_whose_prefill_waits(threaded: ThreadedEngine) -> None:
     assert loads[-1].draining
     assert loads[-1].assigned_prefill_s > 0.0
     assert loads[-1].num_free_blocks == loads[-1].num_blocks - 1
+
+
+def test_the_load_is_told_while_a_prefill_runs(beside: ThreadedEngine) -> None:
+    beside.runner.gate.clear()
+    beside.submit(0, generate([1] * 100, 2, gateway_id="a"))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    beside.submit(1, generate([2] * 50, 2, gateway_id="b"))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while "b" not in beside.listener.loads[-1].queued_prefill_s:
+        assert time.monotonic() < deadline_s, "nobody hears of what has come since the step was launched"
+        beside.heard()
 
 
 def test_failing_all_ends_every_request(threaded: ThreadedEngine) -> None:
