@@ -117,10 +117,10 @@ class Flights:
     def _take_up(self, flight: _Flight, results: list[SequenceResult]) -> None:
         parts, plan, returned_s = self._parts, flight.plan, time.monotonic()
         started_s = max(flight.started_s, self._returned_s)  # it may have stood behind the one before
-        self._returned_s = returned_s
+        interval_s, self._returned_s = returned_s - self._returned_s, returned_s
         if parts.step_logs:
             parts.step_logs.add(plan, started_s, returned_s)
         parts.outbox.put(parts.scheduler.update(plan, results, returned_s))
-        parts.metrics.count_step(plan, returned_s - started_s, returned_s)
+        parts.metrics.count_step(plan, returned_s - started_s, interval_s)
         parts.load_report.measure(plan, returned_s - started_s, returned_s)
         parts.metrics.host_s.labels("update").observe(time.monotonic() - returned_s)

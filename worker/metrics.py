@@ -55,7 +55,6 @@ class WorkerMetrics:
         self.between_tokens_s = histogram(
             "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS
         )
-        self._returned_s = 0.0
         self.step_failures = counter("step_failures", "Steps that raised")
         self.preemptions = counter("preemptions", "Sequences that gave up their blocks to be computed again")
         self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
@@ -104,12 +103,11 @@ class WorkerMetrics:
             self.preemptions.inc(plan.num_preempted)
         self.host_s.labels("schedule").observe(schedule_s)
 
-    def count_step(self, plan: Plan, step_s: float, now_s: float) -> None:
-        """The step has returned at `now_s`."""
+    def count_step(self, plan: Plan, step_s: float, interval_s: float) -> None:
+        """The step has returned, `interval_s` after the one before it."""
         num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
         if num_decodes:  # each has drawn its last token in the step before
-            self.between_tokens_s.observe(now_s - self._returned_s)
-        self._returned_s = now_s
+            self.between_tokens_s.observe(interval_s)
         kind = "decode" if not num_prefill else "mixed" if num_decodes else "prefill"
         self.step_s.labels(kind).observe(step_s)
 
