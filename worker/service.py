@@ -171,8 +171,8 @@ class WorkerService:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     await asyncio.wrap_future(engine.probe())
-            except TimeoutError:
-                problem = engine.health(PROBE_TIMEOUT_S)
+            except TimeoutError:  # a step that takes its time, or hangs, which `health` tells after `max_step_s`
+                logger.warning("a probe of the idle engine had no answer within %.0f s", PROBE_TIMEOUT_S)
             except Exception as error:
                 problem = str(error)
         return problem
