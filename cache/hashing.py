@@ -77,13 +77,6 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     return encoded.tobytes()
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of one full block that follows `parent`."""
-    link = _LINK.copy()
-    link.update(parent + encode_tokens(token_ids))
-    return BlockHash(link.digest())
-
-
 def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """The hashes of the full blocks of `token_ids`, first block first; a partial last block has none."""
     encoded = encode_tokens(token_ids)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.hashing import Namespace, encode_tokens, hash_block, hash_chain, index_entry
+from cache.hashing import Namespace, encode_tokens, hash_chain, index_entry
 from cache.types import BlockHash
 
 NAMESPACE = Namespace(model="SmolLM2-135M-Instruct", revision="r1", tokenizer="t1", block_size=4)
@@ -34,11 +34,12 @@ def test_chain_by_hand() -> None:
 
 
 @given(TOKENS, st.integers(1, 5))
-def test_chain_is_repeated_hash_block(token_ids: list[int], block_size: int) -> None:
+def test_each_block_is_hashed_onto_the_one_before(token_ids: list[int], block_size: int) -> None:
     parent = root = NAMESPACE.root(salt=b"x")
     expected = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(parent, token_ids[start : start + block_size])
+        block = encode_tokens(token_ids[start : start + block_size])
+        parent = BlockHash(blake2b(parent + block, digest_size=16, person=b"headstart-block").digest())
         expected.append(parent)
     assert hash_chain(root, token_ids, block_size) == expected
 
