@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from cache.index import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Epoch, WorkerId
 from tests.redis_server import RedisServer, until
+from tests.running import running
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
 SETTINGS = ReaderSettings(poll_s=0.05, refresh_interval_s=0.0, breaker_probe_s=0.05)
@@ -90,18 +91,6 @@ class Proxy:
             await asyncio.sleep(self.delay_s)
             client.write(data)
         raise EOFError
-
-
-@asynccontextmanager
-async def running(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(part.run()) for part in parts]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 class Scene:

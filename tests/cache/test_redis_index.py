@@ -14,6 +14,7 @@ from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from tests.redis_server import RedisServer, until
+from tests.running import running
 
 EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0)
 
@@ -34,18 +35,11 @@ def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
 
 
 @asynccontextmanager
-async def running(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(part.run()) for part in parts]
-    try:
+async def linked(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
+    async with running(*parts):
         for part in parts:
             await until(lambda part=part: part.link.up if isinstance(part, IndexWriter) else not part.blind)
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def matches(index: RedisIndex, hashes: Sequence[BlockHash], model: str | None = None) -> dict[str, int] | None:
@@ -65,7 +59,7 @@ async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: Redi
     writers = [IndexWriter(redis_server.url, member(f"w{i}")) for i in range(4)]
     index = RedisIndex(redis_server.url, EAGER)
     load = WorkerLoad({GatewayId("g"): 0.5}, 7.0, 8000.0, 1, 2, 3, 4, draining=True)
-    async with running(*writers, index):
+    async with linked(*writers, index):
         for writer, length in zip(writers, (0, 1, 64, 100), strict=True):
             assert await writer.rewrite(entries(hashes[:length]), load)
         await until(becomes(index, hashes, {"w0": 0, "w1": 1, "w2": 64, "w3": 100}))
@@ -82,7 +76,7 @@ async def test_every_length_of_match_is_found_from_every_finger(redis_server: Re
     lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
     writers = [IndexWriter(redis_server.url, member(f"w{i:03}")) for i in range(len(lengths))]
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(*writers, index):
+    async with linked(*writers, index):
         for writer, length in zip(writers, lengths, strict=True):
             assert await writer.rewrite(entries(hashes[:length]), WorkerLoad())
         await until(becomes(index, hashes, {f"w{i:03}": length for i, length in enumerate(lengths)}))
@@ -92,7 +86,7 @@ async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer)
     hashes = chain(5)
     writers = [IndexWriter(redis_server.url, member("a", model="x")), IndexWriter(redis_server.url, member("b"))]
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(*writers, index):
+    async with linked(*writers, index):
         for writer in writers:
             assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"a": 5, "b": 5}))
@@ -102,7 +96,7 @@ async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer)
 async def test_batches_change_the_set(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite([], WorkerLoad())
         assert await writer.publish(entries(hashes[:8]), [], WorkerLoad(), 8)
         await until(becomes(index, hashes, {"w0": 8}))
@@ -115,7 +109,7 @@ async def test_batches_change_the_set(redis_server: RedisServer) -> None:
 async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         redis_server.command("FLUSHALL")
@@ -129,7 +123,7 @@ async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
 async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None:
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, member())
-    async with running(writer):
+    async with linked(writer):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         key = "{headstart:0}:b:w0:epoch-of-w0:1"
         command: dict[str, tuple[str | bytes, ...]] = {
@@ -149,7 +143,7 @@ async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None
 async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
         redis_server.command("SADD", "{headstart:0}:b:w0:epoch-of-w0:1", *entries(hashes))
@@ -160,7 +154,7 @@ async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks
     hashes = chain(10)
     before, after = IndexWriter(redis_server.url, member()), IndexWriter(redis_server.url, member(epoch="e1"))
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(before, after, index):
+    async with linked(before, after, index):
         assert await before.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         assert await after.rewrite([], WorkerLoad())
@@ -176,7 +170,7 @@ async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks
 async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         writer.begin_epoch(member(epoch="e1"))
@@ -189,7 +183,7 @@ async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None
 async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> None:
     writer = IndexWriter(redis_server.url, member(), WriterSettings(lease_s=0.15))
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite([], WorkerLoad())
         await until(becomes(index, [], {"w0": 0}))
         await until(becomes(index, [], {}))
@@ -200,7 +194,7 @@ async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> 
 
 async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -> None:
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite(entries(chain(3)), WorkerLoad())
         await until(becomes(index, [], {"w0": 0}))
         await writer.retire()
@@ -213,7 +207,7 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
     dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
     alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(dead_after_s=0.05))
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(dead, alive, index):
+    async with linked(dead, alive, index):
         assert await dead.rewrite([], WorkerLoad())
         assert await alive.rewrite([], WorkerLoad())
         await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
@@ -246,7 +240,7 @@ async def test_poison_costs_at_most_its_own_worker(
     writers = [IndexWriter(redis_server.url, member("w0")), IndexWriter(redis_server.url, member("w1"))]
     events: list[str] = []
     index = RedisIndex(redis_server.url, EAGER, count=events.append)
-    async with running(*writers, index):
+    async with linked(*writers, index):
         for writer in writers:
             assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10, "w1": 10}))
@@ -270,7 +264,7 @@ async def test_what_stands_beside_the_states_is_not_read_again(redis_server: Red
     hashes = chain(4)
     writers = [IndexWriter(redis_server.url, member(f"w{i}")) for i in range(3)]
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(*writers, index):
+    async with linked(*writers, index):
         for writer in writers:
             assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 4, "w1": 4, "w2": 4}))
@@ -292,7 +286,7 @@ async def test_registries_of_the_wrong_type_are_survived(redis_server: RedisServ
     redis_server.command("SADD", "{headstart:0}:version", "x")
     redis_server.command("RPUSH", "{headstart:0}:members", "x")
     index = RedisIndex(redis_server.url, EAGER)
-    async with running(index):
+    async with linked(index):
         assert not await matches(index, chain(3))
 
 
@@ -300,7 +294,7 @@ async def test_shards_are_read_together(redis_server: RedisServer) -> None:
     hashes = chain(6)
     writers = [IndexWriter(redis_server.url, member(f"w{i}"), WriterSettings(num_shards=4)) for i in range(12)]
     index = RedisIndex(redis_server.url, ReaderSettings(num_shards=4, poll_s=0.02, deadline_s=1.0))
-    async with running(*writers, index):
+    async with linked(*writers, index):
         for i, writer in enumerate(writers):
             assert await writer.rewrite(entries(hashes[: i % 7]), WorkerLoad())
         await until(becomes(index, hashes, {f"w{i}": i % 7 for i in range(12)}))
@@ -316,7 +310,7 @@ async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: Redi
     async def ask(hashes: list[BlockHash]) -> list[Candidate] | None:
         return await index.lookup(hashes)
 
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite([entry for hashes in chains for entry in entries(hashes)], WorkerLoad())
         await until(becomes(index, chains[0], {"w0": 1}))
         num_checked = num_cancelled = 0
@@ -344,7 +338,7 @@ async def test_a_stopped_redis_costs_little_and_comes_back(own_redis: RedisServe
     writer = IndexWriter(own_redis.url, member(), WriterSettings(lease_s=60))
     events: list[str] = []
     index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         own_redis.stop()
@@ -364,7 +358,7 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
     hashes = chain(10)
     writer = IndexWriter(own_redis.url, member())
     index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05))
-    async with running(writer, index):
+    async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         own_redis.kill()
@@ -382,14 +376,11 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
 
 async def test_a_redis_that_is_not_there_is_no_error() -> None:
     index = RedisIndex("unix:///nonexistent/redis.sock")
-    task = asyncio.create_task(index.run())
-    await asyncio.sleep(0)
-    assert await index.lookup(chain(3)) is None
-    assert index.members() == []
-    assert index.blind
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    async with running(index):
+        await asyncio.sleep(0)
+        assert await index.lookup(chain(3)) is None
+        assert index.members() == []
+        assert index.blind
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis+sentinel://h:1", "redis+cluster://", "foo"])

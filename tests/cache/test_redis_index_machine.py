@@ -23,6 +23,7 @@ from cache.memory_index import MemoryIndex
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Epoch, WorkerId
 from tests.redis_server import RedisServer, until
+from tests.running import running
 from worker.publisher import Changes
 
 T = TypeVar("T")
@@ -256,8 +257,7 @@ async def test_leases_hold_with_the_hosts_clock_off_by_ten_minutes(
     monkeypatch.setattr("cache.redis_index.writer.time", skewed)
     writer = IndexWriter(redis_server.url, new_member(WorkerId("w0")), WriterSettings(lease_s=0.5))
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0))
-    tasks = [asyncio.create_task(writer.run()), asyncio.create_task(index.run())]
-    try:
+    async with running(writer, index):
         await until(lambda: writer.link.up and not index.blind)
         assert await writer.rewrite([], WorkerLoad())
 
@@ -271,8 +271,3 @@ async def test_leases_hold_with_the_hosts_clock_off_by_ten_minutes(
         started_s = time.monotonic()
         await until(lapsed)
         assert 0.2 < time.monotonic() - started_s < 2.0
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task

@@ -6,7 +6,7 @@ import random
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from cache.index import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import BlockHash, Epoch, WorkerId
 from tests.redis_server import RedisServer, redis_binaries
+from tests.running import running
 from worker.publisher import Changes, Publisher, PublisherSettings
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
@@ -43,15 +44,8 @@ def redis_server() -> Iterator[RedisServer]:
 async def publishing(server: RedisServer) -> AsyncIterator[tuple[Publisher, RedisIndex]]:
     publisher = Publisher(server.url, member(), settings=FAST)
     index = RedisIndex(server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0))
-    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(index.run())]
-    try:
+    async with running(publisher, index):
         yield publisher, index
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def matches(index: RedisIndex, hashes: list[BlockHash], expected: int, epoch: str = "e0") -> None:

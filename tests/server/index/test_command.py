@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cache.redis_index import IndexWriter, WriterSettings
 from cache.types import Epoch, IndexEntry, WorkerId
 from server import cli
 from tests.redis_server import RedisServer, redis_binaries, until
+from tests.running import running
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER
 from tests.server.test_gateway import gateway_process
@@ -48,8 +49,7 @@ async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator
         IndexWriter(redis.url, worker.member(), WRITER),
         IndexWriter(redis.url, other, replace(WRITER, lease_s=0.0)),
     ]
-    tasks = [asyncio.create_task(writer.run()) for writer in writers]
-    try:
+    async with running(*writers):
         for writer, count in zip(writers, (20, 3), strict=True):
             held = [IndexEntry(os.urandom(8)) for _ in range(count)]
 
@@ -58,11 +58,6 @@ async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator
 
             await until(stands)
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def headstart(*arguments: str) -> int:
