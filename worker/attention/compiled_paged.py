@@ -1,13 +1,12 @@
 """Paged attention on a CPU in bfloat16 with the decodes compiled: pages are read where they lie, nothing is gathered.
 
-Prefill chunks, and decodes over so many keys that torch's threads pay, go through torch as ever.
+Prefill chunks go through torch as ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import Plan, TorchPagedAttention
 from worker.kernels import bfloat16 as kernels
+from worker.kernels.attention import AttentionKernel
 from worker.kernels.bits import MAX_ROWS, bits
-
-_MAX_KEYS: Final = 1024
-"""Keys of all decodes, times the threads: measured on one and two threads, with more of them torch is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +35,13 @@ class _CompiledPlan(Plan):
 class CompiledPagedAttention(TorchPagedAttention):
     """A `worker.attention.base.Attention` bound to one pool in bfloat16 on a CPU."""
 
-    __slots__ = ("_keys", "_values")
+    __slots__ = ("_kernel", "_keys", "_values")
 
     name = "compiled"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
         super().__init__(shape, cache)
+        self._kernel = AttentionKernel(shape.num_heads // shape.num_kv_heads, shape.head_dim)
         self._keys = [bits(pool) for pool in cache.keys]
         self._values = [bits(pool) for pool in cache.values]
 
@@ -57,8 +55,7 @@ class CompiledPagedAttention(TorchPagedAttention):
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
         decodes = spans[:num_decodes]
         bounds = [(0 if window is None else max(0, span.stop - window), span.stop) for span in decodes]
-        num_keys = sum(stop - start for start, stop in bounds)
-        if not decodes or num_keys * torch.get_num_threads() > _MAX_KEYS:
+        if not decodes:
             return super()._plan(spans, window)
         width = -(-decodes[-1].stop // self._cache.block_size)
         tables = np.zeros((num_decodes, width), np.int64)
@@ -74,5 +71,6 @@ class CompiledPagedAttention(TorchPagedAttention):
         query = query[: plan.num_decodes]
         out = query.new_empty(plan.num_decodes, self._shape.num_heads * self._shape.head_dim)
         keys, values = self._keys[layer], self._values[layer]
-        kernels.attend(bits(query), keys, values, plan.tables, plan.bounds, self._shape.scale, bits(out))
+        tables, bounds, num_threads = plan.tables, plan.bounds, torch.get_num_threads()
+        self._kernel(bits(query), keys, values, tables, bounds, self._shape.scale, bits(out), num_threads=num_threads)
         return [out]

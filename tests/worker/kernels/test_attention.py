@@ -1,0 +1,139 @@
+"""The compiled attention against the same mathematics in torch's float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.families import write_family
+from tests.worker.kernels.rounding import HALF_STEP, close, states
+from tests.worker.paged import PagedModel
+from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.compiled_paged import CompiledPagedAttention
+from worker.attention.kv_cache import KVCache
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.kernels.attention import AttentionKernel
+from worker.kernels.bits import bits
+from worker.model.load import LoadOptions, load_model
+
+
+def pool(shape: AttentionShape, block_size: int) -> KVCache:
+    cache = KVCache(shape, 40, block_size, torch.bfloat16, torch.device("cpu"))
+    for seed, layer in enumerate((*cache.keys, *cache.values)):
+        layer.copy_(states(*layer.shape, seed=seed))
+    return cache
+
+
+def batch_of(spans: list[Span], block_size: int, plan: object) -> ForwardBatch:
+    slots = [
+        span.block_table[position // block_size] * block_size + position % block_size
+        for span in spans
+        for position in range(span.start, span.stop)
+    ]
+    rows = torch.tensor(slots)
+    return ForwardBatch(rows, rows, rows, plan)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(4, 4, 16, 4), (6, 2, 16, 16), (9, 3, 64, 16), (8, 2, 80, 32), (14, 2, 64, 1)],
+)
+def test_it_equals_torch_over_scattered_pages(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None
+) -> None:
+    shape = AttentionShape(1, num_heads, num_kv_heads, head_dim, 0.3, (window,))
+    starts = [0, 1, 2, block_size - 1, block_size, 2 * block_size + 3]
+    blocks = torch.randperm(39, generator=torch.Generator().manual_seed(5)).add(1).tolist()
+    spans = [Span(start, 1, [blocks.pop() for _ in range(start // block_size + 1)]) for start in starts]
+    spans.append(Span(block_size + 1, 5, [blocks.pop() for _ in range(-(-(block_size + 6) // block_size))]))
+    num_tokens = sum(span.num_tokens for span in spans)
+    # as the decoder hands them over: parts of one product
+    fused = states(num_tokens, num_heads + 2 * num_kv_heads, head_dim, seed=9)
+    query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    outputs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = pool(shape, block_size)
+        if dtype == torch.float32:
+            cache.keys, cache.values = [k.float() for k in cache.keys], [v.float() for v in cache.values]
+        attention = (TorchPagedAttention if dtype == torch.float32 else CompiledPagedAttention)(shape, cache)
+        batch = batch_of(spans, block_size, attention.plan(spans))
+        outputs.append(attention.attend(0, query.to(dtype), key.to(dtype), value.to(dtype), batch))
+        for states_of, pools in ((key, cache.keys), (value, cache.values)):
+            assert torch.equal(pools[0].flatten(0, 1)[batch.slots].bfloat16(), states_of)
+    want, got = outputs
+    num_decodes = len(starts)
+    assert bool(
+        ((got[:num_decodes].float() - want[:num_decodes]).abs() <= HALF_STEP * (want[:num_decodes].abs() + 1e-3)).all()
+    )
+    assert torch.allclose(got.float(), want, atol=0.03)
+
+
+def test_many_keys_and_far_scores_stay_exact() -> None:
+    shape = AttentionShape(1, 1, 1, 8, 1.0)
+    cache = KVCache(shape, 300, 4, torch.bfloat16, torch.device("cpu"))
+    cache.keys[0].copy_(60 * states(*cache.keys[0].shape, seed=1))
+    cache.values[0].copy_(states(*cache.values[0].shape, seed=2))
+    spans = [Span(1100, 1, list(range(1, 277)))]
+    query, own = states(1, 1, 8, seed=3), states(1, 1, 8, seed=4)
+    attention = CompiledPagedAttention(shape, cache)
+    got = attention.attend(0, query, own, own, batch_of(spans, 4, attention.plan(spans)))
+    keys, values = (p[0].flatten(0, 1)[4:1105, 0].float() for p in (cache.keys, cache.values))
+    want = (keys @ query[0, 0].float()).softmax(0) @ values
+    assert close(got[0], want, steps=1.1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
+def test_the_number_of_threads_changes_no_bit(num_rows: int) -> None:
+    query, pages = bits(states(num_rows, 6, 16)), bits(states(41, 4, 2, 16, seed=1))
+    tables, bounds = (
+        np.arange(41)[None].repeat(num_rows, 0),
+        np.array([[row % 3, 4 * row + 3] for row in range(num_rows)]),
+    )
+    outs = [torch.zeros(num_rows, 96, dtype=torch.bfloat16) for _ in range(3)]
+    kernel = AttentionKernel(reps=3, size=16)
+    for num_threads, out in enumerate(outs, 1):
+        kernel(query, pages, pages, tables, bounds, 0.2, bits(out), num_threads=num_threads)
+    assert outs[0].count_nonzero() == outs[0].numel()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_heads_that_lie_apart_are_refused() -> None:
+    query, pages = bits(states(6, 2, 8)).transpose(1, 0, 2), bits(states(3, 4, 2, 8))
+    out = bits(torch.empty(2, 48, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="side by side"):
+        AttentionKernel(3, 8)(
+            query, pages, pages, np.ones((2, 1), np.int64), np.ones((2, 2), np.int64), 1.0, out, num_threads=1
+        )
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_hidden(broken: float) -> None:
+    shape = AttentionShape(1, 2, 1, 8, 0.5)
+    cache = pool(shape, 4)
+    cache.keys[0][2, 1, 0, 0] = broken
+    attention = CompiledPagedAttention(shape, cache)
+    spans = [Span(2, 1, [1]), Span(6, 1, [3, 2])]
+    query, own = states(2, 2, 8), states(2, 1, 8)
+    got = attention.attend(0, query, own, own, batch_of(spans, 4, attention.plan(spans)))
+    assert bool(got[0].isfinite().all())
+    assert bool(got[1].isnan().all())
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral_window"])
+def test_a_model_in_bfloat16_is_as_near_to_the_reference_as_torch_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = write_family(name, tmp_path)
+    ids = [i * 7 % 99 for i in range(40)]
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    compiled = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
+    got = PagedModel(compiled, attention=CompiledPagedAttention).chunked(ids, [20, 1])
+    monkeypatch.setattr("worker.kernels.bits._installed", lambda: False)
+    plain = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
+    beside = PagedModel(plain, attention=TorchPagedAttention).chunked(ids, [20, 1])
+    assert float((got - want).abs().mean()) < 1.1 * float((beside - want).abs().mean())

@@ -1,0 +1,246 @@
+"""Attention of decodes in bfloat16 over pages where they lie, compiled for the shape of a model's heads.
+
+    unit      one KV head of one row: the queries that share it read each of its keys and values once
+    tile      so many of its pages that their scores stay in the cache:
+                  scores = queries . keys         the pages after these are asked for meanwhile
+                  sums and the total faded to the new highest score, values added by 2 ** (score - highest)
+    at last   sums / total, narrowed
+
+Threads take units until none is left.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.kernels.bfloat16 import Bits, Floats, Indices, narrow
+from worker.kernels.compiled import compiled, compiled_callback
+from worker.kernels.team import indices_at, run_alone, run_on_team, take_unit, team_address, words_at
+from worker.kernels.vectors import add_values, dot_keys, keys_at_once, prefetch
+
+carray: Any = numba.carray  # type: ignore[attr-defined]
+Words = NDArray[np.uint32]
+_TILE_KEYS: Final = 256
+_LOG2_E: Final = np.float32(1.4426950408889634)
+_MIN_EXPONENT: Final = np.float32(-126.0)
+_UPPER: Final = np.uint32(0xFFFF0000)
+_HALF_WORD: Final = np.uint32(16)
+_ADDRESSES: Final = ("query", "keys", "values", "tables", "bounds", "out")
+_SIZES: Final = ("num_rows", "num_kv_heads", "block_size", "width", "query_stride")
+_WORK: Final = np.dtype([(name, np.int64) for name in ("next_unit", *_ADDRESSES, *_SIZES)] + [("factor", np.float64)])
+
+
+@compiled()
+def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int, highest: np.float32) -> np.float32:
+    """2 ** (score - highest) in place -> their sum; NaN when a score is not finite. `powers` is scratch memory.
+
+    2**x = 2**n * 2**f with n the nearest integer; 2**f, |f| <= 1/2, by its series, exact to float32's last bit but one.
+    """
+    check = np.float32(0.0)
+    for k in range(num_keys):
+        check += scores[k] * np.float32(0.0)
+        x = scores[k] - highest
+        x = x if x > _MIN_EXPONENT else _MIN_EXPONENT
+        n = np.int32(x - np.float32(0.5))
+        f = x - np.float32(n)
+        series = np.float32(1.5403530e-4)
+        series = series * f + np.float32(1.3333558e-3)
+        series = series * f + np.float32(9.6181291e-3)
+        series = series * f + np.float32(5.5504109e-2)
+        series = series * f + np.float32(2.4022651e-1)
+        series = series * f + np.float32(6.9314718e-1)
+        scores[k] = series * f + np.float32(1.0)
+        powers[k] = (n + 127) << 23
+    factors = powers.view(np.float32)
+    total = np.float32(0.0)
+    for k in range(num_keys):
+        scores[k] *= factors[k]
+        total += scores[k]
+    return total + check
+
+
+@cache
+def _compile_units(reps: int, size: int) -> Any:
+    """A kernel for `worker.kernels.team` over a `_WORK`."""
+    half, bunch = size // 2, keys_at_once(reps, size)
+
+    @compiled()
+    def attend_head(
+        query: Words,
+        keys: int,
+        values: int,
+        stride: int,
+        block_size: int,
+        table: Indices,
+        start: int,
+        stop: int,
+        factor: np.float32,
+        out: Words,
+        queries: Floats,
+        sums: Floats,
+        scores: Floats,
+        powers: NDArray[np.int32],
+    ) -> None:
+        """One unit; `keys` and `values` are the addresses of its head in the first page, rows `stride` apart."""
+        pitch, page, tile = scores.strides[0], block_size * stride, max(1, _TILE_KEYS // block_size)
+        query_bits, sum_bits = queries.view(np.uint32), sums.view(np.uint32)
+        for rep in range(reps):
+            for i in range(half):
+                word = query[rep * half + i]
+                query_bits[rep, i] = word << _HALF_WORD
+                query_bits[rep, half + i] = word & _UPPER
+            for i in range(size):
+                queries[rep, i] *= factor
+                sums[rep, i] = np.float32(0.0)
+        highest, totals = np.full(reps, -np.inf, np.float32), np.zeros(reps, np.float32)
+        first_place, stop_place = start // block_size, -(-stop // block_size)
+        for first in range(first_place, stop_place, tile):
+            last = min(first + tile, stop_place)
+            num_keys = 0
+            for place in range(first, last):
+                begin = max(start - place * block_size, 0)
+                end = min(stop - place * block_size, block_size)
+                row = keys + table[place] * page + begin * stride
+                ahead = keys + table[place + 1] * page if place + 1 < last else values + table[first] * page
+                k = 0
+                while k < end - begin:
+                    score = scores.ctypes.data + 4 * (num_keys + k)
+                    if k + bunch <= end - begin:
+                        prefetch(ahead + k * stride, stride, bunch, size)
+                        dot_keys(queries.ctypes.data, row + k * stride, stride, score, pitch, bunch, reps, size)
+                        k += bunch
+                    else:
+                        prefetch(ahead + k * stride, stride, 1, size)
+                        dot_keys(queries.ctypes.data, row + k * stride, stride, score, pitch, 1, reps, size)
+                        k += 1
+                num_keys += end - begin
+            for rep in range(reps):
+                top = highest[rep]
+                for k in range(num_keys):
+                    top = max(top, scores[rep, k])
+                fading = np.exp2(highest[rep] - top)
+                highest[rep] = top
+                totals[rep] = totals[rep] * fading + _exponentials(scores[rep], powers, num_keys, top)
+                for i in range(size):
+                    sums[rep, i] *= fading
+            num_keys = 0
+            for place in range(first, last):
+                begin = max(start - place * block_size, 0)
+                end = min(stop - place * block_size, block_size)
+                if place + 1 < stop_place:
+                    ahead = (values if place + 1 < last else keys) + table[place + 1] * page
+                    for k in range(block_size):
+                        prefetch(ahead + k * stride, stride, 1, size)
+                row = values + table[place] * page + begin * stride
+                weights = scores.ctypes.data + 4 * num_keys
+                add_values(sums.ctypes.data, weights, pitch, row, stride, end - begin, reps, size)
+                num_keys += end - begin
+        for rep in range(reps):
+            inverse = np.float32(1.0) / totals[rep]
+            for i in range(size):
+                sums[rep, i] *= inverse
+            for i in range(half):
+                even, odd = narrow(sum_bits[rep, i]), narrow(sum_bits[rep, half + i])
+                out[rep * half + i] = np.uint32(even) | (np.uint32(odd) << _HALF_WORD)
+
+    @compiled_callback("void(voidptr)")
+    def attend_units(address: int) -> None:
+        work = carray(address, 1, _WORK)[0]
+        num_kv_heads, block_size, head_bytes = work.num_kv_heads, work.block_size, 2 * size
+        queries, sums = np.empty((reps, size), np.float32), np.empty((reps, size), np.float32)
+        num_scores = max(_TILE_KEYS, block_size)
+        scores, powers = np.empty((reps, num_scores), np.float32), np.empty(num_scores, np.int32)
+        tables = carray(indices_at(work.tables), (work.num_rows, work.width))
+        bounds = carray(indices_at(work.bounds), (work.num_rows, 2))
+        while True:
+            unit = take_unit(address)
+            if unit >= work.num_rows * num_kv_heads:
+                return
+            row, head = unit // num_kv_heads, unit % num_kv_heads
+            query = words_at(work.query + row * work.query_stride + head * reps * head_bytes)
+            out = words_at(work.out + unit * reps * head_bytes)
+            attend_head(
+                carray(query, reps * half),
+                work.keys + head * head_bytes,
+                work.values + head * head_bytes,
+                num_kv_heads * head_bytes,
+                block_size,
+                tables[row],
+                bounds[row, 0],
+                bounds[row, 1],
+                np.float32(work.factor),
+                carray(out, reps * half),
+                queries,
+                sums,
+                scores,
+                powers,
+            )
+
+    return attend_units
+
+
+@compiled(
+    "void(u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, u2[:, ::1], i8, i8, i8)",
+    nogil=True,
+)
+def _attend(
+    query: Bits,
+    keys: Bits,
+    values: Bits,
+    tables: Indices,
+    bounds: Indices,
+    scale: float,
+    out: Bits,
+    kernel: int,
+    team: int,
+    num_threads: int,
+) -> None:
+    num_rows, size = query.shape[0], query.shape[2]
+    if query.strides[1] != 2 * size or query.strides[2] != 2:
+        raise ValueError("the heads of a query must lie side by side")
+    work = np.zeros(1, _WORK)
+    work[0].query, work[0].query_stride = query.ctypes.data, query.strides[0]
+    work[0].keys, work[0].values = keys.ctypes.data, values.ctypes.data
+    work[0].tables, work[0].width = tables.ctypes.data, tables.shape[1]
+    work[0].bounds, work[0].out = bounds.ctypes.data, out.ctypes.data
+    work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, keys.shape[1], keys.shape[2]
+    work[0].factor = scale * _LOG2_E
+    num_threads = min(num_threads, num_rows * keys.shape[2])
+    if team == 0 or num_threads == 1:
+        run_alone(kernel, work.ctypes.data)
+    else:
+        run_on_team(team, num_threads, kernel, work.ctypes.data)
+
+
+class AttentionKernel:
+    """For `reps` queries a KV head and heads of `size` elements. To make one takes seconds if none is kept on disk."""
+
+    __slots__ = ("_team", "_units")
+
+    def __init__(self, reps: int, size: int) -> None:
+        self._units = _compile_units(reps, size)
+        self._team = team_address()
+
+    def __call__(
+        self,
+        query: Bits,
+        keys: Bits,
+        values: Bits,
+        tables: Indices,
+        bounds: Indices,
+        scale: float,
+        out: Bits,
+        *,
+        num_threads: int,
+    ) -> None:
+        """One query a row, (rows, heads, head_dim), over keys bounds[row, 0] .. bounds[row, 1] - 1 of its sequence.
+
+        Heads lie side by side, rows may lie apart. Pools (num_blocks, block_size, kv_heads, head_dim); tables (rows,
+        width) name the sequence's blocks; out (rows, heads * head_dim). Other threads of the interpreter run meanwhile.
+        """
+        _attend(query, keys, values, tables, bounds, scale, out, self._units.address, self._team, num_threads)

@@ -1,0 +1,54 @@
+"""numba's compilers with the options of all kernels.
+
+What is compiled is kept on disk where there is a place for it. It is compiled anew when the file of the kernel changes,
+and for other constants; not when another file changes that the kernel calls into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import numba
+from numba.extending import intrinsic
+
+_FAST: Final = {"reassoc", "contract", "arcp", "nsz"}
+"""Without what would let the compiler forget NaN: a broken model must be noticed."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(*signatures: str, nogil: bool = False) -> Callable[[_Function], _Function]:
+    """At once if there is a signature, so that no step waits for it.
+
+    What takes microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
+    """
+
+    def compile_with(**options: Any) -> Any:
+        return numba.njit(list(signatures) or None, nogil=nogil, **options)
+
+    return _kept_on_disk(compile_with)
+
+
+def compiled_callback(signature: str) -> Callable[[_Function], Any]:
+    """For callers that know the address alone, `.address`."""
+
+    def compile_with(**options: Any) -> Any:
+        return numba.cfunc(signature, **options)
+
+    return _kept_on_disk(compile_with)
+
+
+def instructions(function: Callable[..., Any]) -> Any:
+    """A function that kernels may call, given what writes its instructions; constants come to it as literals."""
+    return intrinsic(prefer_literal=True)(function)
+
+
+def _kept_on_disk(compile_with: Callable[..., Any]) -> Callable[[_Function], Any]:
+    def decorate(function: _Function) -> Any:
+        options = {"fastmath": _FAST, "error_model": "numpy"}
+        try:
+            return compile_with(cache=True, **options)(function)
+        except RuntimeError:  # neither beside the function's file nor in the home folder
+            return compile_with(**options)(function)
+
+    return decorate

@@ -1,0 +1,93 @@
+"""Kernels on the threads of torch's own products.
+
+torch's products run on a team of GNU OpenMP threads, which spin for a while after each of them. Threads of another
+library would fight with the spinning ones for the cores. So a kernel is handed to the same library and runs on the same
+team: every thread is given the address of the same work and takes units of it until none is left, so that a thread that
+comes late costs nobody a wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from llvmlite import ir
+from numba.core import types
+
+from worker.kernels.compiled import instructions
+
+logger = logging.getLogger(__name__)
+
+_INDEX: Final = ir.IntType(64)
+_BYTES: Final = ir.IntType(8).as_pointer()
+
+
+@cache
+def team_address() -> int:
+    """Of `GOMP_parallel` in the library that torch brought along; 0 where torch brought another one."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    try:
+        return 0 if not found else ctypes.cast(ctypes.CDLL(str(found[0])).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError) as error:
+        logger.warning("attention of decodes runs on one thread: %s", error)
+        return 0
+
+
+@instructions
+def run_on_team(_: Any, team: Any, num_threads: Any, kernel: Any, work: Any) -> Any:
+    """Call the kernel at an address, `void (*)(void *)`, with the address of the work on every thread of the team; back
+    when all are done. All int64."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+        team, num_threads, kernel, work = arguments
+        count, none = builder.trunc(num_threads, ir.IntType(32)), ir.Constant(ir.IntType(32), 0)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _BYTES, count.type, none.type])
+        function = builder.inttoptr(team, kind.as_pointer())
+        builder.call(function, [builder.inttoptr(kernel, _BYTES), builder.inttoptr(work, _BYTES), count, none])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@instructions
+def run_alone(_: Any, kernel: Any, work: Any) -> Any:
+    """The same on this thread alone."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [_BYTES]).as_pointer())
+        builder.call(function, [builder.inttoptr(arguments[1], _BYTES)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@instructions
+def take_unit(_: Any, work: Any) -> Any:
+    """The int64 that the work begins with, which is one higher afterwards: no two threads get the same."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+        counter = builder.bitcast(arguments[0], _INDEX.as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(_INDEX, 1), "monotonic")
+
+    return types.int64(types.voidptr), generate
+
+
+def _at(kind: Any) -> Any:
+    """Of an integer: the address that it is."""
+
+    def typed(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        pointer: Any = types.CPointer
+        return pointer(kind)(types.int64), generate
+
+    return instructions(typed)
+
+
+words_at: Final[Any] = _at(types.uint32)
+indices_at: Final[Any] = _at(types.int64)
