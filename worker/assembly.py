@@ -18,7 +18,7 @@ from worker.config import WorkerConfig, default_step_tokens
 from worker.load_report import PrefillRate
 from worker.memory import bound_primitives
 from worker.model.load import LoadedModel, LoadOptions, load_model
-from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
+from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
@@ -58,15 +58,10 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
     options = _load_options(config)
     report("loading the model")
     model = load_model(config.model, options, _LayerProgress(report))
-    num_blocks = _num_blocks(config, model)
+    num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
-    batched_tokens, lone_tokens = default_step_tokens(model.device.type, model.options.dtype)
-    limits = config.limits(
-        max_model_len=max_model_len,
-        default_batched_tokens=batched_tokens,
-        default_lone_prefill_tokens=lone_tokens,
-    )
+    limits = _limits(config, model, max_model_len)
     bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
     if config.served_model_name is not None:
         bundle = replace(bundle, model=config.served_model_name)
@@ -131,18 +126,33 @@ def _load_options(config: WorkerConfig) -> LoadOptions:
     return LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
 
 
-def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
+def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
+    """As the options say, else by the free memory: on a GPU the largest step has to fit beside the pool."""
     if config.num_blocks is not None:
         return max(2, config.num_blocks)
     shape, device = model.config.attention, model.device
     num_bytes = config.kv_cache_memory
     if num_bytes is None:
-        num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free_memory_bytes(device))
+        free = free_memory_bytes(device)
+        num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
         num_bytes = min(num_bytes, _DEFAULT_POOL_BYTES.get(device.type, num_bytes))
+        if device.type == "cuda":
+            limits = _limits(config, model, model.config.max_model_len)
+            needed = working_bytes(model.config, limits.max_step_tokens, limits.max_num_seqs, model.dtype)
+            num_bytes = max(0, min(num_bytes, free - needed))
     num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)
     per_block = block_bytes(shape, config.block_size, model.dtype)
     logger.info("KV pool: %d blocks of %d bytes", num_blocks, per_block)
     return num_blocks
+
+
+def _limits(config: WorkerConfig, model: LoadedModel, max_model_len: int) -> BatchLimits:
+    batched_tokens, lone_tokens = default_step_tokens(model.device.type, model.options.dtype)
+    return config.limits(
+        max_model_len=max_model_len,
+        default_batched_tokens=batched_tokens,
+        default_lone_prefill_tokens=lone_tokens,
+    )
 
 
 def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -> int:

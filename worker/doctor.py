@@ -23,6 +23,7 @@ from worker.model.config import ModelConfig
 from worker.model.errors import ModelError, UnsupportedModel
 from worker.model.options import DTYPES
 from worker.runner.memory import block_bytes, free_memory_bytes
+from worker.runner.stream import current_device
 
 NEWEST_TORCH: Final = (2, 15)
 """Needs a Triton that xformers 0.0.35 does not run on."""
@@ -122,7 +123,8 @@ def largest_error(
         positions = torch.tensor([i for span in spans for i in _places(span)], device=device)
         batch = ForwardBatch(positions, positions, torch.tensor(slots, device=device), attention.plan(spans))
         q, k, v = (each.to(device, dtype) for each in (query, key, value))
-        return attention.attend(0, q, k, v, batch).float().cpu()
+        with current_device(device):
+            return attention.attend(0, q, k, v, batch).float().cpu()
 
     exact = run(TorchPagedAttention, torch.device("cpu"), torch.float32)
     return float((run(kernel, device, dtype) - exact).abs().max())

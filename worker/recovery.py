@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -51,6 +52,7 @@ class Recovery:
         logger.warning(
             "a step of %d requests raised; they are run one by one", len(plan.chunks), exc_info=_trace(error)
         )
+        traceback.clear_frames(error.__traceback__)  # which hold the tensors that a device had no more room beside
         failed: list[tuple[Request, Exception]] = []
         any_returned = False
         for part in self.scheduler.retries(plan):
@@ -66,6 +68,7 @@ class Recovery:
                     exc_info=_trace(cause),
                     extra=about(request.wire),
                 )
+                traceback.clear_frames(cause.__traceback__)
                 failed.append((request, cause))
             else:
                 any_returned = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -303,6 +304,33 @@ def test_the_poisoned_request_fails_and_its_neighbours_do_not(threaded: Threaded
     assert threaded.counted("step_failures_total") >= 1
     assert threaded.counted("request_failures_total", cause="internal_error") == 1
     assert threaded.deaths.empty()
+
+
+def test_what_a_step_that_raised_held_is_let_go_before_it_is_run_again(threaded: ThreadedEngine) -> None:
+    """A device without room for a step has room for its requests one by one, unless the error keeps its tensors."""
+
+    class Activations:
+        pass
+
+    held: list[weakref.ref[Activations]] = []
+    num_alive: list[int] = []
+
+    def runs_out_of_memory(step: Step) -> bool:
+        num_alive.append(sum(each() is not None for each in held))
+        activations = Activations()
+        held.append(weakref.ref(activations))
+        if len(step.sequences) > 1 or len(held) == 3:
+            raise MemoryError
+        return False
+
+    threaded.runner.fails = runs_out_of_memory
+    threaded.runner.gate.clear()
+    keys = [threaded.submit(i, generate([i, 2, 3], 1)) for i in range(4)]
+    threaded.runner.gate.set()
+    failed = [threaded.wait(key).last for key in keys]
+    assert sum(isinstance(last, Failed) for last in failed) <= 1
+    assert len(num_alive) >= 4
+    assert set(num_alive) == {0}
 
 
 def test_a_device_that_computes_nothing_ends_the_engine(threaded: ThreadedEngine) -> None:

@@ -1,54 +1,64 @@
-"""Paged attention through xformers' Triton split-K kernel, for CUDA. The only module that imports xformers.
+"""Paged attention through xformers' kernels, for CUDA. The only module that imports xformers.
 
-A decode reads its pages where they lie. A prefill chunk is two partial attentions, merged by their log-sum-exps: one
-over the pages before it (paged, no mask), one over its own tokens (causal flash attention); nothing is gathered.
+A decode reads its pages where they lie, through the Triton split-K kernel, in one of a few shapes (see `shapes`). The
+chunks of a prefill go through flash attention together. Where tokens come before a chunk, all of its keys are gathered
+from their pages first: that is a copy of what flash attention then reads for every query, and takes little beside it.
 
-    keys of a chunk's queries   |<-- pages before the chunk: split-K -->|<-- own tokens: flash, causal -->|
+    queries             |  d0 d1 d2 -  |  c0 c0 c0 c0  |  c1 c1 c1        |
+    keys                   their pages    its own         |<- pages ->| c1 c1 c1      gathered: 0..stop-1
+    kernel                 split-K        flash, causal   flash, causal from the bottom right
 
 Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page, so that
-pages of 16 and 32 tokens take a subclass with a smaller tile. On CPU the same kernel runs in Triton's interpreter, and
-the chunk's own part in torch's CPU kernel: that is how it is tested without a GPU.
+pages of 16 and 32 tokens take a subclass with a smaller tile. The tests run it on a CPU in Triton's interpreter, with
+torch in the place of the flash kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
-from xformers.ops import fmha
+from torch.nn import functional
 from xformers.ops.fmha import attn_bias, flash, triton_splitk
 from xformers.ops.fmha.common import Inputs
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
-from worker.attention.merge import merge_partials
+from worker.attention.shapes import CONTEXTS, ROWS, padded
 from worker.transfer import to_device
 
 HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
+MAX_GATHERED: Final = 1 << 16
+"""Keys that are gathered at a time, unless one sequence has more: it bounds what chunks of many take of the memory."""
 _TILE: Final = 64
+_FULL: Final = 1024
+"""Programs that a GPU works on at once, about: until there are so many, more splits make a step shorter."""
+_MAX_SPLITS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Paged:
-    """Queries first..stop-1 of the batch over the pages of their rows."""
+class _Chunks:
+    """Rows first..stop-1 of the batch: chunks of one or more sequences."""
 
-    rows: Tensor | slice
+    first: int
+    stop: int
+    slots: Tensor | None
+    """(keys,) int64: of all tokens of each sequence up to the end of its chunk. None: the chunks' own are all."""
     bias: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     num_decodes: int
-    decodes: _Paged | None
-    prefixes: _Paged | None
-    """The chunks that have tokens before them."""
-    chunk_lens: tuple[int, ...]
-    own_bias: Any
-    """Causal within each chunk; None without chunks."""
+    decodes: Any
+    """The bias of decodes, of as many rows or more; None without decodes."""
+    chunks: tuple[_Chunks, ...]
 
 
 class XformersPagedAttention:
@@ -63,52 +73,24 @@ class XformersPagedAttention:
             raise ValueError(f"xformers attention: {reason}")
         self._shape = shape
         self._cache = cache
-        tile = min(_TILE, cache.block_size)
-        self._op: Any = type("PagedSplitK", (triton_splitk.FwOp,), {"BLOCK_N": tile})
+        self._op: Any = _paged_split_k(min(_TILE, cache.block_size))
 
     def plan(self, spans: Sequence[Span]) -> _Plan:
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
-        chunks = spans[num_decodes:]
-        rows: list[int] = []
-        first = num_decodes
-        for span in chunks:
-            if span.start:
-                rows += range(first, first + span.num_tokens)
-            first += span.num_tokens
-        resumed = [span for span in chunks if span.start]
-        own = tuple(span.num_tokens for span in chunks)
-        return _Plan(
-            num_decodes=num_decodes,
-            decodes=self._paged(
-                slice(0, num_decodes), spans[:num_decodes], [span.stop for span in spans[:num_decodes]]
-            ),
-            prefixes=self._paged(to_device(rows, torch.int64, self._device), resumed, [span.start for span in resumed]),
-            chunk_lens=own,
-            own_bias=attn_bias.BlockDiagonalCausalMask.from_seqlens(own, device=self._device) if own else None,
-        )
+        decodes = None
+        if num_decodes:
+            longest = padded(max(span.stop for span in spans[:num_decodes]), CONTEXTS)
+            decodes = self._decodes(padded(num_decodes, ROWS), -(-longest // self._cache.block_size))
+            self._fill(decodes, spans[:num_decodes])
+        return _Plan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
 
     def static_plan(self, num_rows: int, num_blocks: int) -> _Plan:
         """As `worker.runner.graphs` asks for it: the kernel reads lengths and tables from the device anew each time."""
-        size = self._cache.block_size
-        spans = [Span(num_blocks * size - 1, 1, [0] * num_blocks)] * num_rows
-        decodes = self._paged(slice(0, num_rows), spans, [num_blocks * size] * num_rows)
-        assert decodes is not None
-        decodes.bias.k_seqinfo.seqlen.fill_(1)
-        return _Plan(num_rows, decodes, None, (), None)
+        return _Plan(num_rows, self._decodes(num_rows, num_blocks), ())
 
     def refill(self, plan: object, spans: Sequence[Span]) -> None:
         assert isinstance(plan, _Plan)
-        assert plan.decodes is not None
-        bias = plan.decodes.bias
-        num_rows, width = bias.block_tables.shape
-        tables = torch.zeros((num_rows, width), dtype=torch.int32)
-        lengths = torch.ones(num_rows, dtype=torch.int32)
-        for row, span in enumerate(spans):
-            held = -(-span.stop // self._cache.block_size)
-            tables[row, :held] = torch.tensor(span.block_table[:held], dtype=torch.int32)
-            lengths[row] = span.stop
-        bias.block_tables.copy_(to_device(tables, torch.int32, self._device))
-        bias.k_seqinfo.seqlen.copy_(to_device(lengths, torch.int32, self._device))
+        self._fill(plan.decodes, spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         self._cache.write(layer, batch.slots, key, value)
@@ -119,72 +101,117 @@ class XformersPagedAttention:
         grouped = query.reshape(len(query), shape.num_kv_heads, -1, shape.head_dim)
         outputs = []
         if plan.decodes is not None:
-            outputs.append(self._over_pages(layer, grouped, plan.decodes, partial=False)[0])
-        if plan.chunk_lens:
-            own, own_lse = self._own(grouped[plan.num_decodes :], key, value, plan)
-            if plan.prefixes is not None:
-                earlier, earlier_lse = self._over_pages(layer, grouped, plan.prefixes, partial=True)
-                assert earlier_lse is not None
-                index = plan.prefixes.rows - plan.num_decodes  # type: ignore[operator]
-                own[index] = merge_partials(own[index], own_lse[index], earlier, earlier_lse)
-            outputs.append(own)
-        return torch.cat(outputs).view(len(query), -1)
+            outputs.append(self._over_pages(layer, grouped[: plan.num_decodes], plan.decodes))
+        for chunks in plan.chunks:
+            rows = slice(chunks.first, chunks.stop)
+            keys, values = key[rows], value[rows]
+            if chunks.slots is not None:
+                keys, values = (
+                    pool[layer].flatten(0, 1).index_select(0, chunks.slots)
+                    for pool in (self._cache.keys, self._cache.values)
+                )
+            outputs.append(self._flash(grouped[rows], keys, values, chunks.bias))
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return attended.reshape(len(query), -1)
 
-    def _over_pages(self, layer: int, grouped: Tensor, paged: _Paged, *, partial: bool) -> tuple[Tensor, Tensor | None]:
-        """(rows, kv_heads, reps, head_dim) of attention without a mask over each row's pages; its lse when partial."""
-        shape, queries = self._shape, grouped[paged.rows].unsqueeze(0)
-        reps = queries.shape[3]
+    def _over_pages(self, layer: int, queries: Tensor, bias: Any) -> Tensor:
+        """(rows, kv_heads, reps, head_dim) of attention without a mask over each row's pages."""
+        shape, (num_rows, _, reps, _) = self._shape, queries.shape
+        if missing := len(bias.block_tables) - num_rows:
+            queries = functional.pad(queries, (0, 0, 0, 0, 0, 0, 0, missing))
         # (1, num_blocks * block_size, kv_heads, reps, head_dim): no copy, each kv head stands for its queries
         keys, values = (
             pool[layer].view(1, -1, shape.num_kv_heads, 1, shape.head_dim).expand(-1, -1, -1, reps, -1)
             for pool in (self._cache.keys, self._cache.values)
         )
-        inputs = Inputs(queries, keys, values, attn_bias=paged.bias, scale=shape.scale, is_partial=partial)
-        out, context = self._op.apply(inputs, needs_gradient=partial)
-        lse = context.lse[0].permute(2, 0, 1) if partial else None  # (kv_heads, reps, rows) -> rows first
-        return out.reshape(queries.shape)[0], lse
+        inputs = Inputs(queries.unsqueeze(0), keys, values, attn_bias=bias, scale=shape.scale)
+        out: Tensor = self._op.apply(inputs, needs_gradient=False)[0]
+        return out.reshape(queries.shape)[:num_rows]
 
-    def _own(self, grouped: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-        """Causal attention of every chunk over itself -> (tokens, kv_heads, reps, head_dim) and its lse."""
-        key, value = key[plan.num_decodes :], value[plan.num_decodes :]
-        if grouped.is_cuda:
-            reps = grouped.shape[2]
-            keys, values = (states.unsqueeze(2).expand(-1, -1, reps, -1).unsqueeze(0) for states in (key, value))
-            out, lse = fmha.memory_efficient_attention_partial(
-                grouped.unsqueeze(0), keys, values, plan.own_bias, scale=self._shape.scale, op=flash.FwOp
-            )
-            return out[0], lse[0].permute(2, 0, 1)
-        parts, first = [], 0
-        for length in plan.chunk_lens:
-            rows = slice(first, first + length)
-            # (1, heads, tokens, head_dim)
-            states = (part[rows].transpose(0, 1).unsqueeze(0) for part in (grouped.flatten(1, 2), key, value))
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *states, 0.0, True, scale=self._shape.scale
-            )
-            parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
-            first += length
-        outs, lses = (torch.cat(column) for column in zip(*parts, strict=True))
-        return outs.reshape(grouped.shape), lses.reshape(grouped.shape[:3])
+    def _flash(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Any) -> Tensor:
+        """Causal attention within each sequence of `bias` -> (tokens, kv_heads, reps, head_dim)."""
+        reps = queries.shape[2]
+        keys, values = (states.unsqueeze(2).expand(-1, -1, reps, -1).unsqueeze(0) for states in (keys, values))
+        inputs = Inputs(queries.unsqueeze(0), keys, values, attn_bias=bias, scale=self._shape.scale)
+        out: Tensor = flash.FwOp.apply(inputs, needs_gradient=False)[0]
+        return out[0]
 
-    def _paged(self, rows: Tensor | slice, spans: Sequence[Span], kv_lens: Sequence[int]) -> _Paged | None:
-        if not spans:
-            return None
+    def _decodes(self, num_rows: int, num_blocks: int) -> Any:
+        """Of decodes over at most `num_blocks` blocks each; every row sees the null block's first token."""
         size = self._cache.block_size
-        width = max(-(-length // size) for length in kv_lens)
-        tables = [list(span.block_table[:width]) for span in spans]
         bias = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
-            q_seqlen=[span.num_tokens for span in spans],
-            kv_seqlen=list(kv_lens),
-            block_tables=to_device([table + [0] * (width - len(table)) for table in tables], torch.int32, self._device),
+            q_seqlen=[1] * num_rows,
+            kv_seqlen=[num_blocks * size] * num_rows,
+            block_tables=torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=self._device),
             page_size=size,
             device=self._device,
         )
-        return _Paged(rows, bias)
+        bias.k_seqinfo.seqlen.fill_(1)
+        return bias
+
+    def _fill(self, bias: Any, spans: Sequence[Span]) -> None:
+        """Let the first rows be these decodes, and the others see the null block's first token. What tables name behind
+        a row's last block is never read."""
+        held = [-(-span.stop // self._cache.block_size) for span in spans]
+        tables = np.zeros((len(bias.block_tables), max(held)), dtype=np.int32)
+        lengths = np.ones(len(tables), dtype=np.int32)
+        for row, (span, num_blocks) in enumerate(zip(spans, held, strict=True)):
+            tables[row, :num_blocks] = span.block_table[:num_blocks]
+            lengths[row] = span.stop
+        bias.block_tables[:, : max(held)].copy_(to_device(torch.from_numpy(tables), torch.int32, self._device))
+        bias.k_seqinfo.seqlen.copy_(to_device(torch.from_numpy(lengths), torch.int32, self._device))
+
+    def _plan_chunks(self, spans: Sequence[Span], first: int) -> Iterator[_Chunks]:
+        for is_resumed, run in groupby(spans, key=lambda span: span.start > 0):
+            for part in _bounded(list(run)) if is_resumed else [list(run)]:
+                stop = first + sum(span.num_tokens for span in part)
+                bias = attn_bias.BlockDiagonalCausalFromBottomRightMask.from_seqlens(
+                    [span.num_tokens for span in part], [span.stop for span in part], device=self._device
+                )
+                yield _Chunks(first, stop, self._slots(part) if is_resumed else None, bias)
+                first = stop
+
+    def _slots(self, spans: Sequence[Span]) -> Tensor:
+        size = self._cache.block_size
+        parts = []
+        for span in spans:
+            blocks = np.asarray(span.block_table[: -(-span.stop // size)], dtype=np.int64)
+            parts.append((blocks[:, None] * size + np.arange(size)).reshape(-1)[: span.stop])
+        return to_device(torch.from_numpy(np.concatenate(parts)), torch.int64, self._device)
 
     @property
     def _device(self) -> torch.device:
         return self._cache.keys[0].device
+
+
+def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Consecutive spans of together at most MAX_GATHERED keys; one that has more stands alone."""
+    part: list[Span] = []
+    for span in spans:
+        if part and sum(each.stop for each in part) + span.stop > MAX_GATHERED:
+            yield part
+            part = []
+        part.append(span)
+    yield part
+
+
+def _paged_split_k(tile: int) -> Any:
+    """xformers' kernel with a tile of so many keys."""
+
+    class PagedSplitK(triton_splitk.FwOp):
+        BLOCK_N = tile
+        MAX_BLOCK_M = 1
+        """Partial results of as many queries as there are; xformers keeps room for 32 a row, of which these use few."""
+
+        @classmethod
+        def get_split_k(cls, B: int, G: int, H: int, Mk: int, *rest: Any, **options: Any) -> int:
+            """Theirs, which counts on a tile of 64, and as many times that as keep a GPU busy."""
+            num_splits: int = super().get_split_k(B, G, H, Mk, *rest, **options)
+            while 2 * num_splits <= min(_MAX_SPLITS, _FULL // (B * G * H), Mk // tile):
+                num_splits *= 2
+            return num_splits
+
+    return PagedSplitK
 
 
 def unsupported(shape: AttentionShape, dtype: torch.dtype, block_size: int) -> str | None:

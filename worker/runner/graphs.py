@@ -5,12 +5,12 @@ A recording reads the same memory at every replay, so each step is first copied 
     rows         | d0 d1 d2 | -  -  -  -  - |     of 8: the unused ones write to the null block and see its first token
     block table  | 4 9 2  0  0  0  0  0 ... |     of all blocks that a context of the recorded length has
 
-There is a recording for each of a few numbers of rows and lengths of context; a step takes the smallest that holds it.
+There is a recording for each of a few numbers of rows and lengths of context (`worker.attention.shapes`); a step takes
+the smallest that holds it. It ends with the hidden states: logits of a recording would be memory of its own for each.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import Attention, ForwardBatch, Span
+from worker.attention.shapes import CONTEXTS, ROWS, padded
 from worker.model.decoder import Decoder
 from worker.step import SequenceStep
 from worker.transfer import to_device
@@ -27,9 +28,6 @@ Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]
 """From a function without arguments to one that does the same on the same memory, and returns the same tensor."""
 
-ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-CONTEXTS: Final = (2048, 16384)
-"""Tokens, besides the longest context: a kernel divides its work by the length that it is recorded for."""
 _WARM_UP_RUNS: Final = 2
 
 
@@ -57,7 +55,7 @@ class _Recording:
 class DecodeGraphs:
     """The recordings of one decoder over one pool. Recorded when made, which takes some seconds on a GPU."""
 
-    __slots__ = ("_attention", "_block_size", "_device", "_lengths", "_recordings")
+    __slots__ = ("_attention", "_decoder", "_device", "_lengths", "_max_model_len", "_recordings")
 
     def __init__(
         self,
@@ -69,11 +67,14 @@ class DecodeGraphs:
         max_model_len: int,
         record: Recorder,
     ) -> None:
+        self._decoder = decoder
         self._attention = attention
-        self._block_size = block_size
-        self._lengths = sorted({*(length for length in CONTEXTS if length < max_model_len), max_model_len})
+        self._max_model_len = max_model_len
         self._device = device
         self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._lengths = sorted(
+            {*(length for length in CONTEXTS if length < max_model_len), padded(max_model_len, CONTEXTS)}
+        )
         for length in reversed(self._lengths):  # the largest first: later ones find room in its memory
             for num_rows in reversed(ROWS):
                 inputs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
@@ -81,22 +82,22 @@ class DecodeGraphs:
                 batch = ForwardBatch(inputs[0], inputs[1], inputs[2], plan)
 
                 def run(batch: ForwardBatch = batch) -> Tensor:
-                    return decoder.logits(decoder.forward(batch, attention))
+                    return decoder.forward(batch, attention)
 
                 self._recordings[num_rows, length] = _Recording(num_rows, inputs, plan, record(run))
 
     def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> Tensor | None:
-        """(sequences, vocab_size) float32, to be used before the next call; None: no recording holds this step.
+        """(sequences, vocab_size) float32; None: no recording holds this step.
 
         `token_ids` (sequences,), if given, are the tokens, and what the sequences say is not.
         """
         if any(len(sequence.token_ids) != 1 for sequence in sequences) or len(sequences) > ROWS[-1]:
             return None
         longest = max(sequence.start for sequence in sequences) + 1
-        if longest > self._lengths[-1]:
+        if longest > self._max_model_len:
             return None
-        num_rows = ROWS[bisect_left(ROWS, len(sequences))]
-        recording = self._recordings[num_rows, self._lengths[bisect_left(self._lengths, longest)]]
+        num_rows = padded(len(sequences), ROWS)
+        recording = self._recordings[num_rows, next(length for length in self._lengths if length >= longest)]
         columns = [(sequence.token_ids[0], sequence.start, sequence.slots[0]) for sequence in sequences]
         columns += [(0, 0, 0)] * (num_rows - len(columns))
         recording.inputs.copy_(to_device(columns, torch.int64, self._device).T)
@@ -104,22 +105,23 @@ class DecodeGraphs:
             recording.inputs[0, : len(token_ids)].copy_(token_ids)
         spans = [Span(sequence.start, 1, sequence.block_table) for sequence in sequences]
         self._attention.refill(recording.plan, spans)
-        return recording.replay()[: len(sequences)]
+        return self._decoder.logits(recording.replay()[: len(sequences)])
 
 
 def cuda_recorder() -> Recorder:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs of the current device that share one pool of memory, and one stream, as each stream that runs
+    products has a workspace of its own."""
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(run: Replay) -> Replay:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what is made at the first call must not be made within the recording
             for _ in range(_WARM_UP_RUNS):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             output = run()
 
         def replay() -> Tensor:

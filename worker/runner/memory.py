@@ -9,10 +9,15 @@ from typing import Final
 import torch
 
 from worker.attention.base import AttentionShape
+from worker.model.config import ModelConfig
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
 _MEMINFO: Final = Path("/proc/meminfo")
+_FIXED_BYTES: Final = 512 << 20
+"""Workspaces of the libraries, compiled kernels, recorded graphs."""
+_BYTES_PER_LOGIT: Final = 64
+"""Logits in two dtypes, adjusted, scaled, sorted with their indices, cumulated in float64."""
 
 
 def block_bytes(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> int:
@@ -28,6 +33,16 @@ def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, 
             f"the KV pool needs at least {2 * block_bytes(shape, block_size, dtype)} bytes, only {num_bytes} are left"
         )
     return num_blocks
+
+
+def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, dtype: torch.dtype) -> int:
+    """What the largest step of a worker may take beside weights and pool; an estimate from above."""
+    hidden, inner = config.hidden_size, config.intermediate_size or 4 * config.hidden_size
+    projections = config.query_size + 2 * config.kv_size
+    states = max_step_tokens * (4 * hidden + 2 * projections + 3 * inner)
+    gathered = max(config.max_model_len, max_step_tokens) * 2 * config.kv_size  # of one layer, for a resumed prefill
+    drawing = max_num_seqs * config.vocab_size * _BYTES_PER_LOGIT
+    return (states + gathered) * dtype.itemsize + drawing + _FIXED_BYTES
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder
-from worker.runner.stream import Stream, stream_of
+from worker.runner.stream import Stream, current_device, stream_of
 from worker.sampling.errors import NonFiniteLogits
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.sampler import DrawnTokens, draw_tokens
@@ -138,7 +138,7 @@ class ModelRunner:
         if not isinstance(self._attention, RecordableAttention):
             return None
         try:
-            with torch.inference_mode():
+            with current_device(self._device), torch.inference_mode():
                 return DecodeGraphs(
                     model.decoder,
                     self._attention,

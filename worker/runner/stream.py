@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -33,14 +34,18 @@ class HostStream:
 
 
 class CudaStream:
-    """The stream that is current where `work` runs: what it calls there is queued, not done."""
+    """The stream of a device that is current where `work` runs: what it calls there is queued, not done."""
 
     overlaps = True
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def enqueue(self, work: Callable[[], T]) -> Launch[T]:
-        result = work()
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
+        with current_device(self._device):
+            result = work()
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
         return _Recorded(result, event)
 
 
@@ -60,5 +65,10 @@ class _Recorded(Generic[T_co]):
         return self.result
 
 
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where this thread's Triton kernels, events and graphs go: they follow the current device, not their tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def stream_of(device: torch.device) -> Stream:
-    return CudaStream() if device.type == "cuda" else HostStream()
+    return CudaStream(device) if device.type == "cuda" else HostStream()

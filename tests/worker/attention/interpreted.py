@@ -1,6 +1,6 @@
 """Run by test_xformers_paged.py in a process of its own: xformers' kernel in Triton's interpreter against torch's.
 
-Prints one JSON object: the largest absolute difference of each case.
+Prints one JSON object: the largest absolute difference of each case, and how often Triton would have compiled.
 """
 
 from __future__ import annotations
@@ -8,9 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from typing import Any
 
 import torch
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+from xformers.ops.fmha import flash, triton_splitk
+from xformers.ops.fmha._triton.splitk_kernels import _fwd_kernel_splitK
 
+from worker.attention import xformers_paged
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
@@ -18,11 +25,48 @@ from worker.attention.xformers_paged import XformersPagedAttention
 
 torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]  # the kernel enters one
 
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    seqused: None,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    scale: float,
+    causal: bool,
+    **options: object,
+) -> tuple[Tensor, None, None]:
+    """What xformers calls on CUDA: (tokens, heads, head_dim) of sequences end to end, causal from the bottom right."""
+    assert causal
+    assert (query_starts.dtype, key_starts.dtype) == (torch.int32, torch.int32)
+    assert (options["window_left"], options["window_right"], options["block_tables"]) == (-1, -1, None)
+    outs = []
+    queries, keys = query_starts.tolist(), key_starts.tolist()
+    assert (queries[-1], keys[-1]) == (len(query), len(key))
+    for row in range(len(queries) - 1):
+        own, seen = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
+        num_queries, num_keys = own.stop - own.start, seen.stop - seen.start
+        assert num_queries <= max_queries
+        assert num_keys <= max_keys
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        states = (part.float().transpose(0, 1).unsqueeze(0) for part in (query[own], key[seen], value[seen]))
+        out = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1).to(query.dtype))
+    return torch.cat(outs), None, None
+
+
+flash.FwOp.OPERATOR = flash_forward
+
 CASES = {
     "decode": [(49, 1), (16, 1), (0, 1), (99, 1)],
     "whole prompts": [(0, 5), (0, 17)],
     "chunks": [(16, 5), (37, 9)],
-    "mixed": [(7, 1), (70, 1), (0, 6), (33, 7), (0, 2), (64, 3)],
+    "mixed": [(7, 1), (70, 1), (0, 6), (33, 7), (0, 2), (64, 3), (10, 30), (5, 2)],
+    "three decodes": [(7, 1), (10, 1), (70, 1)],
 }
 
 
@@ -85,7 +129,37 @@ def static_difference(block_size: int) -> float:
     return worst
 
 
+def num_compilations(num_steps: int) -> int:
+    """Sets of constants that steps of 1 to 8 decodes, most of them beside chunks of prompts, give to the kernel."""
+    shape = AttentionShape(1, 8, 2, 32, 0.2)
+    cache = KVCache(shape, 300, 16, torch.float16, torch.device("cpu"))
+    attention = XformersPagedAttention(shape, cache)
+    constants = [name for name, kind in _fwd_kernel_splitK.fn.__annotations__.items() if kind is tl.constexpr]
+    seen: set[tuple[object, ...]] = set()
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda **given: seen.add(tuple(given.get(name) for name in constants))
+
+    draw = random.Random(0)
+    theirs, merge = triton_splitk.FwOp.get_kernel, triton_splitk.merge_attentions
+    triton_splitk.FwOp.get_kernel = classmethod(lambda cls: Kernel())
+    triton_splitk.merge_attentions = lambda *parts: None
+    for _ in range(num_steps):
+        starts = sorted(draw.randrange(2000) for _ in range(draw.randint(1, 8)))
+        spans = [Span(start, 1, [1] * 126) for start in starts]
+        spans += [Span(draw.randrange(500), draw.randint(2, 300), [2] * 51) for _ in range(draw.randint(0, 2))]
+        num_tokens = sum(span.num_tokens for span in spans)
+        query, key, value = (torch.zeros(num_tokens, heads, 32, dtype=torch.float16) for heads in (8, 2, 2))
+        slots = torch.zeros(num_tokens, dtype=torch.int64)
+        attention.attend(0, query, key, value, ForwardBatch(slots, slots, slots, attention.plan(spans)))
+    triton_splitk.FwOp.get_kernel, triton_splitk.merge_attentions = theirs, merge
+    return len(seen)
+
+
 if __name__ == "__main__":
+    compilations = num_compilations(40)
+    xformers_paged.CONTEXTS, xformers_paged.MAX_GATHERED = (48, 160), 80  # so that few programs run, and chunks part
     shapes = [(16, 4, 2), (32, 2, 2), (64, 6, 2)]
     found = {
         f"{name}, blocks of {size}, {heads}/{kv_heads} heads": difference(case, size, heads, kv_heads)
@@ -93,4 +167,4 @@ if __name__ == "__main__":
         for name, case in CASES.items()
     }
     found |= {f"static plan, blocks of {size}": static_difference(size) for size in (16, 32)}
-    print(json.dumps(found))
+    print(json.dumps({"differences": found, "compilations": compilations}))

@@ -54,9 +54,9 @@ def run(
 
         def record(run: Replay) -> Replay:
             def replay() -> torch.Tensor:
-                logits = run()
-                recorded.append(len(logits))
-                return logits
+                hidden = run()
+                recorded.append(len(hidden))
+                return hidden
 
             return replay
 

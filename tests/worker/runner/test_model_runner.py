@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from cache.allocator import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
+from worker import assembly
+from worker.config import WorkerConfig
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
 from worker.runner.model_runner import ModelRunner
@@ -131,6 +135,36 @@ def test_pools_are_sized_from_memory(model: LoadedModel) -> None:
     with pytest.raises(ValueError, match="KV pool"):
         num_blocks_that_fit(size, shape, 16, torch.bfloat16)
     assert free_memory_bytes(torch.device("cpu")) > 1_000_000
+
+
+def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 8 G parameters on a GPU of 24 GB leaves little: 90 % of that would be too much."""
+    large = replace(
+        model.config,
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_model_len=131_072,
+    )
+    loaded = SimpleNamespace(config=large, device=torch.device("cuda"), dtype=torch.bfloat16, options=model.options)
+    per_block = block_bytes(large.attention, 16, torch.bfloat16)
+    for free, config, least, most in (
+        (64 << 30, WorkerConfig(), 57.0, 58.0),
+        (7 << 30, WorkerConfig(), 4.0, 5.5),
+        (7 << 30, WorkerConfig(max_num_batched_tokens=512, max_num_seqs=8), 5.2, 6.3),
+    ):
+        monkeypatch.setattr(assembly, "free_memory_bytes", lambda device, free=free: free)
+        taken = assembly.num_pool_blocks(config, loaded) * per_block / (1 << 30)  # type: ignore[arg-type]
+        assert least < taken < most
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda device: 1 << 30)
+    with pytest.raises(ValueError, match="KV pool"):
+        assembly.num_pool_blocks(WorkerConfig(), loaded)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_blocks", 1), ("block_size", 0)])
