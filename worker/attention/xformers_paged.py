@@ -198,7 +198,7 @@ def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:
 def _paged_split_k(tile: int) -> Any:
     """xformers' kernel with a tile of so many keys."""
 
-    class PagedSplitK(triton_splitk.FwOp):
+    class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc]
         BLOCK_N = tile
         MAX_BLOCK_M = 1
         """Partial results of as many queries as there are; xformers keeps room for 32 a row, of which these use few."""
