@@ -6,8 +6,9 @@ Its "model" continues a prompt with the ids of `reply`; a test changes `behave` 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,7 +188,23 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves the test process' signals alone."""
+    """Leaves the test process' signals alone, and ends as soon as it is told to."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.told.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            await until(lambda: not (self.server_state.connections or self.server_state.tasks), 0.1)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -207,6 +224,5 @@ async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
-        server.force_exit = True
+        server.told.set()
         await task
