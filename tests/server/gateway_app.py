@@ -27,7 +27,7 @@ from server.trust.rate_limits import RateLimits
 from server.workers.client import WorkerClient
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
-from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.scripted_worker import ScriptedWorker, listening, until
 
 
 @dataclass(eq=False)
@@ -75,6 +75,7 @@ class Gateway:
     workers: list[ScriptedWorker]
     metrics: GatewayMetrics
     models: Models
+    waiting_room: WaitingRoom
 
 
 @asynccontextmanager
@@ -86,6 +87,7 @@ async def gateway(
     max_body_bytes: int = 1024 * 1024,
     aliases: dict[str, str] | None = None,
     identities: Identities | None = None,
+    budget: RetryBudget | None = None,
 ) -> AsyncIterator[Gateway]:
     metrics = GatewayMetrics()
     router = PlainRouter()
@@ -106,7 +108,7 @@ async def gateway(
             router,
             client,
             watch,
-            RetryBudget(),
+            budget or RetryBudget(),
             metrics,
             Quarantine(),
             WaitingRoom(1 << 20),
@@ -120,7 +122,8 @@ async def gateway(
         background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol))
         try:
-            yield Gateway(url, router, list(workers), metrics, models)
+            yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
+            await until(lambda: not backend.waiting_room.num_tokens)  # whatever the requests ended with, they left it
         finally:
             for task in background:
                 task.cancel()

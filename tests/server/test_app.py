@@ -115,6 +115,18 @@ async def test_completion_of_text_and_of_token_ids(worker: ScriptedWorker, raw_t
     assert [list(request.prompt_ids) for request in worker.received] == [ids] * 3
 
 
+async def test_a_batch_is_charged_each_prompt_once_and_every_choice(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.completions.create(model="tiny", prompt=["What is the capital", "Then"], n=2, max_tokens=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens == sum(len(request.prompt_ids) for request in worker.received)
+    assert usage.completion_tokens == 4 * 3
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 2 * worker.num_cached_tokens
+
+
 async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target, client(target) as sdk:
         answer = await sdk.completions.create(model="tiny", prompt="seats are", echo=True, max_tokens=0, logprobs=1)

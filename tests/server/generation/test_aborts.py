@@ -35,6 +35,8 @@ async def test_a_client_that_leaves_is_an_abort_within_a_second(make: MakeWorker
         async with aiohttp.ClientSession() as session:
             request = asyncio.create_task(session.post(target.url + "/v1/chat/completions", json=chat(stream=stream)))
             await until(lambda: worker.num_running)
+            num_waiting = len(worker.received[0].prompt_ids) if when == "queued" else 0
+            await until(lambda: target.waiting_room.num_tokens == num_waiting)
             if stream and when == "running":
                 response = await request
                 await response.content.readany()
@@ -47,6 +49,27 @@ async def test_a_client_that_leaves_is_an_abort_within_a_second(make: MakeWorker
         assert time.monotonic() - left_s < 1.0
         assert len(worker.aborted) == 1
         assert target.metrics.disconnects._value.get() == 1
+
+
+async def test_a_client_that_leaves_a_batch_aborts_every_prompt(make: MakeWorker) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:4]))
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    body = {"model": "tiny", "prompt": ["one", "two"], "stream": True}
+    async with gateway(worker) as target:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(target.url + "/v1/completions", json=body) as response,
+        ):
+            await until(lambda: worker.num_running == 2)
+            await response.content.readany()
+        await until(lambda: len(worker.aborted) == 2)
+        assert [placement.calls[-1] for placement in target.router.placements] == ["close False"] * 2
 
 
 async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWorker) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from server.generation import full_queues
+from server.generation.retry import RetryBudget
 from tests.server.gateway_app import gateway
 from tests.server.generation.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Refuse, Script
@@ -57,6 +58,19 @@ async def test_refused_by_all_is_a_status(
         error = json.loads(raw)["error"]
         assert (got, error["code"], headers.get("retry-after")) == expected
         assert headers.get("x-should-retry") == {429: "true", 500: "false"}.get(got)
+
+
+async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
+    """So that trouble is not multiplied: with nothing saved up, a tenth of them."""
+    budget = RetryBudget(clock=lambda: 0.0)
+    while budget.spend():
+        pass
+    refusing, healthy = make(), make()
+    refusing.behave = refuses(503, "draining")
+    async with gateway(refusing, healthy, budget=budget) as target:
+        statuses = [(await post(target.url, chat()))[0] for _ in range(13)]
+    assert statuses.count(200) == len(healthy.received) == 1
+    assert statuses[9:12].count(200) == 1
 
 
 async def test_a_flood_is_answered_without_asking_the_workers_each_time(
