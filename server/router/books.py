@@ -187,7 +187,7 @@ class WorkerBook:
             self._rate = load.prefill_tokens_per_s
             self._rate_s = written_s
         counter_s = load.assigned_prefill_s
-        if self._counter_s is not None and counter_s > self._counter_s:
+        if self._counter_s is not None:
             self._assigned.add(max(0.0, counter_s - self._counter_s - self._folded_s), written_s)
         self._counter_s = counter_s
         self._folded_s = 0.0

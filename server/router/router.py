@@ -110,6 +110,7 @@ class HeadstartRouter:
         self._dispatcher = Dispatcher(
             settings.gateway_id, make_policy(settings.policy), settings.dispatch, rng or random.Random()
         )
+        fleet.on_forgotten = self._dispatcher.forget
         self._recent = RecentPlacements(settings.max_recent_blocks)
         self._failed_s = self._answered_s = -math.inf
         """When the index last gave no answer, and when one."""

@@ -126,6 +126,8 @@ class Fleet:
         self._unreachable: set[str] = set()
         self.index_answered_s = -math.inf
         """When a round last read the registry."""
+        self.on_forgotten: Callable[[WorkerId], None] = lambda worker_id: None
+        """Set by whoever keeps something for each worker: told of those that are gone for good."""
         self._wake = asyncio.Event()
 
     # --- for the router ---------------------------------------------------------------------------------------------
@@ -279,6 +281,7 @@ class Fleet:
             last_s = max(known.heard_s, known.leased_s, known.ok_s)
             if worker_id not in registered and now_s - last_s > self._settings.forget_s:
                 del self._known[worker_id]
+                self.on_forgotten(worker_id)
                 logger.info("worker %s is forgotten", worker_id)
 
     def _acceptable(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:

@@ -73,6 +73,15 @@ def test_others_work_counts_as_reported_and_ages() -> None:
     worker.observe(WorkerLoad({OTHER: 99.0}), 9.0, ME)
     assert worker.wait_s(10.0) == 4.0, "an older report changes nothing"
     assert worker.unseen_s(10.25) == 0.25
+    assert worker.unseen_s(25.0) == 1.0, "a report that old says nothing either way"
+
+
+def test_own_and_others_work_are_done_side_by_side() -> None:
+    worker = book()
+    worker.observe(WorkerLoad({OTHER: 4.0}), 10.0, ME)
+    worker.book(4.0, 1, now_s=10.0)
+    assert worker.wait_s(10.0) == 8.0
+    assert worker.wait_s(12.0) == pytest.approx(7.0), "of two seconds one was others'"
 
 
 def test_without_others_nothing_is_unseen() -> None:
@@ -97,6 +106,7 @@ def test_without_reports_own_work_decays_and_is_not_counted_twice_later() -> Non
     worker.observe(WorkerLoad(assigned_prefill_s=0.0), 0.0, ME)
     worker.book(3.0, 1, now_s=1.0)
     assert worker.recent_s(61.0) == pytest.approx(3.0 / math.e)
+    worker.observe(WorkerLoad(assigned_prefill_s=0.0), 0.0, ME)  # the old report is seen at every decision
     worker.observe(WorkerLoad(assigned_prefill_s=3.0), 61.0, ME)
     assert worker.recent_s(61.0) == pytest.approx(3.0 / math.e)
 

@@ -30,6 +30,7 @@ def test_entries_live_until_the_index_can_know_them() -> None:
     entries.expire(10.5)
     assert entries.matched(W, E, hashes) == 0
     assert entries.num_entries == 0
+    assert not entries._blocks, "nothing is left of a worker that may never come back"
 
 
 def test_a_failure_ends_them_at_once_and_the_ttl_catches_leaks() -> None:
@@ -76,6 +77,14 @@ def test_recent_placements_are_bounded_and_forget_the_oldest() -> None:
         assert recent.matched(hashes) == {(WorkerId(f"w{number}"), E): 10}
         assert len(recent) <= 100
     assert recent.matched(chains[0]) == {}
+
+
+def test_the_last_placement_counts_also_when_the_one_before_is_remembered() -> None:
+    recent, hashes = RecentPlacements(max_blocks=100), chain(10)
+    recent.add(WorkerId("a"), E, hashes)
+    recent.add(WorkerId("c"), E, chain(45))
+    recent.add(WorkerId("b"), E, hashes)
+    assert recent.matched(hashes) == {(WorkerId("b"), E): 10}
 
 
 def test_recent_placements_keep_who_got_how_much() -> None:

@@ -206,6 +206,21 @@ def test_a_blind_index_is_said_loudly_once(caplog: pytest.LogCaptureFixture) -> 
     assert len([r for r in caplog.records if "is blind" in r.getMessage()]) == 1
 
 
+def test_few_requests_are_no_proof_and_a_doubtful_index_stays_what_it_was() -> None:
+    settings = ForesightSettings(window=20, min_requests=10, min_tokens=100, blind_below=0.4, seeing_above=0.6)
+    blind, seeing = Foresight(settings), Foresight(settings)
+    for _ in range(9):
+        blind.add(promised=100, found=0)
+    assert not blind.blind
+    blind.add(promised=100, found=0)
+    assert blind.blind
+    for foresight in (blind, seeing):
+        for _ in range(40):
+            foresight.add(promised=100, found=50)
+        assert foresight.kept == 0.5, "of the window alone"
+    assert (blind.blind, seeing.blind) == (True, False)
+
+
 def test_cold_prompts_do_not_make_the_index_blind() -> None:
     foresight = Foresight(ForesightSettings(window=20, min_requests=10, min_tokens=100))
     for _ in range(50):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,55 @@ async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None
     assert await three.worker(hashes) != "b"
 
 
+async def row(fleets: Fleets, name: str, hashes: Sequence[BlockHash], **changes: object) -> dict[str, Any]:
+    """What would be said of a worker."""
+    explained = await fleets.router.explain(ask(hashes, **changes))
+    (found,) = (worker for worker in explained["workers"] if worker["worker"] == name)
+    return found
+
+
+async def test_a_report_counts_as_old_as_it_is(three: Fleets) -> None:
+    load = WorkerLoad({GatewayId("other"): 4.0}, prefill_tokens_per_s=RATE)
+    three.index.memory.publish(WorkerId("b"), load=load)
+    three.clock.now_s += 3.0
+    assert (await row(three, "b", chain(1)))["wait_s"] == pytest.approx(1.0)
+
+
+async def test_requests_at_a_worker_are_the_own_and_those_of_others(three: Fleets) -> None:
+    three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
+    for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
+        while three.router.num_booked() < num_own:
+            await three.place(chain(1), excluded=boots("a", "c"))
+        b = await row(three, "b", chain(1))
+        assert (b["outstanding"], b["waiting"]) == expected
+
+
+async def test_the_load_of_the_fleet_is_that_of_all_who_are_in_it(three: Fleets) -> None:
+    """What a worker that drains was given would have gone to the others, and soon will."""
+    await three.place([], num_prompt_tokens=90_000, excluded=boots("b", "c"))  # half of what three do in a minute
+    three.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=RATE, draining=True))
+    b = await row(three, "b", [], num_prompt_tokens=1000)
+    assert b["cost"] == pytest.approx(2 * b["prefill_s"], rel=0.01)
+
+
+async def test_a_worker_that_has_measured_nothing_counts_as_a_middling_one(three: Fleets) -> None:
+    for name, rate in (("a", 100.0), ("b", 500.0), ("c", 10_000.0), ("d", 0.0)):
+        three.index.register(member(name), load=WorkerLoad(prefill_tokens_per_s=rate))
+    d = await row(three, "d", [], num_prompt_tokens=10_000)
+    assert d["prefill_s"] == pytest.approx(20.0, rel=0.01)
+
+
+async def test_what_a_worker_has_found_is_remembered(three: Fleets) -> None:
+    placement = await three.place(chain(40), num_prompt_tokens=800)
+    worker_id, hits = placement.worker.worker_id, three.router.hits
+    assert hits.rate(worker_id, three.clock.now_s) is None
+    for _ in range(2):  # told once, counted once
+        placement.prefill_started(200)
+    assert hits.rate(worker_id, three.clock.now_s) == pytest.approx(0.25)
+    assert three.router.index_state().told == 0.0, "nothing was promised"
+    assert hits.rate(worker_id, three.clock.now_s + 3600.0) is None
+
+
 @pytest.fixture
 def sharing() -> Fleets:
     """As gateways have it: workers give half of themselves to the oldest prefill and half to the shortest other."""
@@ -212,6 +262,20 @@ async def test_a_holder_whose_pool_is_held_by_others_is_left(three: Fleets) -> N
     assert b["room_wait_s"] > 1.0
 
 
+async def test_blocks_are_counted_whole_and_held_until_the_first_close(three: Fleets) -> None:
+    """A prompt that fills its pool to the last, begun block waits for as long as blocks are held."""
+    placement = await three.place(chain(40))
+    placement.prefill_started(0)
+    three.clock.now_s += 4.0
+    placement.close(ok=True)
+    three.clock.now_s += 30.0
+    placement.close(ok=True)
+    for name in "abc":
+        load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=41, num_blocks=41)
+        three.index.memory.publish(WorkerId(name), load=load)
+    assert (await row(three, "b", chain(40)))["room_wait_s"] == pytest.approx(4.0)
+
+
 async def test_a_worker_once_measured_as_slow_is_tried_again(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=RATE / 20))
 
@@ -260,6 +324,12 @@ async def test_requests_on_their_way_count_as_present(three: Fleets) -> None:
     again = await three.place(hashes + chain(1))
     assert again.worker.worker_id == first.worker.worker_id
     assert again.promised_tokens == 40 * BLOCK
+    first.close(ok=True)
+    again.close(ok=False)
+    three.clock.now_s += 1.0
+    for name in "abc":
+        three.index.memory.publish(WorkerId(name))
+    assert (await three.place(hashes)).promised_tokens == 0, "by now the index knows better"
 
 
 async def test_what_failed_is_no_longer_believed(three: Fleets) -> None:
@@ -296,6 +366,12 @@ async def test_excluded_and_foreign_numerics_are_not_chosen(three: Fleets) -> No
     assert not error.value.contended
 
 
+async def test_a_context_too_short_for_the_prompt_is_not_chosen(three: Fleets) -> None:
+    three.index.register(member("c", max_model_len=48))
+    assert {await three.worker(chain(3)) for _ in range(20)} == {"a", "b"}, "49 tokens"
+    assert await three.worker(chain(2), excluded=boots("a", "b")) == "c"
+
+
 async def test_no_worker_says_whether_it_is_the_load(three: Fleets) -> None:
     with pytest.raises(NoWorkerError, match="no worker of model 'x' is known"):
         await three.place(chain(1), model="x")
@@ -313,9 +389,13 @@ async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fl
     await three.fleet.poll()
     three.router.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
-    assert await three.worker(hashes, excluded=boots("a", "c")) == "b"
+    assert {await three.worker(chain(40), excluded=boots("a", "c")) for _ in range(10)} == {"b"}
     three.clock.now_s += 1.1
     assert await three.worker(hashes) == "b"
+    three.router.report_failure(WorkerId("b"))
+    assert await three.worker(hashes) != "b"
+    (await three.place(hashes, excluded=boots("a", "c"))).first_token()
+    assert await three.worker(hashes) == "b", "it has proved to be well"
 
 
 async def test_explain_changes_nothing(three: Fleets) -> None:
@@ -375,6 +455,23 @@ async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
     assert [m.worker_id for m in three.router.workers("m")][2] == "c"
 
 
+async def test_a_worker_that_is_gone_for_good_is_forgotten_by_all(three: Fleets) -> None:
+    """With an orchestrator every new worker has another name."""
+    await three.fleet.poll()
+    placement = await three.place(chain(2), excluded=boots("a", "b"))
+    three.index.memory.retire(WorkerId("c"))
+    del three.index.registered["c"]
+    three.clock.now_s += 599.0
+    await three.fleet.poll()
+    assert {member.worker_id for member in three.router.workers("m")} == set("abc")
+    three.clock.now_s += 2.0
+    await three.fleet.poll()
+    assert {member.worker_id for member in three.router.workers("m")} == set("ab")
+    assert three.router.num_booked() == 0
+    placement.close(ok=False)
+    assert three.router.num_booked() == 0
+
+
 async def test_workers_from_the_command_line_need_no_registry() -> None:
     fleets = Fleets(workers=("http://z:8000/",))
     fleets.index.away = True
@@ -407,6 +504,8 @@ async def test_a_restarted_worker_is_another_one(three: Fleets) -> None:
     home = (await three.place(hashes)).worker.worker_id
     for name in "abc":
         three.index.register(member(name, epoch="e2"))
+    explained = await three.router.explain(ask(hashes))
+    assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
     again = await three.place(hashes)
     assert again.promised_tokens == 0
     again.close(ok=False)
