@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.runner.stream import Stream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Emission, Plan
-from worker.scheduler.request import Request, RequestKey, new_request
+from worker.scheduler.request import Constraint, Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.step import Launch, Raised, Runner, SequenceResult, Step
 from worker.wire import (
@@ -103,10 +103,10 @@ class HandEngine:
         self.num_ahead = 0
         self.flights: list[tuple[Plan, Launch[list[SequenceResult]]]] = []
 
-    def submit(self, wire: GenerateRequest) -> Request:
+    def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
         aging_s = self.scheduler.limits.aging_s
-        request = new_request(wire, key, arrival_s=self.now_s, aging_s=aging_s, constraints={})
+        request = new_request(wire, key, arrival_s=self.now_s, aging_s=aging_s, constraints=constraints or {})
         self.answers[key] = Answer()
         self._deliver(self.scheduler.submit(request))
         return request

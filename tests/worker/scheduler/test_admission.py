@@ -35,6 +35,22 @@ def test_admission_leaves_the_watermark_free() -> None:
     assert second.started_s is None  # 12 blocks are free, 3 are wanted, 10 must stay
     engine.finish()
     assert engine.answer(second).tokens[0] == answer([2] * 12, 100, 8)
+    alone = engine.submit(generate([3] * 60, 8))
+    engine.step()
+    assert alone.started_s is not None, "with nobody else there, nobody could grow into what is left free"
+    engine.finish()
+
+
+def test_admission_counts_what_a_prefill_that_has_begun_will_take() -> None:
+    engine = HandEngine(num_blocks=21, block_size=4, watermark=0.0, max_num_batched_tokens=16, max_num_seqs=4)
+    engine.submit(generate([1] * 64, 4))
+    engine.step()
+    second = engine.submit(generate([2] * 24, 4))
+    assert engine.allocator.num_free_blocks > 6
+    engine.step()
+    assert second.started_s is None
+    engine.finish()
+    assert engine.num_preempted == 0
 
 
 def test_a_burst_with_one_prefix_computes_it_once() -> None:

@@ -26,7 +26,9 @@ def test_what_never_fits_is_refused() -> None:
     assert "root" in message(generate([1], 1, root=b"short"))
     assert "max_tokens" in message(generate([1], -1))
     assert "output_ids" in message(generate([1], 1, resumed={0: [1, 2]}))
-    assert "vocabulary" in message(generate([1], 1, resumed={0: [77]}))
+    assert "vocabulary" in message(generate([1], 1, resumed={0: [50]}))
+    for choices in ((), (ChoiceState(3, 1), ChoiceState(3, 2))):
+        assert "distinct indices" in message(replace(generate([1], 1), choices=choices))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,19 @@ def test_a_newcomer_gets_its_part_beside_many_long_prefills() -> None:
     assert 0 in engine.answer(newcomer).tokens
 
 
+def test_of_the_prefills_behind_the_oldest_the_shortest_goes_first() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
+    for seed in range(2):
+        engine.submit(generate([seed, *(i % 50 for i in range(600))]))
+        engine.step()
+    short = engine.submit(generate([2, *range(49)] + [3] * 30))
+    num_steps = 0
+    while 0 not in engine.answer(short).tokens:
+        engine.step()
+        num_steps += 1
+    assert num_steps == 3  # a newcomer's quarter of 64, and then the half that is not the oldest's
+
+
 def test_every_running_choice_gets_a_token_in_every_step() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=32, max_num_seqs=8)
     early = [engine.submit(generate([i, i + 1], 30)) for i in range(4)]

@@ -6,6 +6,8 @@ import pytest
 
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
+from worker.sampling.errors import NoTokenLeft
+from worker.scheduler.request import ConstraintError
 from worker.wire import Failed
 
 
@@ -26,6 +28,32 @@ def test_only_the_poisoned_request_fails() -> None:
         else:
             assert [got.tokens[0], got.tokens[1]] == expected
     assert engine.allocator.find([13, 2, 3, 0, 0], ROOT) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (ConstraintError("no token fits"), Failed("invalid_grammar", "no token fits", retryable=False)),
+        (NoTokenLeft("nothing left", [0]), Failed("invalid_request", "nothing left", retryable=False)),
+        (ValueError("/secret"), Failed("internal_error", "the request cannot be computed", retryable=False)),
+    ],
+)
+def test_a_client_hears_what_its_own_request_has_done_and_nothing_else(error: Exception, failed: Failed) -> None:
+    class Broken:
+        finished = False
+
+        def allowed(self) -> object:
+            return None
+
+        def advance(self, token_id: int) -> None:
+            raise error
+
+    engine = HandEngine()
+    other = engine.submit(generate([1, 2, 3], 6))
+    request = engine.submit(generate([4, 5, 6], 6, n=2), {1: Broken()})
+    engine.finish()
+    assert engine.answer(request).last == failed
+    assert engine.answer(other).tokens[0] == answer([1, 2, 3], 100, 6)
 
 
 def test_who_had_a_block_copied_in_a_failed_step_is_computed_anew() -> None:

@@ -34,6 +34,13 @@ def test_a_late_tenant_does_not_wait_for_a_flood() -> None:
     assert last < 16, order
 
 
+def test_the_seats_of_one_step_are_shared_too() -> None:
+    engine = HandEngine(max_num_seqs=4)
+    requests = [engine.submit(generate([i], 8, tenant=tenant)) for i, tenant in enumerate("aaaabbbb")]
+    engine.step()
+    assert [request.started_s is not None for request in requests] == 2 * [True, True, False, False]
+
+
 def test_equal_service_not_equal_requests() -> None:
     """One tenant's requests are three times as long: both get the same tokens while both have work."""
     engine = HandEngine(max_num_seqs=1, num_blocks=129)
@@ -43,6 +50,16 @@ def test_equal_service_not_equal_requests() -> None:
     }
     shares = Counter(finish_order(engine, requests)[:24])
     assert shares["short"] == pytest.approx(3 * shares["long"], abs=3)
+
+
+def test_a_drawn_token_counts_as_two_computed_ones() -> None:
+    engine = HandEngine(max_num_seqs=1, num_blocks=129, prefix_cache="off")
+    requests = {
+        "reads": [engine.submit(generate([i % 50] * 13, 1, tenant="reads")) for i in range(20)],  # 13 and 2 * 1
+        "writes": [engine.submit(generate([i % 50], 5, tenant="writes")) for i in range(20)],  # 5 and 2 * 5
+    }
+    shares = Counter(finish_order(engine, requests)[:20])
+    assert shares["reads"] == pytest.approx(shares["writes"], abs=2)
 
 
 def test_idleness_saves_nothing_up() -> None:
@@ -65,12 +82,15 @@ def test_one_tenant_is_served_in_order() -> None:
 
 def test_a_request_that_waits_past_its_deadline_is_ended() -> None:
     engine = HandEngine(max_num_seqs=1)
-    first = engine.submit(generate([1], 8))
-    late = engine.submit(generate([2], 8, deadline_s=3.0))
+    engine.now_s = 100.0
+    first = engine.submit(generate([1], 8, deadline_s=2.0))  # it starts, and is then its gateway's business
+    late, later = (engine.submit(generate([2], 8, deadline_s=deadline_s)) for deadline_s in (3.0, 5.0))
     patient = engine.submit(generate([3], 8, deadline_s=300.0))
-    for _ in range(4):
-        engine.step()
-    engine._deliver(engine.scheduler.expire(engine.now_s))
+    for steps, ended in ((2, []), (2, [late]), (2, [late, later])):
+        for _ in range(steps):
+            engine.step()
+        engine._deliver(engine.scheduler.expire(engine.now_s))
+        assert [request for request in (late, later, patient) if engine.answer(request).last is not None] == ended
     assert engine.answer(late).last == Failed("deadline", "it waited too long", retryable=False)
     engine.finish()
     assert len(engine.answer(first).tokens[0]) == len(engine.answer(patient).tokens[0]) == 8

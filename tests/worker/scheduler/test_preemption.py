@@ -10,6 +10,10 @@ from worker.wire import End
 def test_the_last_in_order_is_preempted_and_gives_the_same_tokens() -> None:
     engine = HandEngine(num_blocks=8, block_size=4)
     requests = [engine.submit(generate([10 * i, 1, 2, 3], 20)) for i in range(3)]
+    while engine.scheduler.has_work:
+        plan = engine.step()
+        assert plan is not None
+        assert not (plan.num_preempted and plan.growth), "nobody joins the step for which another has made room"
     engine.finish()
     assert engine.num_preempted > 0
     for i, request in enumerate(requests):

@@ -97,6 +97,19 @@ def test_while_every_seat_is_taken_those_who_wait_hold_nobody_up() -> None:
     ]
 
 
+def test_steps_that_are_run_ahead_count_as_waited_for() -> None:
+    ahead = engine(max_num_seqs=2, waiting_served_ratio=2.0, max_waiting_tokens=6)
+    first, _ = (ahead.submit(generate([i, *PROMPT], 12 + 8 * i)) for i in range(2))
+    ahead.submit(generate([7, *PROMPT], 2))  # one of two that would have to come together
+    while ahead.answer(first).last is None:
+        ahead.step()
+    assert ahead.num_ahead > 6
+    plan = ahead.step()
+    assert plan is not None
+    assert plan.growth == "wait_exceeded"
+    ahead.finish()
+
+
 def test_blocks_that_are_short_wait_for_the_step() -> None:
     ahead = engine(num_blocks=8)
     requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]  # each comes to five of seven blocks

@@ -89,6 +89,19 @@ def test_a_resumed_choice_goes_on_where_it_was() -> None:
     assert engine.answer(request).tokens == {0: expected[0][3:], 1: expected[1], 2: expected[2][6:]}
 
 
+def test_what_is_cached_of_a_resumed_answer_is_not_counted_as_of_the_prompt() -> None:
+    engine = HandEngine()
+    tokens = answer(range(10), 100, 12)
+    engine.submit(generate(range(10), 12))
+    engine.finish()
+    request = engine.submit(generate(range(10), 12, resumed={0: tokens[:11]}))
+    plan = engine.step()
+    assert plan is not None
+    assert plan.num_tokens == 1
+    assert request.num_cached_tokens == 10
+    engine.finish()
+
+
 def test_a_choice_resumed_after_its_last_token_ends_at_once() -> None:
     tokens = answer(range(10), 100, 4)
     engine = HandEngine()
