@@ -3,7 +3,10 @@
 The floor is the time that the model's fused weights take in matrix-vector products alone, warm, in the same process:
 what a decode step of one sequence cannot go below by scheduling or kernels around the products. Weights that lie in a
 better layout, or in fewer bits, can. Rounds of floor, step and packed step alternate, and the best of each counts: on
-a busy machine that is what they would take undisturbed.
+a busy machine that is what they would take undisturbed. Decode is also set against the rate at which the device copies
+memory, and prefill against that of a large matrix product, both measured in the same run.
+
+A GPU without the network: `headstart bench engine --shape llama-8b --device cuda`.
 """
 
 from __future__ import annotations
@@ -12,15 +15,17 @@ import argparse
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Final
 
 import torch
 
+from benchmarks.device_rates import matrix_rate, memory_rate, synchronise
+from benchmarks.random_model import SHAPES, random_model, random_reference
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.factory import make_allocator
 from worker.config import default_step_tokens
-from worker.model.checkpoint import Checkpoint, find_checkpoint
 from worker.model.config import ModelConfig
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -32,29 +37,35 @@ from worker.scheduler.scheduler import Scheduler
 from worker.step import Launch, SequenceResult
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
-BLOCK_SIZE: Final = 16
 PROMPT_TOKENS: Final = 32
 BATCH_SIZES: Final = (1, 8, 32)
 CONTEXT_TOKENS: Final = 4096
 PREFILL_TOKENS: Final = 2048
+STEPS_IN_A_ROW: Final = 8
+"""Where steps overlap, one alone would begin while the one before is still taken up."""
 _ROOT: Final = b"benchmark-engine"
 
 
 class Engine:
     """The worker's own scheduler and runner, stepped as fast as they go."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, chunk_tokens: int | None = None) -> None:
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int, chunk_tokens: int | None = None) -> None:
         """Steps of `chunk_tokens`; None: as a worker on this device."""
-        self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
+        self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size, eos_token_ids=())
         batched, lone = default_step_tokens(model.device.type, model.options.dtype)
         limits = BatchLimits(
             max_num_batched_tokens=chunk_tokens or batched,
             max_lone_prefill_tokens=lone if chunk_tokens is None else None,
             max_model_len=model.config.max_model_len,
         )
-        self._scheduler = Scheduler(make_allocator("hash", num_blocks, BLOCK_SIZE), limits, ())
+        self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, ())
         self._num_requests = 0
         self._flights: deque[tuple[Plan, Launch[list[SequenceResult]]]] = deque()
+
+    @property
+    def steps_in_a_row(self) -> int:
+        """How many have to be timed together."""
+        return STEPS_IN_A_ROW if self._runner.overlaps else 1
 
     def submit(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         self._num_requests += 1
@@ -114,26 +125,15 @@ class Floor:
     def __call__(self) -> None:
         for weight in self._weights:
             torch.mv(weight, self._states[weight.shape[1]])
-        _synchronise(self._weights[0])
+        synchronise(self._weights[0].device)
 
 
 class Reference:
-    """The same checkpoint in `transformers`, as it comes."""
+    """A model of `transformers`, as it comes."""
 
-    def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
-        from transformers import AutoModelForCausalLM, GgufConfig
-
-        path, fields = checkpoint.path, {"dtype": options.torch_dtype}
-        if isinstance(checkpoint, GGUFCheckpoint):
-            # Dense weights of the same dtype as ours: left packed, transformers computes in float32.
-            dense = GgufConfig(dequantize=True)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, quantization_config=dense, **fields
-            )
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(path, **fields)
-        self._model = loaded.to(options.device).eval()
-        self._device = options.device
+    def __init__(self, model: Any, options: LoadOptions) -> None:
+        self._model = model.to(options.device).eval()
+        self._device = torch.device(options.device)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
@@ -144,28 +144,83 @@ class Reference:
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int]) -> None:
         logits = self._model(torch.tensor([prompt], device=self._device), logits_to_keep=1).logits
-        _synchronise(logits)
+        synchronise(logits.device)
 
 
 def main(argv: list[str]) -> int:
     options = _parse(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    checkpoint = find_checkpoint(options.model)
     load = LoadOptions(dtype=options.dtype, device=options.device)
-    model = load_model(options.model, load)
+    model = load_model(options.model, load) if options.shape is None else random_model(options.shape, load)
     figures = [*_decode_figures(model, options), *_engine_figures(model, options)]
+    figures += _shares(model, {figure.name: figure.value for figure in figures})
     if not options.no_transformers:
-        figures += _reference_figures(Reference(checkpoint, load), model.config.vocab_size, options)
-    environment = {
+        figures += _reference_figures(Reference(_reference(model, options), load), model.config.vocab_size, options)
+    publish(Report("engine", figures, _environment(model, options)), options)
+    return 0
+
+
+def _environment(model: LoadedModel, options: argparse.Namespace) -> dict[str, object]:
+    found: dict[str, object] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "model": model.name,
         "dtype": options.dtype,
         "device": options.device,
+        "block_size": options.block_size,
     }
-    publish(Report("engine", figures, environment), options)
-    return 0
+    if model.device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(model.device), "cuda": torch.version.cuda}
+        found |= {name: version(name) for name in ("triton", "xformers")}
+    return found
+
+
+def _reference(model: LoadedModel, options: argparse.Namespace) -> Any:
+    """The same checkpoint, or the same random shape, in `transformers`."""
+    if options.shape is not None:
+        return random_reference(options.shape, model.options)
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    path, fields = model.checkpoint.path, {"dtype": model.dtype}
+    if isinstance(model.checkpoint, GGUFCheckpoint):
+        # Dense weights of the same dtype as ours: left packed, transformers computes in float32.
+        dense = GgufConfig(dequantize=True)
+        return AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, quantization_config=dense, **fields
+        )
+    return AutoModelForCausalLM.from_pretrained(path, **fields)
+
+
+def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
+    """Of what the device can do at best: a decode that only reads the weights, a prefill of nothing but products."""
+    config, on_gpu = model.config, model.device.type == "cuda"
+    bytes_per_s, flops_per_s = memory_rate(model.device), matrix_rate(model.device, model.dtype)
+    read_s = model.decoder.weight_bytes / bytes_per_s
+    hidden = config.hidden_size
+    per_layer = hidden * (2 * config.query_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    attention = PREFILL_TOKENS * config.query_size  # a query sees half of the tokens, for its scores and for its sum
+    per_token = 2 * config.num_layers * (per_layer + attention)
+    prefill_s = PREFILL_TOKENS / figures["prefill_tokens_per_s"]
+    flops = PREFILL_TOKENS * per_token + 2 * config.vocab_size * hidden
+    return [
+        Figure("memory_bytes_per_s", bytes_per_s, "1/s", "a large copy, read and written"),
+        Figure("matrix_flops_per_s", flops_per_s, "1/s", "a large square product"),
+        Figure(
+            "decode_b1_of_memory_rate",
+            read_s / figures["decode_step_b1_s"],
+            "",
+            f"the weights alone would take {read_s:.6f} s",
+            ">= 0.7" if on_gpu else "",
+        ),
+        Figure(
+            "prefill_of_matrix_rate",
+            flops / prefill_s / flops_per_s,
+            "",
+            f"{flops / 1e12:.2f} T operations for {PREFILL_TOKENS:,} tokens",
+            ">= 0.5" if on_gpu else "",
+        ),
+    ]
 
 
 def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Figure]:
@@ -177,10 +232,11 @@ def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
         engines["decode_step_b1_packed_s"] = _decoding(load_model(options.model, packed), options)
     runs: dict[str, Callable[[], object]] = {"floor_step_s": floor, **{name: e.step for name, e in engines.items()}}
     best = dict.fromkeys(runs, float("inf"))
+    in_a_row = engines["decode_step_b1_s"].steps_in_a_row
     for _ in range(options.steps):
         for name, run in runs.items():
             run()  # warms the caches with these weights: the ones before have just been streamed through
-            best[name] = min(best[name], _seconds(run))
+            best[name] = min(best[name], _seconds(lambda run=run: [run() for _ in range(in_a_row)]) / in_a_row)  # type: ignore[misc]
     step_s, floor_s = best["decode_step_b1_s"], best["floor_step_s"]
     figures = [
         Figure("floor_step_s", floor_s, "s", "matrix-vector products of the fused weights alone"),
@@ -207,12 +263,14 @@ def _engine_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
     for _ in range(options.rounds):
         prompt = prompts.take(CONTEXT_TOKENS)
         cold_s = min(cold_s, _first_token_s(engine, prompt))
-        same = CONTEXT_TOKENS - BLOCK_SIZE
-        warm_s = min(warm_s, _first_token_s(engine, prompt[:same] + prompts.take(BLOCK_SIZE)))
+        same = CONTEXT_TOKENS - options.block_size
+        warm_s = min(warm_s, _first_token_s(engine, prompt[:same] + prompts.take(options.block_size)))
     return [
         *figures,
         Figure("ttft_cold_s", cold_s, "s", f"{CONTEXT_TOKENS:,} tokens"),
-        Figure("ttft_warm_s", warm_s, "s", f"{BLOCK_SIZE} of them new: {warm_s / cold_s:.1%} of cold", "<= 5 %"),
+        Figure(
+            "ttft_warm_s", warm_s, "s", f"{options.block_size} of them new: {warm_s / cold_s:.1%} of cold", "<= 5 %"
+        ),
     ]
 
 
@@ -247,14 +305,16 @@ class _Prompts:
 
 
 def _engine(model: LoadedModel, options: argparse.Namespace) -> Engine:
-    num_blocks = 2 + max(BATCH_SIZES) * (-(-(PROMPT_TOKENS + options.tokens) // BLOCK_SIZE) + 1)
-    return Engine(model, num_blocks + 2 * CONTEXT_TOKENS // BLOCK_SIZE, options.chunk)
+    size = options.block_size
+    num_blocks = 2 + max(BATCH_SIZES) * (-(-(PROMPT_TOKENS + options.tokens) // size) + 1)
+    return Engine(model, num_blocks + 2 * CONTEXT_TOKENS // size, size, options.chunk)
 
 
 def _decoding(model: LoadedModel, options: argparse.Namespace) -> Engine:
     """An engine whose every next step decodes one sequence."""
     engine = _engine(model, options)
-    engine.submit(_Prompts(model.config.vocab_size).take(PROMPT_TOKENS), 2 * options.steps + 8)
+    num_steps = options.steps * (1 + engine.steps_in_a_row)
+    engine.submit(_Prompts(model.config.vocab_size).take(PROMPT_TOKENS), num_steps + 8)
     engine.step()
     engine.step()
     return engine
@@ -287,17 +347,14 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-def _synchronise(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = option_parser("engine", "Decode, prefill and first tokens of one worker's engine.")
     parser.add_argument("--model", default="", help="as of `headstart worker` (default: the model that is installed)")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of --model")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (default cpu)")
     parser.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 or float16 (default bfloat16)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block of the KV pool (default 16)")
     parser.add_argument("--chunk", type=int, help="most tokens in a step (default: as a worker on the device)")
     parser.add_argument("--steps", type=int, default=40, help="rounds of single decode steps (default 40)")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of a sequence in a batch (default 64)")
