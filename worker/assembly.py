@@ -117,10 +117,26 @@ def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
     return rate
 
 
-def _load_options(config: WorkerConfig) -> LoadOptions:
+def device_of(config: WorkerConfig) -> str:
+    """With several workers on a machine, the GPUs are dealt out among them, unless the option names one."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and (num_gpus := torch.cuda.device_count()):
+        return f"cuda:{config.place.gpu(num_gpus)}"
+    return device
+
+
+def num_sharing(config: WorkerConfig) -> int:
+    """Workers of this machine on the same GPU, this one included."""
+    if config.device not in ("auto", "cuda"):
+        return config.place.count
+    num_gpus = max(1, torch.cuda.device_count())
+    return config.place.num_on(config.place.gpu(num_gpus), num_gpus)
+
+
+def _load_options(config: WorkerConfig) -> LoadOptions:
+    device = device_of(config)
     dtype = config.dtype or ("float32" if device == "cpu" and config.weights == "dense" else "bfloat16")
     weights = cast(Literal["dense", "packed"], config.weights)
     return LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
@@ -133,7 +149,7 @@ def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
     shape, device = model.config.attention, model.device
     num_bytes = config.kv_cache_memory
     if num_bytes is None:
-        free = free_memory_bytes(device)
+        free = free_memory_bytes(device, num_sharing(config))
         num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
         num_bytes = min(num_bytes, _DEFAULT_POOL_BYTES.get(device.type, num_bytes))
         if device.type == "cuda":

@@ -21,6 +21,25 @@ _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """The `index`-th of `count` workers that one machine runs."""
+
+    index: int
+    count: int
+
+    def gpu(self, num_gpus: int) -> int:
+        """The GPU of this worker, when they are dealt out in turn."""
+        return self.index % num_gpus
+
+    def num_on(self, gpu: int, num_gpus: int) -> int:
+        """How many workers that GPU has."""
+        return len(range(gpu, self.count, num_gpus))
+
+
+ALONE: Final = Place(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """None: chosen when the device and the model are known. Raises ValueError that names the option."""
 
@@ -39,6 +58,7 @@ class WorkerConfig:
     tls_cert: str | None = None
     tls_key: str | None = None
     device: str = "auto"
+    place: Place = ALONE
     dtype: str | None = None
     weights: str = "dense"
     deterministic: bool = False
@@ -151,6 +171,14 @@ def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
     return 512, 2048 if dtype == "bfloat16" else None
 
 
+def place(text: str) -> Place:
+    """`0/2`."""
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"a place such as 0/2 or 1/2 is needed, got {text!r}")
+    return Place(int(match[1]), int(match[2]))
+
+
 def num_bytes(text: str) -> int:
     """`512M`, `4G`, `1.5G` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
@@ -168,6 +196,13 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--model", default="", help="a GGUF file, a folder with safetensors, or a Hugging Face id")
     model.add_argument("--served-model-name", help="the name that clients use (default: the model's own)")
     model.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda when there is one)")
+    model.add_argument(
+        "--place",
+        type=place,
+        default=defaults.place,
+        metavar="I/N",
+        help="the I-th, from 0, of N workers on this machine, which share out its GPUs (default 0/1)",
+    )
     model.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)")
     model.add_argument("--weights", default="dense", help="dense, or packed: 4 and 8 bit GGUF decodes packed")
     model.add_argument(

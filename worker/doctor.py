@@ -19,6 +19,7 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.config import Place
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError, UnsupportedModel
 from worker.model.options import DTYPES
@@ -175,9 +176,11 @@ def memory(config: ModelConfig, device: torch.device, dtype: str | None, num_wor
     weights = num_parameters(config) * asked.itemsize
     per_block = block_bytes(config.attention, BLOCK_SIZE, asked)
     context = -(-config.max_model_len // BLOCK_SIZE) * per_block
-    share = 1 if device.type == "cuda" else num_workers
+    share = num_workers
+    if device == torch.device("cuda"):  # they are dealt out
+        share = Place(0, num_workers).num_on(0, max(1, torch.cuda.device_count()))
     free = free_memory_bytes(device)
-    where = "on the GPU" if device.type == "cuda" else f"for {num_workers} worker{'s' if num_workers > 1 else ''}"
+    where = f"{'on the GPU ' if device.type == 'cuda' else ''}for {share} worker{'s' if share > 1 else ''}"
     gib = f"{free / 2**30:.1f} GiB free {where}; each needs {weights / 2**30:.1f} for weights"
     if share * (weights + MIN_POOL_BLOCKS * per_block) > free:
         return Finding("memory", "fail", gib, "take fewer --num-workers, --dtype bfloat16, or a smaller model")

@@ -84,7 +84,9 @@ def test_nonsense_is_named(argv: str, option: str) -> None:
         parse(argv.split())
 
 
-@pytest.mark.parametrize("argv", ["--kv-cache-memory lots", "--prefix-cache magic", "--bogus", "--num-block 3"])
+@pytest.mark.parametrize(
+    "argv", ["--kv-cache-memory lots", "--prefix-cache magic", "--bogus", "--num-block 3", "--place 2/2"]
+)
 def test_what_argparse_refuses_ends_with_status_two(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(argv.split())

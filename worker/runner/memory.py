@@ -45,10 +45,14 @@ def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, 
     return (states + gathered) * dtype.itemsize + drawing + _FIXED_BYTES
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory that a pool could take now: of the GPU, or of this machine within its cgroup's limit."""
+def free_memory_bytes(device: torch.device, num_sharing: int = 1) -> int:
+    """Memory that a pool could take now: of the GPU, or of this machine within its cgroup's limit.
+
+    Of a GPU with several workers each has its part of the whole, as what is free depends on how far the others are.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        return free if num_sharing == 1 else min(free, total // num_sharing - torch.cuda.memory_reserved(device))
     free = _available_bytes()
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()

@@ -13,7 +13,7 @@ from cache.allocator import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
 from worker import assembly
-from worker.config import WorkerConfig
+from worker.config import Place, WorkerConfig
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
 from worker.runner.model_runner import ModelRunner
@@ -159,12 +159,42 @@ def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
         (7 << 30, WorkerConfig(), 4.0, 5.5),
         (7 << 30, WorkerConfig(max_num_batched_tokens=512, max_num_seqs=8), 5.2, 6.3),
     ):
-        monkeypatch.setattr(assembly, "free_memory_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(assembly, "free_memory_bytes", lambda device, num_sharing, free=free: free)
         taken = assembly.num_pool_blocks(config, loaded) * per_block / (1 << 30)  # type: ignore[arg-type]
         assert least < taken < most
-    monkeypatch.setattr(assembly, "free_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda device, num_sharing: 1 << 30)
     with pytest.raises(ValueError, match="KV pool"):
         assembly.num_pool_blocks(WorkerConfig(), loaded)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "devices", "num_sharing"),
+    [
+        ("auto", 4, ["cuda:0", "cuda:1", "cuda:2"], [1, 1, 1]),
+        ("cuda", 2, ["cuda:0", "cuda:1", "cuda:0"], [2, 1, 2]),
+        ("cuda:1", 2, ["cuda:1"] * 3, [3, 3, 3]),
+        ("cpu", 2, ["cpu"] * 3, [3, 3, 3]),
+        ("auto", 0, ["cpu"] * 3, [3, 3, 3]),
+    ],
+)
+def test_workers_of_one_machine_share_its_gpus_out(
+    device: str, num_gpus: int, devices: list[str], num_sharing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    configs = [WorkerConfig(device=device, place=Place(index, 3)) for index in range(3)]
+    assert [assembly.device_of(config) for config in configs] == devices
+    assert [assembly.num_sharing(config) for config in configs] == num_sharing
+
+
+def test_a_gpu_is_parted_whoever_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds little free, or much, as far as the first has come; both have half of the whole."""
+    held = 16 << 30
+    for free in (60 << 30, 30 << 30):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
+        assert free_memory_bytes(torch.device("cuda:0")) == free
+        assert free_memory_bytes(torch.device("cuda:0"), 2) == (40 << 30) - held
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_blocks", 1), ("block_size", 0)])
