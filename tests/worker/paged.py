@@ -64,7 +64,7 @@ class PagedModel:
         """One forward over all steps -> (tokens of the step, vocab_size) for each."""
         batch = build_batch(Step(steps), self._attention, self._model.device, self.block_size)
         logits = self._model.decoder.logits(self._model.decoder.forward(batch.forward, self._attention))
-        by_index = {part.index: logits[part.first : part.stop] for part in batch.sequences}
+        by_index = {part.index: logits[part.first : part.stop].float() for part in batch.sequences}
         return [by_index[index] for index in range(len(steps))]
 
     def chunked(self, token_ids: Sequence[int], sizes: Sequence[int]) -> Tensor:

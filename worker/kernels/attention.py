@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.kernels.bfloat16 import Bits, Floats, Indices, narrow
+from worker.kernels.bfloat16 import LOG2_E, Bits, Floats, Indices, narrow, power_of_two
 from worker.kernels.compiled import compiled, compiled_callback
 from worker.kernels.team import indices_at, run_alone, run_on_team, take_unit, team_address, words_at
 from worker.kernels.vectors import add_values, dot_keys, keys_at_once, prefetch
@@ -26,7 +26,6 @@ from worker.kernels.vectors import add_values, dot_keys, keys_at_once, prefetch
 carray: Any = numba.carray  # type: ignore[attr-defined]
 Words = NDArray[np.uint32]
 _TILE_KEYS: Final = 256
-_LOG2_E: Final = np.float32(1.4426950408889634)
 _MIN_EXPONENT: Final = np.float32(-126.0)
 _UPPER: Final = np.uint32(0xFFFF0000)
 _HALF_WORD: Final = np.uint32(16)
@@ -39,7 +38,7 @@ _WORK: Final = np.dtype([(name, np.int64) for name in ("next_unit", *_ADDRESSES,
 def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int, highest: np.float32) -> np.float32:
     """2 ** (score - highest) in place -> their sum; NaN when a score is not finite. `powers` is scratch memory.
 
-    2**x = 2**n * 2**f with n the nearest integer; 2**f, |f| <= 1/2, by its series, exact to float32's last bit but one.
+    2**x = 2**n * 2**f with n the nearest integer.
     """
     check = np.float32(0.0)
     for k in range(num_keys):
@@ -47,14 +46,7 @@ def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int, high
         x = scores[k] - highest
         x = x if x > _MIN_EXPONENT else _MIN_EXPONENT
         n = np.int32(x - np.float32(0.5))
-        f = x - np.float32(n)
-        series = np.float32(1.5403530e-4)
-        series = series * f + np.float32(1.3333558e-3)
-        series = series * f + np.float32(9.6181291e-3)
-        series = series * f + np.float32(5.5504109e-2)
-        series = series * f + np.float32(2.4022651e-1)
-        series = series * f + np.float32(6.9314718e-1)
-        scores[k] = series * f + np.float32(1.0)
+        scores[k] = power_of_two(x - np.float32(n))
         powers[k] = (n + 127) << 23
     factors = powers.view(np.float32)
     total = np.float32(0.0)
@@ -209,7 +201,7 @@ def _attend(
     work[0].tables, work[0].width = tables.ctypes.data, tables.shape[1]
     work[0].bounds, work[0].out = bounds.ctypes.data, out.ctypes.data
     work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, keys.shape[1], keys.shape[2]
-    work[0].factor = scale * _LOG2_E
+    work[0].factor = scale * LOG2_E
     num_threads = min(num_threads, num_rows * keys.shape[2])
     if team == 0 or num_threads == 1:
         run_alone(kernel, work.ctypes.data)

@@ -20,7 +20,7 @@ class Decoder(Protocol):
         """The normalised hidden state after the last layer, (num_tokens, hidden_size)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(rows, hidden_size) -> (rows, vocab_size) float32"""
+        """(rows, hidden_size) -> (rows, vocab_size), in the model's dtype."""
 
     @property
     def weight_bytes(self) -> int:

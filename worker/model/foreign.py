@@ -76,7 +76,7 @@ class ForeignDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._head is not None
         logits: Tensor = self._head(hidden)
-        return logits.float()
+        return logits
 
     @property
     def weight_bytes(self) -> int:

@@ -20,6 +20,9 @@ class Linear(Protocol):
 
     def __call__(self, states: Tensor) -> Tensor: ...
 
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        """residual + the product, (num_tokens, out): `residual` itself, written in place, or a new tensor."""
+
     @property
     def weight_bytes(self) -> int:
         """What one product reads."""
@@ -36,6 +39,9 @@ class DenseLinear:
 
     def __call__(self, states: Tensor) -> Tensor:
         return functional.linear(states, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        return residual.add_(self(states))
 
     @property
     def weight_bytes(self) -> int:
@@ -60,6 +66,11 @@ class OneDnnLinear:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
         return product
 
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        """Added while the product is in registers, and rounded once."""
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, residual, self.packed, self.bias, "add")
+        return total
+
 
 class TiledLinear:
     """Any product, always run on the same number of rows, so that a row's result never depends on its neighbours."""
@@ -74,6 +85,9 @@ class TiledLinear:
         num_rows = states.shape[0]
         padded = functional.pad(states, (0, 0, 0, -num_rows % _TILE_ROWS))
         return torch.cat([self._inner(tile) for tile in torch.split(padded, _TILE_ROWS)])[:num_rows]
+
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        return residual.add_(self(states))
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -62,12 +62,12 @@ class LlamaDecoder:
         for index, layer in enumerate(weights.layers):
             query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation)
             attended = attention.attend(index, query, key, value, batch)
-            hidden.add_(layer.output(attended))
+            hidden = layer.output.add_to(hidden, attended)
             hidden = layer.mlp(layer.post_norm(hidden), hidden)
         return weights.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.weights.lm_head(hidden).float()
+        return self.weights.lm_head(hidden)
 
     @property
     def weight_bytes(self) -> int:

@@ -71,6 +71,11 @@ class PackedLinear:
         )
         return product if self._bias is None else product.add_(self._bias)
 
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        if states.shape[0] > self._max_rows:
+            return self.dense.add_to(residual, states)
+        return residual.add_(self(states))
+
 
 def is_packable(parts: Sequence[QuantisedTensor | None]) -> bool:
     """Whether these matrices, stacked, can be one PackedLinear."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from worker.kernels.bits import kernels_serve
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.linear import Linear, OneDnnLinear, TiledLinear, dense_linear
 from worker.model.llama import DecoderWeights, LayerWeights
-from worker.model.mlp import Mlp, OneDnnMlp, PlainMlp
+from worker.model.mlp import Mlp, OneDnnMlp, PlainMlp, compiled_gated, plain_gated
 from worker.model.norm import RmsNorm, rms_norm
 from worker.model.options import LoadOptions
 from worker.model.packed import PACKABLE, PackedLinear, is_packable
@@ -79,7 +80,9 @@ class WeightLoader:
             if isinstance(gate, OneDnnLinear) and isinstance(up, OneDnnLinear) and isinstance(down, OneDnnLinear):
                 return OneDnnMlp(gate, up, down)
         gate_up = self._linear(names, (inner, inner), hidden)
-        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner))
+        compiled = kernels_serve(self._dtype, self._device, deterministic=self._options.deterministic)
+        gated = compiled_gated if compiled else plain_gated
+        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner), gated)
 
     @property
     def _fuses_mlp(self) -> bool:

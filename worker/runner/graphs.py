@@ -87,7 +87,7 @@ class DecodeGraphs:
                 self._recordings[num_rows, length] = _Recording(num_rows, inputs, plan, record(run))
 
     def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> Tensor | None:
-        """(sequences, vocab_size) float32; None: no recording holds this step.
+        """(sequences, vocab_size); None: no recording holds this step.
 
         `token_ids` (sequences,), if given, are the tokens, and what the sequences say is not.
         """

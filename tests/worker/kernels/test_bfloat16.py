@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.worker.kernels.rounding import close, states
 from worker.kernels import bfloat16 as kernels
 from worker.kernels.bits import MAX_ROWS, bits
+from worker.model.mlp import compiled_gated
 from worker.model.norm import CompiledRmsNorm
 from worker.model.rope import CompiledRope, PlainRope
 
@@ -41,3 +43,34 @@ def test_what_is_not_finite_is_never_hidden(broken: float) -> None:
     kernels.rms_norm(bits(x), torch.ones(16).numpy(), 1e-5, bits(out))
     assert bool(out[0].isfinite().all())
     assert not bool(out[1].isfinite().all())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS + 1])
+def test_a_gate_is_as_near_as_bfloat16_can_be(num_rows: int) -> None:
+    x = states(num_rows, 2 * 48, seed=4)
+    x[0, :8] = torch.tensor([0.0, -0.0, 100.0, -100.0, 3e38, -3e38, 1e-30, -20.0])
+    wide = x.float()
+    want = torch.nn.functional.silu(wide[:, :48]) * wide[:, 48:]
+    assert close(compiled_gated(x), want, steps=1.0 if num_rows <= MAX_ROWS else 2.1)
+
+
+def test_a_broken_gate_is_seen() -> None:
+    x = states(2, 32)
+    x[0, 3], x[1, 20] = float("nan"), float("inf")
+    assert compiled_gated(x).isfinite().logical_not().nonzero().tolist() == [[0, 3], [1, 4]]
+
+
+def test_the_best_is_where_float32_finds_it() -> None:
+    x = states(12, 5000, seed=6)
+    x[1] = float("-inf")
+    x[2, [77, 4000]] = float("inf")
+    x[3, 4999] = float("nan")
+    x.view(torch.int16)[4, [1024, 1025]] = 0xFFC0 - (1 << 16)  # NaN with its sign set, as processors make it
+    x[5] = 1.5
+    x[6] = -x[6].abs() - 1
+    x[7] = -1
+    x[7, [9, 30]] = torch.tensor([-0.0, 0.0]).bfloat16()
+    x[8, [2000, 3000]] = 100.0
+    found = np.empty(12, np.int64)
+    kernels.best(bits(x), found)
+    assert found.tolist() == x.float().numpy().argmax(-1).tolist()
