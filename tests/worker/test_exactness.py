@@ -74,7 +74,8 @@ def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) 
     assert tight.num_preempted > 0
 
 
-def test_with_a_window_a_sequence_holds_no_more_than_that_and_a_chunk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])  # then what forks share is copied in steps run ahead, too
+def test_with_a_window_a_sequence_holds_no_more_than_that_and_a_chunk(tmp_path: Path, runs_ahead: bool) -> None:
     write_family("mistral_window", tmp_path)
     model = load_model(str(tmp_path), LoadOptions())
     window = model.config.attention.longest_window
@@ -82,13 +83,15 @@ def test_with_a_window_a_sequence_holds_no_more_than_that_and_a_chunk(tmp_path: 
     wires = [generate([i * k % 99 for k in range(1, 60)], 40, 1 + i % 2, temperature=float(i % 2)) for i in range(6)]
     want = [run(engine(model), [wire])[0] for wire in wires]
     # a ring of 5 blocks for a sequence, which would take 25; 14 hold four of them
-    ring = engine(model, 15, prefix_cache="off", max_num_batched_tokens=8, max_num_seqs=8, window_size=window + 8)
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
+    ring = engine(model, 15, prefix_cache="off", window_size=window + 8, runs_ahead=runs_ahead, **limits)
     most_held = 0
     requests = [ring.submit(wire) for wire in wires]
     while ring.step() is not None:
         most_held = max(most_held, *(len(table.block_table) for table in ring.allocator._live), 0)
     assert [ring.answer(request).tokens for request in requests] == want
     assert most_held == 5
+    assert (ring.num_ahead > 0) == runs_ahead
 
 
 def test_resumed_anywhere(model: LoadedModel, alone) -> None:

@@ -83,8 +83,8 @@ def test_the_last_placement_counts_also_when_the_one_before_is_remembered() -> N
     recent, hashes = RecentPlacements(max_blocks=100), chain(10)
     recent.add(WorkerId("a"), E, hashes)
     recent.add(WorkerId("c"), E, chain(45))
-    recent.add(WorkerId("b"), E, hashes)
-    assert recent.matched(hashes) == {(WorkerId("b"), E): 10}
+    recent.add(WorkerId("b"), E, hashes[:5])
+    assert recent.matched(hashes) == {(WorkerId("b"), E): 5, (WorkerId("a"), E): 10}
 
 
 def test_recent_placements_keep_who_got_how_much() -> None:
