@@ -69,19 +69,25 @@ async def breaks_kept_connections(worker: ScriptedWorker) -> AsyncIterator[str]:
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, stream: bool, num_tokens: int) -> None:
-    dying, healthy = make(), make()
+    dying, healthy = make(num_cached_tokens=3), make(num_cached_tokens=5)
     dying.behave = dies_after(dying, num_tokens)
     async with gateway(dying, healthy) as target:
-        status, _, raw = await post(target.url, chat(stream=stream, n=1, seed=5))
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        status, _, raw = await post(target.url, chat(stream=stream, n=1, seed=5, **options))
         assert status == 200
-        text = check_chat(raw)[0] if stream else json.loads(raw)["choices"][0]["message"]["content"]
+        if stream:
+            text, usage = check_chat(raw, include_usage=True)[0], events(raw)[-2]["usage"]
+        else:
+            body = json.loads(raw)
+            text, usage = body["choices"][0]["message"]["content"], body["usage"]
         assert text == ANSWER
+        assert usage["prompt_tokens_details"]["cached_tokens"] == (3 if num_tokens else 5), "of who gave the first"
         (resumed,) = healthy.received
         assert list(resumed.choices[0].output_ids) == healthy.reply[:num_tokens]
         assert resumed.choices[0].seed == dying.received[0].choices[0].seed == 5
         first, second = target.router.placements
         assert first.calls[-1] == "close False"
-        assert second.calls == ["started 0", "first token", "close True"]
+        assert second.calls == ["started 5", "first token", "close True"]
         assert second.request.excluded == {(dying.worker_id, dying.member().epoch)}
         assert second.request.numerics == (dying.numerics if num_tokens else None)
 

@@ -130,6 +130,10 @@ async def test_keys_let_in_and_tenants_have_roots_of_their_own(worker: ScriptedW
         for salt in ("one", "default", "key of one"):
             await post(target.url, chat(cache_salt=salt, prompt_cache_key="one"), **bearer("key of two"))
         assert len({one, *(request.root for request in worker.received[2:])}) == 5
+        one, again, *others = (request.tenant for request in worker.received)
+        assert one == again
+        assert len(set(others)) == 1, "a salt makes no other tenant: a worker's time is shared out by these tags"
+        assert len({"one", "two", one, others[0]}) == 4, "which name nobody"
 
 
 async def test_a_key_for_other_models(worker: ScriptedWorker, holders: KeyHolders) -> None:
@@ -163,6 +167,7 @@ async def test_priority_is_a_right(worker: ScriptedWorker, holders: KeyHolders) 
     async with gateway(worker, identities=holders) as target:
         assert (await post(target.url, chat(priority=-5), **bearer("My API Key")))[0] == 403
         assert (await post(target.url, chat(priority=-5), **bearer("other key of one")))[0] == 200
+        assert [request.priority for request in worker.received] == [-5]
 
 
 async def test_rates_are_told_and_kept(worker: ScriptedWorker, holders: KeyHolders) -> None:
