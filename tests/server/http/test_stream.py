@@ -1,0 +1,157 @@
+"""One streamed response: keep-alives between its events and never within, and what ends an answer from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from server.errors import ShuttingDownError
+from server.http.stream import PING, AnswerGuard, ClientConnection, ClientGoneError, Heart, SseSink
+from tests.server.scripted_worker import until
+
+
+class Client:
+    """An ASGI `send` to a client that reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    async def __call__(self, message: Message) -> None:
+        self.messages.append(message)
+        await self.reads.wait()
+
+    @property
+    def parts(self) -> list[Any]:
+        return [message.get("body", message.get("status")) for message in self.messages]
+
+
+def sink_to(client: Client) -> SseSink:
+    return SseSink(client, lambda: [])
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_no_keep_alive_while_an_event_is_written() -> None:
+    client = Client()
+    sink = sink_to(client)
+    client.reads.clear()
+    write = asyncio.create_task(sink.write(b"event"))
+    await turns()
+    sink.ping()
+    await turns()
+    client.reads.set()
+    await write
+    await turns()
+    assert client.parts == [200, b"event"]
+    sink.ping()
+    await turns()
+    assert client.parts == [200, b"event", PING]
+
+
+async def test_an_event_waits_for_the_keep_alive_before_it() -> None:
+    client = Client()
+    sink = sink_to(client)
+    client.reads.clear()
+    sink.ping()
+    await turns()
+    write = asyncio.create_task(sink.write(b"event"))
+    await turns()
+    assert client.parts == [200]
+    client.reads.set()
+    await write
+    assert client.parts == [200, PING, b"event"]
+
+
+async def test_a_silent_stream_is_kept_alive_until_it_is_left() -> None:
+    client, heart = Client(), Heart(0.02)
+    sink = sink_to(client)
+    beating = asyncio.create_task(heart.run())
+    try:
+        with heart.keeping(sink):
+            await until(lambda: client.parts.count(PING) >= 2)
+            written_s = sink.last_write_s
+            await sink.write(b"event")
+            assert sink.last_write_s > written_s
+        client.messages.clear()
+        await asyncio.sleep(0.1)
+        assert client.parts == []
+    finally:
+        beating.cancel()
+
+
+async def test_a_keep_alive_that_nobody_reads_holds_nothing_up() -> None:
+    client, heart = Client(), Heart(60.0)
+    sink = sink_to(client)
+    client.reads.clear()
+    with heart.keeping(sink):
+        sink.ping()
+        await turns()
+        sink.ping()  # one at a time
+    write = asyncio.create_task(sink.write(b"last"))
+    await turns()
+    assert client.parts == [200, b"last"]
+    client.reads.set()
+    await write
+
+
+async def answer(guard: AnswerGuard, *events: Callable[[], None]) -> None:
+    """One that never ends by itself, while these things happen."""
+    with guard:
+        for happens in events:
+            happens()
+        await asyncio.sleep(60)
+
+
+async def test_a_client_that_goes_ends_its_answer() -> None:
+    client = ClientConnection()
+    with pytest.raises(ClientGoneError):
+        await answer(AnswerGuard(client), client.lose)
+    with pytest.raises(ClientGoneError):
+        await answer(AnswerGuard(client), lambda: pytest.fail("it has gone before"))
+
+
+async def test_an_answer_ends_at_its_deadline_or_when_the_process_stops() -> None:
+    with pytest.raises(TimeoutError):
+        await answer(AnswerGuard(ClientConnection(), timeout_s=0.01))
+    guard = AnswerGuard(ClientConnection())
+    guard.end(ShuttingDownError)  # it has not begun
+    with pytest.raises(ShuttingDownError):
+        await answer(guard, lambda: guard.end(ShuttingDownError))
+
+
+async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
+    client = ClientConnection()
+    guard = AnswerGuard(client, timeout_s=60.0)
+    with pytest.raises(ClientGoneError):
+        await answer(guard, client.lose, lambda: guard.end(ShuttingDownError))
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_what_is_complete_is_not_ended() -> None:
+    client = ClientConnection()
+    guard = AnswerGuard(client, timeout_s=0.02)
+    with guard:
+        pass
+    client.lose()
+    guard.end(ShuttingDownError)
+    await asyncio.sleep(0.05)
+
+
+async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+    task = asyncio.create_task(answer(AnswerGuard(ClientConnection(), timeout_s=60.0)))
+    await turns()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
