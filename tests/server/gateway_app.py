@@ -123,7 +123,9 @@ async def gateway(
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol))
         try:
             yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
-            await until(lambda: not backend.waiting_room.num_tokens)  # whatever the requests ended with, they left it
+            # Whatever the requests have ended with, nothing of them is left.
+            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks))
+            await until(lambda: metrics.in_flight._value.get() == 0)
         finally:
             for task in background:
                 task.cancel()

@@ -130,7 +130,8 @@ async def test_thoughts_are_split_from_the_answer(says: Says) -> None:
     message = json.loads(body)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4.")
     assert check_chat(raw) == ["It is 4."]
-    assert json.loads(body)["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    thoughts = says("<think>Well, 4.</think>").reply
+    assert json.loads(body)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thoughts)
 
 
 @pytest.mark.parametrize(

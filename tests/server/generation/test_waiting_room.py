@@ -7,7 +7,7 @@ import pytest
 from cache.types import BlockHash
 from server.errors import OverloadedError
 from server.generation.waiting_room import WaitingRoom
-from server.workers.quarantine import Quarantine
+from server.workers.quarantine import MAX_ENTRIES, Quarantine
 from worker.wire import SamplingParams
 
 
@@ -50,6 +50,12 @@ def test_a_quarantined_request_is_known_by_all_that_is_computed() -> None:
     assert not quarantine.holds(root, [1, 2, 3], params)
     assert not quarantine.holds(root, [1, 2], SamplingParams(max_tokens=6))
     assert not quarantine.holds(BlockHash(b"s" * 16), [1, 2], params)
+    for number in range(MAX_ENTRIES):
+        quarantine.add(root, [number], params)
+    assert len(quarantine) == MAX_ENTRIES
+    assert not quarantine.holds(root, [1, 2], params), "the oldest made room"
+    assert quarantine.holds(root, [1], params)
     clock.now_s += 61
+    assert not any(quarantine.holds(root, [number], params) for number in range(MAX_ENTRIES))
     assert not quarantine.holds(root, [1, 2], params)
     assert len(quarantine) == 0
