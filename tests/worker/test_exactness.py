@@ -91,7 +91,6 @@ def test_with_a_window_a_sequence_holds_no_more_than_that_and_a_chunk(tmp_path: 
         most_held = max(most_held, *(len(table.block_table) for table in ring.allocator._live), 0)
     assert [ring.answer(request).tokens for request in requests] == want
     assert most_held == 5
-    assert run(ring, wires[1:2]) == want[1:2]  # two choices, and nobody beside them
     assert (ring.num_ahead > 0) == runs_ahead
 
 

@@ -68,6 +68,12 @@ def test_numbers_that_no_step_should_see_are_refused(name: str, value: object) -
     assert refused is not None
     assert refused.message.startswith(name)
     assert len(refused.message) < 200
-    for choice in (ChoiceState(2**40, 1), ChoiceState(-1, 1), ChoiceState(0, 1 << 64)):
-        refused = refusal(replace(request, choices=(choice,)), BatchLimits(max_model_len=100), 80, vocab_size=50)
-        assert refused is not None
+
+
+def test_choices_that_no_step_should_see_are_refused() -> None:
+    def refused(index: int, seed: int) -> bool:
+        request = replace(generate([1, 2], 4), choices=(ChoiceState(index, seed),))
+        return refusal(request, BatchLimits(max_model_len=100), 80, vocab_size=50) is not None
+
+    assert not any(refused(*choice) for choice in ((2**32 - 1, 1), (0, 2**64 - 1), (0, -(2**63))))
+    assert all(refused(*choice) for choice in ((2**32, 1), (-1, 1), (0, 2**64), (0, -(2**63) - 1)))
