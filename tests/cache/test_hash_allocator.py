@@ -104,6 +104,21 @@ def test_a_request_never_evicts_its_own_prefix() -> None:
     assert allocation.num_cached_tokens == 8
 
 
+def test_a_prefix_may_be_held_in_part_and_free_in_part() -> None:
+    allocator = HashAllocator(11, 4)
+    compute(allocator, range(16)).free()
+    allocate(allocator, range(20, 24)).free()  # some time passes
+    half = allocate(allocator, range(9))
+    whole = allocate(allocator, range(17))
+    assert (half.num_cached_tokens, whole.num_cached_tokens) == (8, 16)
+    allocator.check_integrity()
+    half.free()
+    allocator.check_integrity()
+    assert allocator.num_free_blocks == 10 - 5
+    whole.free()
+    allocator.check_integrity()
+
+
 def test_stored_comes_with_the_first_copy_and_removed_with_the_last() -> None:
     allocator = HashAllocator(6, 4)
     chain = hash_chain(ROOT, range(4), 4)

@@ -41,6 +41,8 @@ def test_a_prefix_is_reported_where_matches_ended() -> None:
         SharedPrefix(hashes("root", "c", "f"), 4, 0, 1, 0),
     ]
     assert [prefix.num_hits for prefix in top_prefixes(runs, 1)] == [7]
+    branch = [run("root", "abc", 0), run("c", "de", 7), run("c", "f", 1)]
+    assert SharedPrefix(hashes("root", "c"), 3, 0, 8, 0) in top_prefixes(branch, 10), "where two of them part"
     assert top_prefixes([], 3) == []
 
 
@@ -98,9 +100,19 @@ def test_what_was_evicted_or_cleared_is_forgotten(kind: PrefixCache) -> None:
     serve(allocator, list(range(1000, 1020)))  # all five blocks
     assert top_prefixes(allocator.prefix_runs(), 10) == []
     serve(allocator, list(range(1000, 1020)))
-    assert len(top_prefixes(allocator.prefix_runs(), 10)) == 1
+    assert [prefix.num_hits for prefix in top_prefixes(allocator.prefix_runs(), 10)] == [1]
     assert allocator.reset()
     assert list(allocator.prefix_runs()) == []
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_hits_of_before_a_reset_are_forgotten(kind: PrefixCache) -> None:
+    allocator = make_allocator(kind, 4, SIZE)  # so small that the same blocks hold the same again
+    for _ in range(3):
+        for _ in range(2):
+            serve(allocator, list(range(9)))
+        assert [prefix.num_hits for prefix in top_prefixes(allocator.prefix_runs(), 10)] == [1]
+        assert allocator.reset()
 
 
 def test_a_copy_outlives_changes_of_the_pool() -> None:

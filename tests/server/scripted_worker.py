@@ -52,10 +52,10 @@ class Die(Exception):
 class Refuse(Exception):
     """Raised by a script before its first frame: a status and a Failed frame."""
 
-    def __init__(self, status: int, code: str, *, retryable: bool = True) -> None:
+    def __init__(self, status: int, code: str, *, retryable: bool = True, retry_after_s: float | None = None) -> None:
         super().__init__(code)
         self.status = status
-        self.failed = Failed(code, f"scripted {code}", retryable)
+        self.failed = Failed(code, f"scripted {code}", retryable, retry_after_s)
 
 
 @dataclass(eq=False)

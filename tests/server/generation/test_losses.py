@@ -143,6 +143,7 @@ async def test_a_dead_address_is_passed_over(make: MakeWorker) -> None:
         )
         status, headers, _ = await post(target.url, chat(stream=True))
         assert (status, headers["x-headstart-worker"]) == (200, healthy.worker_id)
+        assert target.router.failed == [gone.worker_id]
 
 
 async def test_a_kept_connection_that_broke_is_no_lost_worker(

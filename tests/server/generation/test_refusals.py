@@ -17,9 +17,9 @@ from tests.server.test_app import ANSWER, chat, post
 from worker.wire import Failed, Frame, GenerateRequest, Started
 
 
-def refuses(status: int, code: str, *, retryable: bool = True) -> Script:
+def refuses(status: int, code: str, *, retryable: bool = True, retry_after_s: float | None = None) -> Script:
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(status, code, retryable=retryable)
+        raise Refuse(status, code, retryable=retryable, retry_after_s=retry_after_s)
         yield Started(0)
 
     return behave
@@ -79,12 +79,13 @@ async def test_a_flood_is_answered_without_asking_the_workers_each_time(
     pause_s = 2.0  # so long that a slow machine sends the whole flood meanwhile
     monkeypatch.setattr(full_queues, "PAUSE_S", pause_s)
     workers = make(), make()
-    for worker in workers:
-        worker.behave = refuses(429, "queue_full")
+    for worker, retry_after_s in zip(workers, (2.0, 5.0), strict=True):
+        worker.behave = refuses(429, "queue_full", retry_after_s=retry_after_s)
     async with gateway(*workers) as target:
         answers = [await post(target.url, chat())]
         answers += await asyncio.gather(*(post(target.url, chat()) for _ in range(40)))
         assert {(status, json.loads(raw)["error"]["code"]) for status, _, raw in answers} == {(429, "queue_full")}
+        assert {headers["retry-after"] for _, headers, _ in answers} == {"2"}, "when the first of them has room"
         assert sum(len(worker.received) for worker in workers) < 40
         for worker in workers:
             worker.behave = worker.answer
