@@ -24,7 +24,7 @@ from worker.model.config import ModelConfig
 from worker.model.errors import ModelError, UnsupportedModel
 from worker.model.options import DTYPES
 from worker.runner.memory import block_bytes, free_memory_bytes
-from worker.runner.stream import current_device
+from worker.transfer import current_device
 
 NEWEST_TORCH: Final = (2, 15)
 """Needs a Triton that xformers 0.0.35 does not run on."""

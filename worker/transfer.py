@@ -1,8 +1,9 @@
-"""Copies between host and device that nobody waits for. On a CPU there is nothing to copy."""
+"""Copies between host and device that nobody waits for, and which device is meant. On a CPU there is nothing to do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,3 +22,8 @@ def to_device(values: Values, dtype: torch.dtype, device: torch.device) -> Tenso
 def to_host(tensor: Tensor) -> Tensor:
     """Memory of the host that holds the tensor's values once all that is queued on the device by now is done."""
     return tensor.to("cpu", non_blocking=True)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where this thread's Triton kernels, events and graphs go: they follow the current device, not their tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -35,8 +35,14 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store (num_tokens, kv_heads, head_dim) at `slots` (num_tokens,)."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        if keys.is_cuda:
+            from worker.gpu_kernels import store
+
+            store(key, value, slots, keys, values)
+        else:
+            keys.index_copy_(0, slots, key)
+            values.index_copy_(0, slots, value)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """In the order given: a later copy may read what an earlier one wrote."""

@@ -14,6 +14,7 @@ from worker.model.gguf import GGUFCheckpoint
 from worker.model.llama import LlamaDecoder
 from worker.model.options import LoadOptions
 from worker.model.weights import Progress, WeightLoader
+from worker.transfer import current_device
 
 __all__ = ["LoadOptions", "LoadedModel", "load_model"]
 
@@ -63,7 +64,7 @@ def load_model(source: str, options: LoadOptions, progress: Progress = lambda do
     `progress` is called with (layers done, layers in all) from this thread.
     """
     checkpoint = find_checkpoint(source)
-    with torch.inference_mode():
+    with torch.inference_mode(), current_device(torch.device(options.device)):
         return LoadedModel(_decoder(checkpoint, options, progress), checkpoint, options)
 
 

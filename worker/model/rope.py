@@ -62,8 +62,25 @@ class CompiledRope:
         return rotate
 
 
+class GpuRope:
+    """One Triton kernel a layer."""
+
+    __slots__ = ("_kernel", "_table")
+
+    def __init__(self, table: Tensor) -> None:
+        from worker.gpu_kernels import rotate
+
+        self._kernel = rotate
+        self._table = table
+
+    def at(self, positions: Tensor) -> Rotation:
+        return lambda states, num_heads: self._kernel(states, positions, self._table, num_heads)
+
+
 def make_rope(table: Tensor, *, deterministic: bool) -> Rope:
     """The fastest form for a table's device and dtype."""
+    if table.is_cuda:
+        return GpuRope(table)
     if kernels_serve(table.dtype, table.device, deterministic=deterministic):
         return CompiledRope(table)
     return PlainRope(table)

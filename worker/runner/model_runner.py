@@ -21,12 +21,12 @@ from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder
-from worker.runner.stream import Stream, current_device, stream_of
+from worker.runner.stream import Stream, stream_of
 from worker.sampling.errors import NonFiniteLogits
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.sampler import DrawnTokens, draw_tokens
 from worker.step import Launch, SequenceResult, SequenceStep, Step
-from worker.transfer import to_device
+from worker.transfer import current_device, to_device
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from worker.step import Done, Launch
+from worker.transfer import current_device
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -63,11 +63,6 @@ class _Recorded(Generic[T_co]):
     def collect(self) -> T_co:
         self.event.synchronize()
         return self.result
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where this thread's Triton kernels, events and graphs go: they follow the current device, not their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def stream_of(device: torch.device) -> Stream:

@@ -17,11 +17,14 @@ from torch.nn import functional
 from xformers.ops.fmha import flash, triton_splitk
 from xformers.ops.fmha._triton.splitk_kernels import _fwd_kernel_splitK
 
+from worker import gpu_kernels
 from worker.attention import xformers_paged
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.attention.xformers_paged import XformersPagedAttention
+from worker.model.config import RopeConfig
+from worker.model.rope import PlainRope, rope_table
 
 torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]  # the kernel enters one
 
@@ -129,6 +132,28 @@ def static_difference(block_size: int) -> float:
     return worst
 
 
+def fused_differences(head_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, float]:
+    """Our own kernels against operations of torch, over a slice of a fused product; what they must not touch, too."""
+    generator = torch.Generator().manual_seed(head_dim)
+    num_tokens, num_rotated = 3, num_heads + num_kv_heads
+    fused = torch.randn(num_tokens, (num_rotated + num_kv_heads) * head_dim, generator=generator).half()
+    table = rope_table(RopeConfig(), head_dim, 50).half()
+    positions = torch.tensor([7, 49, 0])
+    want = PlainRope(table).at(positions)(fused, num_rotated)
+    got = gpu_kernels.rotate(fused, positions, table, num_rotated)
+    key, value = got[:, num_heads:], fused[:, num_rotated * head_dim :].view(num_tokens, num_kv_heads, head_dim)
+    slots = torch.tensor([5, 31, 0])
+    pools = torch.randn(2, 2, 40, num_kv_heads, head_dim, generator=generator).half()
+    pools[1] = pools[0]
+    for pool, states in zip(pools[0], (key, value), strict=True):
+        pool.index_copy_(0, slots, states)
+    gpu_kernels.store(key, value, slots, pools[1, 0], pools[1, 1])
+    return {
+        f"rotation of {num_rotated} heads of {head_dim}": float((want.float() - got.float()).abs().max()),
+        f"store of {num_kv_heads} heads of {head_dim}": float((pools[0] - pools[1]).abs().max()),
+    }
+
+
 def num_compilations(num_steps: int) -> int:
     """Sets of constants that steps of 1 to 8 decodes, most of them beside chunks of prompts, give to the kernel."""
     shape = AttentionShape(1, 8, 2, 32, 0.2)
@@ -167,4 +192,5 @@ if __name__ == "__main__":
         for name, case in CASES.items()
     }
     found |= {f"static plan, blocks of {size}": static_difference(size) for size in (16, 32)}
+    found |= fused_differences(32, 4, 2) | fused_differences(80, 9, 9)
     print(json.dumps({"differences": found, "compilations": compilations}))
