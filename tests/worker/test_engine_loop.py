@@ -192,6 +192,18 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     assert emission == Emission(key, Started(0))
     threaded.runner.gate.set()
     threaded.wait(key)
+    again = threaded.submit(1, generate(range(10)))
+    assert threaded.next() == Emission(again, Started(8))
+    threaded.wait(again)
+
+
+def test_a_suspect_is_said_to_have_begun_before_the_device_sees_it(threaded: ThreadedEngine) -> None:
+    num_sent: list[int] = []
+    threaded.runner.fails = lambda step: num_sent.append(threaded.frames.qsize())
+    threaded.submit(0, generate(range(10), 1, is_suspect=True))
+    while not num_sent:
+        time.sleep(0.001)
+    assert num_sent == [1]
 
 
 def test_abort_during_a_step_takes_effect_after_it(inline: ThreadedEngine) -> None:
@@ -281,6 +293,16 @@ def test_nothing_of_a_step_that_raises_is_findable(beside: ThreadedEngine) -> No
     assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 
+def test_what_was_launched_behind_a_step_that_raises_has_never_been(beside: ThreadedEngine) -> None:
+    beside.runner.fails = lambda step: len(beside.runner.steps) == 6
+    keys = [beside.submit(i, generate([i, *range(9)], 20)) for i in range(2)]
+    for i, key in enumerate(keys):
+        assert beside.wait(key).tokens[0] == answer([i, *range(9)], 100, 20)
+    assert beside.counted("step_failures_total") == 1
+    beside.settle()
+    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
+
+
 def test_purge_waits_for_the_step_that_runs(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     key = beside.submit(0, generate(range(10), 5))
@@ -342,15 +364,121 @@ def test_a_device_that_computes_nothing_ends_the_engine(threaded: ThreadedEngine
     assert "died" in (threaded.engine.health(60.0) or "")
 
 
+@pytest.mark.parametrize("num_newcomers", [1, 2])
+def test_who_broke_the_device_is_told_where_it_can_have_been_only_one(
+    threaded: ThreadedEngine, num_newcomers: int
+) -> None:
+    """So that no other worker computes it. Who has had a token before is above suspicion."""
+    broken: list[Step] = []
+
+    def fails(step: Step) -> bool:
+        if len(threaded.runner.steps) == 3:
+            threaded.runner.gate.clear()
+        if len(step.sequences) > 1 or broken:
+            broken.append(step)
+        return bool(broken)
+
+    threaded.runner.fails = fails
+    old = threaded.submit(0, generate(range(10), 400))
+    for _ in range(4):
+        assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    newcomers = [RequestKey(i) for i in range(1, 1 + num_newcomers)]
+    threaded.engine.call(lambda: [threaded.submit(i, generate([i, 2, 3])) for i in newcomers])  # heard as one
+    threaded.runner.gate.set()
+    assert "does not compute" in str(threaded.deaths.get(timeout=TIMEOUT_S))
+    while not threaded.frames.empty():
+        threaded.next()
+    told = [threaded.answers[key].last for key in (old, *newcomers)]
+    if num_newcomers == 1:
+        assert told == [None, Failed("poisonous", "the request has broken the device", retryable=False)]
+    else:
+        assert told == [None] * 3
+
+
+def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: ThreadedEngine) -> None:
+    num_sent: list[int] = []
+
+    def fails(step: Step) -> bool:
+        num_sent.append(threaded.frames.qsize())
+        return len(step.sequences) > 1
+
+    threaded.runner.gate.clear()
+    blocker = threaded.submit(0, generate([9, 2, 3], 1))
+    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    for i in range(1, 3):
+        threaded.submit(i, generate([i, 2, 3], 1))
+    threaded.runner.fails = fails
+    threaded.runner.gate.set()
+    while len(num_sent) < 4:  # the blocker, the two together, and each of them alone
+        time.sleep(0.001)
+    assert num_sent[3] >= num_sent[2] + 3, "its token, its end, and the end of all"
+    threaded.wait(blocker)
+
+
+def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngine) -> None:
+    emission = Emission(RequestKey(7), Started(0))
+
+    def break_down() -> None:
+        inline.engine._outbox.put([emission])
+        raise ZeroDivisionError
+
+    inline.engine._inbox.put(break_down)
+    assert isinstance(inline.deaths.get(timeout=TIMEOUT_S), ZeroDivisionError)
+    assert inline.frames.get(timeout=TIMEOUT_S) == emission
+
+
+def test_the_step_that_runs_is_waited_for_at_the_end(beside: ThreadedEngine) -> None:
+    beside.runner.gate.clear()
+    beside.submit(0, generate(range(10), 5))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    threading.Timer(0.05, beside.runner.gate.set).start()
+    beside.engine.stop()
+    assert not beside.engine._flights
+    assert beside.runner.steps
+
+
 def test_a_long_step_is_a_hang(threaded: ThreadedEngine) -> None:
     assert threaded.engine.health(0.0) is None
     threaded.runner.gate.clear()
     key = threaded.submit(0, generate([1, 2, 3]))
     assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
-    assert "a step has been running" in (threaded.engine.health(0.0) or "")
+    time.sleep(0.02)
+    assert "a step has been running" in (threaded.engine.health(0.01) or "")
     assert threaded.engine.health(60.0) is None
     threaded.runner.gate.set()
     threaded.wait(key)
+    threaded.settle()
+    assert threaded.engine.health(0.0) is None
+
+
+def test_steps_that_stand_behind_each_other_last_no_longer_than_all_of_them(beside: ThreadedEngine) -> None:
+    beside.runner.fails = lambda step: time.sleep(0.005)
+    begun_s = time.monotonic()
+    beside.wait(beside.submit(0, generate([1, 2, 3], 20)))
+    beside.settle()
+    elapsed_s = time.monotonic() - begun_s
+    assert beside.runner.steps[9].sequences[0].follows == 0
+    assert beside.counted("step_seconds_count", kind="decode") == 19
+    assert 0.0 < beside.counted("step_seconds_sum", kind="decode") <= elapsed_s
+
+
+def test_a_hang_is_seen_in_a_step_that_was_launched_ahead_too(beside: ThreadedEngine) -> None:
+    def close_gate(step: Step) -> bool:
+        if len(beside.runner.steps) == 3:
+            beside.runner.gate.clear()
+        return False
+
+    beside.runner.fails = close_gate
+    key = beside.submit(0, generate([1, 2, 3], 10))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while len(beside.answers[key].tokens.get(0, ())) < 3:
+        beside.next()
+    while "a step has been running" not in (beside.engine.health(0.0) or ""):
+        assert time.monotonic() < deadline_s, "nobody sees that it hangs"
+        time.sleep(0.005)
+    assert beside.runner.steps[2].sequences[0].follows == 0
+    beside.runner.gate.set()
+    beside.wait(key)
 
 
 def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: ThreadedEngine) -> None:
@@ -431,7 +559,28 @@ def test_the_load_tells_whose_prefill_waits(threaded: ThreadedEngine) -> None:
     assert loads[-1].queued_prefill_s == {}
     assert loads[-1].draining
     assert loads[-1].assigned_prefill_s > 0.0
+    assert loads[-1].prefill_tokens_per_s != loads[0].prefill_tokens_per_s  # measured anew
     assert loads[-1].num_free_blocks == loads[-1].num_blocks - 1
+
+
+def test_an_engine_without_work_has_said_so(threaded: ThreadedEngine) -> None:
+    """It waits for commands then, and tells nothing more."""
+    threaded.wait(threaded.submit(0, generate(range(10), 3)))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (load := threaded.listener.loads[-1]).num_running or load.num_free_blocks < NUM_BLOCKS - 1:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_the_load_tells_how_fast_the_queue_moves() -> None:
+    with running(HostStream(), max_num_seqs=1) as engine:
+        engine.runner.gate.clear()
+        keys = [engine.submit(i, generate([i, 2, 3], 3)) for i in range(4)]
+        engine.runner.gate.set()
+        for key in keys:
+            engine.wait(key)
+        engine.settle()
+        assert engine.listener.loads[-1].start_interval_s > 0.0
 
 
 def test_the_load_is_told_while_a_prefill_runs(beside: ThreadedEngine) -> None:

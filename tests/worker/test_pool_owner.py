@@ -77,6 +77,8 @@ async def test_commit_and_find() -> None:
             assert not await pool.reset()
         async with await allocate(pool, 10) as again:
             assert again.num_cached_tokens == 8
+        async with await pool.allocate(10, range(10), ROOT, reuse=False) as anew:
+            assert anew.num_cached_tokens == 0
         assert await pool.reset()
 
 
@@ -127,6 +129,19 @@ async def test_many_tasks_share_one_pool(pool: PoolOwner) -> None:
             held.difference_update(blocks)
 
     await asyncio.gather(*(request(seed) for seed in range(100)))
+
+
+async def test_whoever_waits_when_the_owner_is_cancelled_gets_an_answer() -> None:
+    """As when the loop is shut down."""
+    owner = PoolOwner(make_allocator("hash", NUM_BLOCKS, 4))
+    async with asyncio.timeout(10), owner:
+        waiting = asyncio.create_task(owner.find(range(10), ROOT))
+        await asyncio.sleep(0)
+        assert owner._task is not None
+        owner._task.cancel()
+        assert await waiting == 0
+        with pytest.raises(PoolClosedError):
+            await owner.find(range(10), ROOT)
 
 
 async def test_after_the_end_a_call_is_refused_and_what_is_held_is_still_freed() -> None:

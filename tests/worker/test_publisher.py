@@ -79,12 +79,14 @@ async def test_what_the_engine_offers_is_found(redis_server: RedisServer) -> Non
         assert found[0].load.num_running == 7
 
 
-async def test_a_purge_is_a_new_epoch(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_purge_is_a_new_epoch(redis_server: RedisServer, is_told: bool) -> None:
     hashes = chain(4)
     async with publishing(redis_server) as (publisher, index):
         publisher.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 4)
-        publisher.offer([Cleared()], WorkerLoad())
+        if is_told:
+            publisher.offer([Cleared()], WorkerLoad())
         publisher.begin_epoch(member("e1"))
         publisher.offer([Stored(hashes[0])], WorkerLoad())
         await matches(index, hashes, 1, "e1")
@@ -130,6 +132,7 @@ def test_what_is_taken_turns_the_published_set_into_the_held_one(actions: list[t
         event: BlockEvent
         if action == "t":
             stored, removed = changes.take(number)
+            assert len(stored) + len(removed) <= number
             assert not published & set(stored)
             assert set(removed) <= published
             published = (published - set(removed)) | set(stored)
