@@ -65,7 +65,13 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
     bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
     if config.served_model_name is not None:
         bundle = replace(bundle, model=config.served_model_name)
-    runner = ModelRunner(model, num_blocks=num_blocks, block_size=config.block_size, eos_token_ids=bundle.eos_token_ids)
+    runner = ModelRunner(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        eos_token_ids=bundle.eos_token_ids,
+        max_num_seqs=limits.max_num_seqs,
+    )
     report("measuring the prefill rate")
     rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
     window_size = None

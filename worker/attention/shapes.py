@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXTS: Final = (2048, 16384, 131072)
 """Tokens: a kernel divides its work by the length that it is made for, so one for all would be slow for short ones."""
 

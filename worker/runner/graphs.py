@@ -55,7 +55,7 @@ class _Recording:
 class DecodeGraphs:
     """The recordings of one decoder over one pool. Recorded when made, which takes some seconds on a GPU."""
 
-    __slots__ = ("_attention", "_decoder", "_device", "_lengths", "_max_model_len", "_recordings")
+    __slots__ = ("_attention", "_decoder", "_device", "_lengths", "_max_model_len", "_recordings", "_rows")
 
     def __init__(
         self,
@@ -64,10 +64,12 @@ class DecodeGraphs:
         device: torch.device,
         *,
         block_size: int,
+        max_rows: int,
         max_model_len: int,
         record: Recorder,
     ) -> None:
         self._decoder = decoder
+        self._rows = [num_rows for num_rows in ROWS if num_rows <= padded(max_rows, ROWS)]
         self._attention = attention
         self._max_model_len = max_model_len
         self._device = device
@@ -76,7 +78,7 @@ class DecodeGraphs:
             {*(length for length in CONTEXTS if length < max_model_len), padded(max_model_len, CONTEXTS)}
         )
         for length in reversed(self._lengths):  # the largest first: later ones find room in its memory
-            for num_rows in reversed(ROWS):
+            for num_rows in reversed(self._rows):
                 inputs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
                 plan = attention.static_plan(num_rows, -(-length // block_size))
                 batch = ForwardBatch(inputs[0], inputs[1], inputs[2], plan)
@@ -91,12 +93,12 @@ class DecodeGraphs:
 
         `token_ids` (sequences,), if given, are the tokens, and what the sequences say is not.
         """
-        if any(len(sequence.token_ids) != 1 for sequence in sequences) or len(sequences) > ROWS[-1]:
+        if any(len(sequence.token_ids) != 1 for sequence in sequences) or len(sequences) > self._rows[-1]:
             return None
         longest = max(sequence.start for sequence in sequences) + 1
         if longest > self._max_model_len:
             return None
-        num_rows = padded(len(sequences), ROWS)
+        num_rows = padded(len(sequences), self._rows)
         recording = self._recordings[num_rows, next(length for length in self._lengths if length >= longest)]
         columns = [(sequence.token_ids[0], sequence.start, sequence.slots[0]) for sequence in sequences]
         columns += [(0, 0, 0)] * (num_rows - len(columns))

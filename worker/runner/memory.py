@@ -18,6 +18,8 @@ _FIXED_BYTES: Final = 512 << 20
 """Workspaces of the libraries, compiled kernels, recorded graphs."""
 _BYTES_PER_LOGIT: Final = 64
 """Logits in two dtypes, adjusted, scaled, sorted with their indices, cumulated in float64."""
+_BYTES_PER_QUERY: Final = 64 * 4
+"""A decode's attention is computed in up to 64 parts of its context, in float32."""
 
 
 def block_bytes(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> int:
@@ -42,7 +44,8 @@ def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, 
     states = max_step_tokens * (4 * hidden + 2 * projections + 3 * inner)
     gathered = max(config.max_model_len, max_step_tokens) * 2 * config.kv_size  # of one layer, for a resumed prefill
     drawing = max_num_seqs * config.vocab_size * _BYTES_PER_LOGIT
-    return (states + gathered) * dtype.itemsize + drawing + _FIXED_BYTES
+    partial = max_num_seqs * config.query_size * _BYTES_PER_QUERY
+    return (states + gathered) * dtype.itemsize + drawing + partial + _FIXED_BYTES
 
 
 def free_memory_bytes(device: torch.device, num_sharing: int = 1) -> int:

@@ -56,10 +56,12 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         eos_token_ids: Sequence[int],
+        max_num_seqs: int = 64,
         stream: Stream | None = None,
     ) -> None:
-        """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks. Steps are
-        queued on `stream` if it is given, else as the device does it."""
+        """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks. Steps of
+        more than `max_num_seqs` decodes may be slower. They are queued on `stream` if it is given, else as the device
+        does it."""
         self._decoder = model.decoder
         self._device = model.device
         self._stream = stream or stream_of(model.device)
@@ -69,7 +71,8 @@ class ModelRunner:
         shape = model.config.attention
         self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
         self._attention = select_attention(shape, self._cache, deterministic=model.options.deterministic)
-        self._graphs = self._record(model, min(model.config.max_model_len, (num_blocks - 1) * block_size))
+        max_model_len = min(model.config.max_model_len, (num_blocks - 1) * block_size)
+        self._graphs = self._record(model, max_num_seqs, max_model_len)
         self.numerics = f"{model.numerics}/{self._attention.name}"
 
     @property
@@ -131,7 +134,7 @@ class ModelRunner:
             logits = logits[to_device(rows, torch.int64, self._device)]
         return draw_tokens(logits, draws, self._eos_token_ids)
 
-    def _record(self, model: LoadedModel, max_model_len: int) -> DecodeGraphs | None:
+    def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
         """Decodes of our own models on a GPU; others may do on the host what a recording would not repeat."""
         if self._device.type != "cuda" or not isinstance(model.decoder, LlamaDecoder):
             return None
@@ -144,6 +147,7 @@ class ModelRunner:
                     self._attention,
                     self._device,
                     block_size=self._cache.block_size,
+                    max_rows=max_rows,
                     max_model_len=max_model_len,
                     record=cuda_recorder(),
                 )

@@ -41,7 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def run(
-    model: LoadedModel, recorded: list[int] | None, max_model_len: int = 256, *, runs_ahead: bool = False
+    model: LoadedModel,
+    recorded: list[int] | None,
+    max_model_len: int = 256,
+    *,
+    max_rows: int = 8,
+    runs_ahead: bool = False,
 ) -> list[dict[int, list[int]]]:
     runner = ModelRunner(
         model,
@@ -65,6 +70,7 @@ def run(
             Refillable(model.config.attention, runner.cache),
             model.device,
             block_size=BLOCK_SIZE,
+            max_rows=max_rows,
             max_model_len=max_model_len,
             record=record,
         )
@@ -98,3 +104,9 @@ def test_a_step_that_no_recording_holds_is_run(model: LoadedModel) -> None:
     recorded: list[int] = []
     assert run(model, recorded, max_model_len=16) == run(model, None)
     assert len(recorded) < 10  # only the first steps of the shortest
+
+
+def test_steps_of_more_rows_than_recorded_are_run(model: LoadedModel) -> None:
+    recorded: list[int] = []
+    assert run(model, recorded, max_rows=3) == run(model, None)
+    assert set(recorded) == {1, 2, 4}
