@@ -32,9 +32,9 @@ def penalise(row: Tensor, draw: Draw) -> None:
     if draw.output_ids and (params.frequency_penalty or params.presence_penalty):
         seen, counts = _unique(draw.output_ids, row)
         row[seen] -= params.frequency_penalty * counts + params.presence_penalty
-    for token_id, bias in params.logit_bias:
-        if 0 <= token_id < len(row):
-            row[token_id] += bias
+    if inside := [(token_id, bias) for token_id, bias in params.logit_bias if 0 <= token_id < len(row)]:
+        token_ids, biases = zip(*inside, strict=True)
+        row.index_add_(0, to_device(token_ids, torch.int64, row.device), to_device(biases, torch.float32, row.device))
 
 
 def _unique(token_ids: object, row: Tensor) -> tuple[Tensor, Tensor]:
