@@ -18,13 +18,15 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.kernels.bfloat16 import LOG2_E, Bits, Floats, Indices, narrow, power_of_two
+from worker.kernels.bfloat16 import Bits, Floats, Indices, narrow
 from worker.kernels.compiled import compiled, compiled_callback
-from worker.kernels.team import indices_at, run_alone, run_on_team, take_unit, team_address, words_at
+from worker.kernels.team import indices_at, run_on_team, take_unit, team_address, words_at
 from worker.kernels.vectors import add_values, dot_keys, keys_at_once, prefetch
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
+literally: Any = numba.literally  # type: ignore[attr-defined]
 Words = NDArray[np.uint32]
+_LOG2_E: Final = np.float32(1.4426950408889634)
 _TILE_KEYS: Final = 256
 _MIN_EXPONENT: Final = np.float32(-126.0)
 _UPPER: Final = np.uint32(0xFFFF0000)
@@ -32,6 +34,18 @@ _HALF_WORD: Final = np.uint32(16)
 _ADDRESSES: Final = ("query", "keys", "values", "tables", "bounds", "out")
 _SIZES: Final = ("num_rows", "num_kv_heads", "block_size", "width", "query_stride")
 _WORK: Final = np.dtype([(name, np.int64) for name in ("next_unit", *_ADDRESSES, *_SIZES)] + [("factor", np.float64)])
+
+
+@compiled()
+def _power_of_two(x: np.float32) -> np.float32:
+    """2**x for |x| <= 1/2 by its series, exact to float32's last bit but one."""
+    series = np.float32(1.5403530e-4)
+    series = series * x + np.float32(1.3333558e-3)
+    series = series * x + np.float32(9.6181291e-3)
+    series = series * x + np.float32(5.5504109e-2)
+    series = series * x + np.float32(2.4022651e-1)
+    series = series * x + np.float32(6.9314718e-1)
+    return series * x + np.float32(1.0)
 
 
 @compiled()
@@ -46,7 +60,7 @@ def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int, high
         x = scores[k] - highest
         x = x if x > _MIN_EXPONENT else _MIN_EXPONENT
         n = np.int32(x - np.float32(0.5))
-        scores[k] = power_of_two(x - np.float32(n))
+        scores[k] = _power_of_two(x - np.float32(n))
         powers[k] = (n + 127) << 23
     factors = powers.view(np.float32)
     total = np.float32(0.0)
@@ -56,89 +70,109 @@ def _exponentials(scores: Floats, powers: NDArray[np.int32], num_keys: int, high
     return total + check
 
 
+@compiled()
+def _attend_head(
+    query: Words,
+    keys: int,
+    values: int,
+    stride: int,
+    block_size: int,
+    table: Indices,
+    start: int,
+    stop: int,
+    factor: np.float32,
+    out: Words,
+    queries: Floats,
+    sums: Floats,
+    scores: Floats,
+    powers: NDArray[np.int32],
+    bunch: int,
+    reps: int,
+    size: int,
+) -> None:
+    """One unit; `keys` and `values` are the addresses of its head in the first page, rows `stride` apart.
+
+    The last three are constants of the caller's. (They are not variables of a function around this one because numba
+    keeps nothing on disk of a function that calls such a one.)
+    """
+    half = size // 2
+    pitch, page, tile = scores.strides[0], block_size * stride, max(1, _TILE_KEYS // block_size)
+    query_bits, sum_bits = queries.view(np.uint32), sums.view(np.uint32)
+    for rep in range(reps):
+        for i in range(half):
+            word = query[rep * half + i]
+            query_bits[rep, i] = word << _HALF_WORD
+            query_bits[rep, half + i] = word & _UPPER
+        for i in range(size):
+            queries[rep, i] *= factor
+            sums[rep, i] = np.float32(0.0)
+    highest, totals = np.full(reps, -np.inf, np.float32), np.zeros(reps, np.float32)
+    first_place, stop_place = start // block_size, -(-stop // block_size)
+    for first in range(first_place, stop_place, tile):
+        last = min(first + tile, stop_place)
+        num_keys = 0
+        for place in range(first, last):
+            begin = max(start - place * block_size, 0)
+            end = min(stop - place * block_size, block_size)
+            row = keys + table[place] * page + begin * stride
+            ahead = keys + table[place + 1] * page if place + 1 < last else values + table[first] * page
+            k = 0
+            while k < end - begin:
+                score = scores.ctypes.data + 4 * (num_keys + k)
+                if k + bunch <= end - begin:
+                    prefetch(ahead + k * stride, stride, literally(bunch), literally(size))
+                    dot_keys(
+                        queries.ctypes.data,
+                        row + k * stride,
+                        stride,
+                        score,
+                        pitch,
+                        literally(bunch),
+                        literally(reps),
+                        literally(size),
+                    )
+                    k += bunch
+                else:
+                    prefetch(ahead + k * stride, stride, 1, literally(size))
+                    dot_keys(
+                        queries.ctypes.data, row + k * stride, stride, score, pitch, 1, literally(reps), literally(size)
+                    )
+                    k += 1
+            num_keys += end - begin
+        for rep in range(reps):
+            top = highest[rep]
+            for k in range(num_keys):
+                top = max(top, scores[rep, k])
+            fading = np.exp2(highest[rep] - top)
+            highest[rep] = top
+            totals[rep] = totals[rep] * fading + _exponentials(scores[rep], powers, num_keys, top)
+            for i in range(size):
+                sums[rep, i] *= fading
+        num_keys = 0
+        for place in range(first, last):
+            begin = max(start - place * block_size, 0)
+            end = min(stop - place * block_size, block_size)
+            if place + 1 < stop_place:
+                ahead = (values if place + 1 < last else keys) + table[place + 1] * page
+                for k in range(block_size):
+                    prefetch(ahead + k * stride, stride, 1, literally(size))
+            row = values + table[place] * page + begin * stride
+            weights = scores.ctypes.data + 4 * num_keys
+            add_values(sums.ctypes.data, weights, pitch, row, stride, end - begin, literally(reps), literally(size))
+            num_keys += end - begin
+    for rep in range(reps):
+        inverse = np.float32(1.0) / totals[rep]
+        for i in range(size):
+            sums[rep, i] *= inverse
+        for i in range(half):
+            even, odd = narrow(sum_bits[rep, i]), narrow(sum_bits[rep, half + i])
+            out[rep * half + i] = np.uint32(even) | (np.uint32(odd) << _HALF_WORD)
+
+
 @cache
 def _compile_units(reps: int, size: int) -> Any:
     """A kernel for `worker.kernels.team` over a `_WORK`."""
     half, bunch = size // 2, keys_at_once(reps, size)
-
-    @compiled()
-    def attend_head(
-        query: Words,
-        keys: int,
-        values: int,
-        stride: int,
-        block_size: int,
-        table: Indices,
-        start: int,
-        stop: int,
-        factor: np.float32,
-        out: Words,
-        queries: Floats,
-        sums: Floats,
-        scores: Floats,
-        powers: NDArray[np.int32],
-    ) -> None:
-        """One unit; `keys` and `values` are the addresses of its head in the first page, rows `stride` apart."""
-        pitch, page, tile = scores.strides[0], block_size * stride, max(1, _TILE_KEYS // block_size)
-        query_bits, sum_bits = queries.view(np.uint32), sums.view(np.uint32)
-        for rep in range(reps):
-            for i in range(half):
-                word = query[rep * half + i]
-                query_bits[rep, i] = word << _HALF_WORD
-                query_bits[rep, half + i] = word & _UPPER
-            for i in range(size):
-                queries[rep, i] *= factor
-                sums[rep, i] = np.float32(0.0)
-        highest, totals = np.full(reps, -np.inf, np.float32), np.zeros(reps, np.float32)
-        first_place, stop_place = start // block_size, -(-stop // block_size)
-        for first in range(first_place, stop_place, tile):
-            last = min(first + tile, stop_place)
-            num_keys = 0
-            for place in range(first, last):
-                begin = max(start - place * block_size, 0)
-                end = min(stop - place * block_size, block_size)
-                row = keys + table[place] * page + begin * stride
-                ahead = keys + table[place + 1] * page if place + 1 < last else values + table[first] * page
-                k = 0
-                while k < end - begin:
-                    score = scores.ctypes.data + 4 * (num_keys + k)
-                    if k + bunch <= end - begin:
-                        prefetch(ahead + k * stride, stride, bunch, size)
-                        dot_keys(queries.ctypes.data, row + k * stride, stride, score, pitch, bunch, reps, size)
-                        k += bunch
-                    else:
-                        prefetch(ahead + k * stride, stride, 1, size)
-                        dot_keys(queries.ctypes.data, row + k * stride, stride, score, pitch, 1, reps, size)
-                        k += 1
-                num_keys += end - begin
-            for rep in range(reps):
-                top = highest[rep]
-                for k in range(num_keys):
-                    top = max(top, scores[rep, k])
-                fading = np.exp2(highest[rep] - top)
-                highest[rep] = top
-                totals[rep] = totals[rep] * fading + _exponentials(scores[rep], powers, num_keys, top)
-                for i in range(size):
-                    sums[rep, i] *= fading
-            num_keys = 0
-            for place in range(first, last):
-                begin = max(start - place * block_size, 0)
-                end = min(stop - place * block_size, block_size)
-                if place + 1 < stop_place:
-                    ahead = (values if place + 1 < last else keys) + table[place + 1] * page
-                    for k in range(block_size):
-                        prefetch(ahead + k * stride, stride, 1, size)
-                row = values + table[place] * page + begin * stride
-                weights = scores.ctypes.data + 4 * num_keys
-                add_values(sums.ctypes.data, weights, pitch, row, stride, end - begin, reps, size)
-                num_keys += end - begin
-        for rep in range(reps):
-            inverse = np.float32(1.0) / totals[rep]
-            for i in range(size):
-                sums[rep, i] *= inverse
-            for i in range(half):
-                even, odd = narrow(sum_bits[rep, i]), narrow(sum_bits[rep, half + i])
-                out[rep * half + i] = np.uint32(even) | (np.uint32(odd) << _HALF_WORD)
 
     @compiled_callback("void(voidptr)")
     def attend_units(address: int) -> None:
@@ -156,7 +190,7 @@ def _compile_units(reps: int, size: int) -> Any:
             row, head = unit // num_kv_heads, unit % num_kv_heads
             query = words_at(work.query + row * work.query_stride + head * reps * head_bytes)
             out = words_at(work.out + unit * reps * head_bytes)
-            attend_head(
+            _attend_head(
                 carray(query, reps * half),
                 work.keys + head * head_bytes,
                 work.values + head * head_bytes,
@@ -171,6 +205,9 @@ def _compile_units(reps: int, size: int) -> Any:
                 sums,
                 scores,
                 powers,
+                bunch,
+                reps,
+                size,
             )
 
     return attend_units
@@ -201,12 +238,8 @@ def _attend(
     work[0].tables, work[0].width = tables.ctypes.data, tables.shape[1]
     work[0].bounds, work[0].out = bounds.ctypes.data, out.ctypes.data
     work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, keys.shape[1], keys.shape[2]
-    work[0].factor = scale * LOG2_E
-    num_threads = min(num_threads, num_rows * keys.shape[2])
-    if team == 0 or num_threads == 1:
-        run_alone(kernel, work.ctypes.data)
-    else:
-        run_on_team(team, num_threads, kernel, work.ctypes.data)
+    work[0].factor = scale * _LOG2_E
+    run_on_team(team, min(num_threads, num_rows * keys.shape[2]), kernel, work.ctypes.data)
 
 
 class AttentionKernel:

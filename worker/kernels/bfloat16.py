@@ -23,7 +23,6 @@ from worker.kernels.compiled import compiled
 Bits = NDArray[np.uint16]
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
-LOG2_E: Final = np.float32(1.4426950408889634)
 _SEARCHED: Final = 1024
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITE: Final = np.uint32(0x7F800000)
@@ -32,18 +31,6 @@ _INFINITE: Final = np.uint32(0x7F800000)
 @compiled()
 def narrow(bits: int) -> int:
     return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)  # type: ignore[return-value]
-
-
-@compiled()
-def power_of_two(x: np.float32) -> np.float32:
-    """2**x for |x| <= 1/2 by its series, exact to float32's last bit but one."""
-    series = np.float32(1.5403530e-4)
-    series = series * x + np.float32(1.3333558e-3)
-    series = series * x + np.float32(9.6181291e-3)
-    series = series * x + np.float32(5.5504109e-2)
-    series = series * x + np.float32(2.4022651e-1)
-    series = series * x + np.float32(6.9314718e-1)
-    return series * x + np.float32(1.0)
 
 
 @compiled("void(u2[:, ::1], f4[::1], f8, u2[:, ::1])")
@@ -90,28 +77,6 @@ def rotate(states: Bits, table: Bits, num_heads: int) -> None:
                 upper_turned[i] = upper[i] * upper_cos[i] + head[i] * upper_sin[i]
             for i in range(size):
                 stored[i] = narrow(turned_bits[i])
-
-
-@compiled("void(u2[:, ::1], u2[:, ::1])")
-def gated(states: Bits, out: Bits) -> None:
-    """gate / (1 + e^-gate) * up of rows [gate up], (rows, 2 size) -> (rows, size); e^-gate is inf from 2^128 on."""
-    num_rows, size = out.shape
-    gate, powers, exponents = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.int32)
-    up = np.empty(size, np.float32)
-    gate_bits, up_bits, factors = gate.view(np.uint32), up.view(np.uint32), exponents.view(np.float32)
-    for row in range(num_rows):
-        for i in range(size):
-            gate_bits[i] = np.uint32(states[row, i]) << 16
-            up_bits[i] = np.uint32(states[row, size + i]) << 16
-        for i in range(size):
-            x = max(min(-LOG2_E * gate[i], np.float32(128.0)), np.float32(-126.0))
-            n = np.int32(np.floor(x + np.float32(0.5)))
-            powers[i] = power_of_two(x - np.float32(n))
-            exponents[i] = (n + 127) << 23
-        for i in range(size):
-            gate[i] = gate[i] / (np.float32(1.0) + powers[i] * factors[i]) * up[i]
-        for i in range(size):
-            out[row, i] = narrow(gate_bits[i])
 
 
 @compiled("void(u2[:, ::1], i8[::1])", nogil=True)

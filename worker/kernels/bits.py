@@ -14,7 +14,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 64
-"""With more rows torch's threads are faster than one compiled loop."""
+"""Of one loop; more are shared out to threads."""
 
 
 def bits(states: Tensor) -> NDArray[np.uint16]:

@@ -18,7 +18,7 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
-from worker.kernels.compiled import instructions
+from worker.kernels.compiled import compiled, instructions
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,7 @@ def team_address() -> int:
 
 
 @instructions
-def run_on_team(_: Any, team: Any, num_threads: Any, kernel: Any, work: Any) -> Any:
-    """Call the kernel at an address, `void (*)(void *)`, with the address of the work on every thread of the team; back
-    when all are done. All int64."""
+def _call_on_threads(_: Any, team: Any, num_threads: Any, kernel: Any, work: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
         team, num_threads, kernel, work = arguments
@@ -54,15 +52,23 @@ def run_on_team(_: Any, team: Any, num_threads: Any, kernel: Any, work: Any) -> 
 
 
 @instructions
-def run_alone(_: Any, kernel: Any, work: Any) -> Any:
-    """The same on this thread alone."""
-
+def _call(_: Any, kernel: Any, work: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
         function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [_BYTES]).as_pointer())
         builder.call(function, [builder.inttoptr(arguments[1], _BYTES)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@compiled("void(i8, i8, i8, i8)", nogil=True)
+def run_on_team(team: int, num_threads: int, kernel: int, work: int) -> None:
+    """Call the kernel at an address, `void (*)(void *)`, with the address of the work on every thread of the team; back
+    when all are done. On this thread alone where there is no team."""
+    if team == 0 or num_threads == 1:
+        _call(kernel, work)
+    else:
+        _call_on_threads(team, num_threads, kernel, work)
 
 
 @instructions
@@ -89,5 +95,7 @@ def _at(kind: Any) -> Any:
     return instructions(typed)
 
 
+bits_at: Final[Any] = _at(types.uint16)
 words_at: Final[Any] = _at(types.uint32)
+floats_at: Final[Any] = _at(types.float32)
 indices_at: Final[Any] = _at(types.int64)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.kernels.bits import MAX_ROWS, bits
 from worker.model.linear import Linear, OneDnnLinear
-
-Gated = Callable[[Tensor], Tensor]
-"""[gate up] (num_tokens, 2 * intermediate_size) -> silu(gate) * up, (num_tokens, intermediate_size)."""
 
 
 class Mlp(Protocol):
@@ -29,36 +24,19 @@ class Mlp(Protocol):
         """What one call reads."""
 
 
-def plain_gated(gate_up: Tensor) -> Tensor:
-    """In operations of torch."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
-
-
-def compiled_gated(gate_up: Tensor) -> Tensor:
-    """One loop for a few rows in bfloat16, rounded once; more go through torch's threads."""
-    from worker.kernels.bfloat16 import gated
-
-    if len(gate_up) > MAX_ROWS:
-        return plain_gated(gate_up)
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    gated(bits(gate_up), bits(out))
-    return out
-
-
 class PlainMlp:
-    """Gate and up out of one product of any form, what is between the products on its own."""
+    """Gate and up out of one product of any form, what is between the products in operations of its own."""
 
-    __slots__ = ("_down", "_gate_up", "_gated", "weight_bytes")
+    __slots__ = ("_down", "_gate_up", "weight_bytes")
 
-    def __init__(self, gate_up: Linear, down: Linear, gated: Gated) -> None:
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up = gate_up
         self._down = down
-        self._gated = gated
         self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
 
     def __call__(self, states: Tensor, residual: Tensor) -> Tensor:
-        return self._down.add_to(residual, self._gated(self._gate_up(states)))
+        gate, up = self._gate_up(states).chunk(2, dim=-1)
+        return self._down.add_to(residual, functional.silu(gate).mul_(up))
 
 
 class OneDnnMlp:

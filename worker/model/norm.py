@@ -41,24 +41,25 @@ class CpuRmsNorm:
 
 
 class CompiledRmsNorm:
-    """One loop for a few rows in bfloat16; more go through torch's threads."""
+    """One loop, or one a thread for many rows, in bfloat16."""
 
-    __slots__ = ("_kernel", "_many", "_offset", "_weight")
+    __slots__ = ("_few", "_many", "_offset", "_weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        from worker.kernels.bfloat16 import rms_norm
+        from worker.kernels import bfloat16, rows
 
-        self._kernel = rms_norm
+        self._few, self._many = bfloat16.rms_norm, rows.rms_norm
         size = weight.shape[-1]
-        self._many = CpuRmsNorm(weight, eps, exact=False)
         self._weight = (weight.float() * size**0.5).numpy()
         self._offset = size * eps
 
     def __call__(self, states: Tensor) -> Tensor:
-        if len(states) > MAX_ROWS:
-            return self._many(states)
         out = torch.empty_like(states)
-        self._kernel(bits(states), self._weight, self._offset, bits(out))
+        if len(states) > MAX_ROWS:
+            num_threads = torch.get_num_threads()
+            self._many(bits(states), self._weight, self._offset, bits(out), num_threads=num_threads)
+        else:
+            self._few(bits(states), self._weight, self._offset, bits(out))
         return out
 
 

@@ -39,24 +39,24 @@ class PlainRope:
 
 
 class CompiledRope:
-    """One loop for a few rows in bfloat16; more go through torch's threads."""
+    """One loop, or one a thread for many rows, in bfloat16 and in place."""
 
-    __slots__ = ("_kernel", "_plain", "_table")
+    __slots__ = ("_few", "_many", "_table")
 
     def __init__(self, table: Tensor) -> None:
-        from worker.kernels.bfloat16 import rotate
+        from worker.kernels import bfloat16, rows
 
-        self._kernel = rotate
-        self._plain = PlainRope(table)
+        self._few, self._many = bfloat16.rotate, rows.rotate
         self._table = table
 
     def at(self, positions: Tensor) -> Rotation:
-        if len(positions) > MAX_ROWS:
-            return self._plain.at(positions)
         rows, head_dim = bits(self._table[positions]), self._table.shape[-1]
 
         def rotate(states: Tensor, num_heads: int) -> Tensor:
-            self._kernel(bits(states), rows, num_heads)
+            if len(states) > MAX_ROWS:
+                self._many(bits(states), rows, num_heads, num_threads=torch.get_num_threads())
+            else:
+                self._few(bits(states), rows, num_heads)
             return states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
 
         return rotate

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from worker.kernels.bits import kernels_serve
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.linear import Linear, OneDnnLinear, TiledLinear, dense_linear
 from worker.model.llama import DecoderWeights, LayerWeights
-from worker.model.mlp import Mlp, OneDnnMlp, PlainMlp, compiled_gated, plain_gated
+from worker.model.mlp import Mlp, OneDnnMlp, PlainMlp
 from worker.model.norm import RmsNorm, rms_norm
 from worker.model.options import LoadOptions
 from worker.model.packed import PACKABLE, PackedLinear, is_packable
@@ -80,9 +79,7 @@ class WeightLoader:
             if isinstance(gate, OneDnnLinear) and isinstance(up, OneDnnLinear) and isinstance(down, OneDnnLinear):
                 return OneDnnMlp(gate, up, down)
         gate_up = self._linear(names, (inner, inner), hidden)
-        compiled = kernels_serve(self._dtype, self._device, deterministic=self._options.deterministic)
-        gated = compiled_gated if compiled else plain_gated
-        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner), gated)
+        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner))
 
     @property
     def _fuses_mlp(self) -> bool:

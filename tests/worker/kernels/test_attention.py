@@ -101,6 +101,12 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+def test_what_is_compiled_for_a_shape_is_found_again_on_disk() -> None:
+    """numba finds a kernel by the variables around it, and a compiled function among them is another one every time."""
+    kernel = AttentionKernel(reps=3, size=16)._units.__wrapped__
+    assert {type(cell.cell_contents) for cell in kernel.__closure__} == {int}
+
+
 def test_heads_that_lie_apart_are_refused() -> None:
     query, pages = bits(states(6, 2, 8)).transpose(1, 0, 2), bits(states(3, 4, 2, 8))
     out = bits(torch.empty(2, 48, dtype=torch.bfloat16))
