@@ -110,6 +110,12 @@ class DecodeGraphs:
         return self._decoder.logits(recording.replay()[: len(sequences)])
 
 
+def rerun(run: Replay) -> Replay:
+    """Records nothing, but compiles kernels: what a decoder does on the host has to be done anew each time."""
+    run()
+    return run
+
+
 def cuda_recorder() -> Recorder:
     """Records CUDA graphs of the current device that share one pool of memory, and one stream, as each stream that runs
     products has a workspace of its own."""

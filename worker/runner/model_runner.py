@@ -20,7 +20,7 @@ from worker.attention.select import select_attention
 from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
-from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder
+from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.runner.stream import Stream, stream_of
 from worker.sampling.errors import NonFiniteLogits
 from worker.sampling.logprobs import LogprobRows, token_logprobs
@@ -135,10 +135,8 @@ class ModelRunner:
         return draw_tokens(logits, draws, self._eos_token_ids)
 
     def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
-        """Decodes of our own models on a GPU; others may do on the host what a recording would not repeat."""
-        if self._device.type != "cuda" or not isinstance(model.decoder, LlamaDecoder):
-            return None
-        if not isinstance(self._attention, RecordableAttention):
+        """Decodes on a GPU. Models that are not our own may do on the host what a recording would not repeat."""
+        if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
             return None
         try:
             with current_device(self._device), torch.inference_mode():
@@ -149,7 +147,7 @@ class ModelRunner:
                     block_size=self._cache.block_size,
                     max_rows=max_rows,
                     max_model_len=max_model_len,
-                    record=cuda_recorder(),
+                    record=cuda_recorder() if isinstance(model.decoder, LlamaDecoder) else rerun,
                 )
         except RuntimeError as error:
             logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,83 @@ def test_steps_of_more_rows_than_recorded_are_run(model: LoadedModel) -> None:
     recorded: list[int] = []
     assert run(model, recorded, max_rows=3) == run(model, None)
     assert set(recorded) == {1, 2, 4}
+
+
+class FakeCuda:
+    """Names the streams that work goes to, and what was recorded there."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.current = "default"
+        self.log: list[str] = []
+
+    def make_stream(self) -> FakeStream:
+        self.streams += 1
+        return FakeStream(self, f"side {self.streams}")
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, *, pool: str, stream: FakeStream) -> Iterator[None]:
+        with self.stream(stream):
+            self.log.append(f"begin in {pool}")
+            yield
+            self.log.append("end")
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda = cuda
+        self.name = name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def replay(self) -> None:
+        self.cuda.log.append("replay")
+
+
+def test_every_recording_is_warmed_up_where_it_is_made_in_one_stream_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled or allocated at the first call comes before the recording; a stream of its own for each would
+    hold a workspace of its own for products."""
+    cuda = FakeCuda()
+    default = FakeStream(cuda, "default")
+    fakes = {"Stream": cuda.make_stream, "stream": cuda.stream, "graph": cuda.graph}
+    fakes |= {"CUDAGraph": lambda: FakeGraph(cuda), "current_stream": lambda: default, "graph_pool_handle": lambda: "p"}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    outputs: list[torch.Tensor] = []
+
+    def run() -> torch.Tensor:
+        cuda.log.append(f"run on {cuda.current}")
+        outputs.append(torch.empty(0))
+        return outputs[-1]
+
+    record = graphs.cuda_recorder()
+    once = ["side 1 waits for default", "run on side 1", "run on side 1", "default waits for side 1"]
+    once += ["begin in p", "run on side 1", "end"]
+    first, second = record(run), record(run)
+    assert cuda.log == 2 * once
+    assert first() is outputs[2]
+    assert second() is outputs[5]
+    assert cuda.log[-2:] == ["replay", "replay"]
+
+
+def test_what_is_not_recorded_is_run_each_time() -> None:
+    runs: list[int] = []
+
+    def run() -> torch.Tensor:
+        runs.append(1)
+        return torch.zeros(len(runs))
+
+    again = graphs.rerun(run)
+    assert [len(again()), len(again())] == [2, 3]
