@@ -28,7 +28,7 @@ class WaitingRoom:
     def enter(self, tenant: str, num_tokens: int) -> Place:
         """Leave the place when the first token is there. Raises OverloadedError."""
         own = self._by_tenant.get(tenant, 0)
-        num_tenants = len(self._by_tenant) + (tenant not in self._by_tenant)
+        num_tenants = len(self._by_tenant)
         if own and num_tenants * (own + num_tokens) > self._max_tokens:
             message = f"{own} prompt tokens wait already."
             raise OverloadedError(message, code="queue_full", retry_after_s=self._drain_s(own * num_tenants))

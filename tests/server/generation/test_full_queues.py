@@ -24,3 +24,4 @@ def test_only_the_refused_tenant_stays_away_and_only_for_a_while() -> None:
     assert queues.of("flood") == {A: first}, "B has said that it is soon free"
     now_s = PAUSE_S + 0.001
     assert queues.of("flood") == {}
+    assert not queues._by_tenant, "nothing is kept of a tenant that may never come again"
