@@ -207,9 +207,12 @@ async def test_fields_that_killed_others(worker: ScriptedWorker, fields: dict[st
         (b"ops", False, b"Bearer wrong", 401),
         (b"ops", False, b"Bearer ops", 200),
         (b"two words", False, b"Bearer two words", 200),
+        (b"ops", False, [b"Bearer ops", b"Bearer ops"], 401),
     ],
 )
-async def test_changes_need_the_ops_key(key: bytes | None, local: bool, shown: bytes | None, status: int) -> None:
+async def test_changes_need_the_ops_key(
+    key: bytes | None, local: bool, shown: bytes | list[bytes] | None, status: int
+) -> None:
     from server.errors import ApiError
 
     passed: list[str] = []
@@ -218,7 +221,8 @@ async def test_changes_need_the_ops_key(key: bytes | None, local: bool, shown: b
         passed.append(scope["path"])
 
     guard = OpsKeyMiddleware(app, key, local=local)
-    headers = [] if shown is None else [(b"authorization", shown)]
+    values = shown if isinstance(shown, list) else [] if shown is None else [shown]
+    headers = [(b"authorization", value) for value in values]
     got = 200
     try:
         await guard({"type": "http", "method": "POST", "path": "/drain", "headers": headers}, None, None)  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import pytest
 from starlette.types import Scope
 
 from server.errors import AuthenticationError, OverloadedError
-from server.trust.api_keys import KeyFile, KeyFileError, digest_text, load_keys, parse_keys
+from server.trust.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
 from server.trust.failed_auth import FailedAuth, FailureAllowance, source_of
 from server.trust.identity import Identity, KeyHolders, KeyLimits, tenant_salt
 from server.trust.keys_command import main, new_key
-from server.trust.limit_table import LimitTable, create_shared
+from server.trust.limit_table import NUM_ROWS, LimitTable, create_shared
 from server.trust.rate_limits import RateLimits, duration_text
 
 
@@ -58,6 +58,13 @@ def test_a_bad_file_is_refused_by_the_field(text: str, names: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=r"keys\.toml: No such file"):
         load_keys(tmp_path / "keys.toml")
+
+
+def test_a_file_too_large_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("k") + "#" * MAX_FILE_BYTES)
+    with pytest.raises(KeyFileError, match="larger than"):
+        load_keys(path)
 
 
 def test_who_has_a_key(tmp_path: Path) -> None:
@@ -273,6 +280,30 @@ def test_a_process_that_died_holds_no_streams(tmp_path: Path) -> None:
     again = LimitTable.shared(path, 1)
     assert again.enter(row, 2)
     assert not first.enter(row, 2)
+    again.leave(row)
+    third = LimitTable.shared(path, 1)
+    assert third.enter(row, 2), "the first still has its own"
+    assert not first.enter(row, 2)
+
+
+def test_keys_whose_rows_would_be_the_same_have_one_each() -> None:
+    table = LimitTable.private()
+    first, second = ((5 + number * NUM_ROWS).to_bytes(8, "little") + bytes(24) for number in range(2))
+    assert table.enter(table.row(first), 1)
+    assert not table.enter(table.row(first), 1)
+    assert table.enter(table.row(second), 1)
+
+
+def test_identities_of_entries_that_were_replaced_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("k"))
+    keys = KeyFile(path)
+    who = KeyHolders(b"secret", keys, FailedAuth())
+    for number in range(1, 20):
+        path.write_text(entry("k", extra=f"max_streams = {number}") + "#" * number)
+        keys.reload_if_changed()
+        assert who.identify(request("k")).limits.max_streams == number
+    assert len(who._identities) <= 3
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.12, "120ms"), (1.0, "1s"), (59.2, "1m0s"), (360, "6m0s")])

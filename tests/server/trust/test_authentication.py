@@ -149,6 +149,9 @@ async def test_a_key_for_other_models(worker: ScriptedWorker, holders: KeyHolder
             status, _, answer = await post(target.url, body, path, **bearer("key without models"))
             assert status == 403, (path, answer)
             assert json.loads(answer)["error"]["type"] == "permission_error"
+        one = b"GET /v1/models/tiny HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer %b\r\n\r\n"
+        assert (await raw(target.url, one % b"key without models"))[0] == 403
+        assert (await raw(target.url, one % b"My API Key"))[0] == 200
         assert await listed(target.url, "key without models") == []
         assert await listed(target.url, "key of alias") == ["nick"]
         assert await listed(target.url, "My API Key") == ["tiny", "nick"]
