@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from redis.asyncio.connection import Connection
 
 from cache.hashing import index_entry
 from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.redis_index.endpoint import Endpoint
+from cache.redis_index.link import Link, LinkDownError, LinkSettings
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from tests.redis_server import RedisServer, until
 from tests.running import running
@@ -203,9 +206,39 @@ async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -
         assert redis_server.command("DBSIZE") == b":1\r\n", "the version alone is left"
 
 
+async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: RedisServer) -> None:
+    before, after = IndexWriter(redis_server.url, member()), IndexWriter(redis_server.url, member(epoch="e1"))
+    async with linked(before, after):
+        assert await before.rewrite([], WorkerLoad())
+        assert await after.rewrite([], WorkerLoad())
+        await before.retire()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":1\r\n"
+        await after.retire()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
+
+
+async def test_sets_that_nobody_renews_end_by_themselves(redis_server: RedisServer) -> None:
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(set_ttl_s=1000.0))
+
+    def left_ms(key: str) -> int:
+        return int(redis_server.command("PTTL", key)[1:])
+
+    async with linked(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        key = "{headstart:0}:b:w0:epoch-of-w0:1"
+        assert 900_000 < left_ms(key) <= 1_000_000
+        redis_server.command("PEXPIRE", key, "50000")
+        assert await writer.publish([], [], WorkerLoad(), 3)
+        assert left_ms(key) > 900_000
+        assert await writer._fill(b"broken off", entries(hashes), 5000)
+        assert 0 < left_ms("broken off") <= 5000, "a rewrite that does not come to its end leaves nothing for ever"
+
+
 async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:
     dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
-    alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(dead_after_s=0.05))
+    # Its own lease has ended, too: it has been slow, and is about to write again.
+    alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(lease_s=0.01, dead_after_s=0.05))
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(dead, alive, index):
         assert await dead.rewrite([], WorkerLoad())
@@ -387,6 +420,27 @@ async def test_a_redis_that_is_not_there_is_no_error() -> None:
 def test_an_unusable_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="Redis URL"):
         RedisIndex(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:s3cret@h:1/0", "redis://h:1?password=s3cret", "redis+cluster://:s3cret@h:1,h:2"]
+)
+def test_no_password_is_told(url: str) -> None:
+    (health,) = RedisIndex(url).health()
+    assert "s3cret" not in health.redis
+    assert "h:1" in health.redis
+
+
+async def test_so_many_commands_may_wait_for_their_replies() -> None:
+    """A Redis that has stopped does not fill our memory."""
+    link = Link(Endpoint("redis://h:1", connect_timeout_s=1.0), LinkSettings(max_pending=3))
+    with pytest.raises(LinkDownError, match="no connection"):
+        link.submit([b"PING"], 1)
+    link._connection = Connection()
+    for _ in range(3):
+        link.submit([b"PING"], 1)
+    with pytest.raises(LinkDownError, match="3 commands wait"):
+        link.submit([b"PING"], 1)
 
 
 @pytest.mark.parametrize("prefix", ["", "a{b}", "x y", "p" * 200])
