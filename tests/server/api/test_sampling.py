@@ -1,0 +1,135 @@
+"""Every field of a body that a worker has to know reaches it, alone and as it is, also where it is nought."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import Grammar, SamplingParams, TokenizerBundle
+
+PROMPT = "What is the capital of France?"
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": chat(max_tokens=9),
+    "/v1/completions": {"model": "tiny", "prompt": PROMPT, "max_tokens": 9},
+}
+FIELDS: list[tuple[str, Any, Any]] = [
+    ("max_tokens", 5, 5),
+    ("temperature", 0.0, 0.0),
+    ("temperature", 0.5, 0.5),
+    ("top_p", 0.0, 0.0),
+    ("top_p", 0.25, 0.25),
+    ("top_k", -1, 0),
+    ("top_k", 7, 7),
+    ("min_p", 0.125, 0.125),
+    ("typical_p", 0.75, 0.75),
+    ("repetition_penalty", 1.5, 1.5),
+    ("frequency_penalty", 0.5, 0.5),
+    ("presence_penalty", -0.5, -0.5),
+    ("min_tokens", 2, 2),
+    ("ignore_eos", True, True),
+    ("stop_token_ids", [5, 6], (5, 6)),
+    ("allowed_token_ids", [7, 8], (7, 8)),
+    ("logit_bias", {"3": -1.5}, ((3, -1.5),)),
+    ("prompt_logprobs", 2, 2),
+]
+GRAMMARS = [
+    ({"regex": "a+"}, Grammar("regex", "a+")),
+    ({"grammar": "start: /a/"}, Grammar("grammar", "start: /a/")),
+    ({"choice": ["a", "b"]}, Grammar("choice", '["a","b"]')),
+    ({"json": {"type": "object"}}, Grammar("json_schema", '{"type":"object"}')),
+    ({"json_object": True}, Grammar("json_object", "")),
+]
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_sampling_fields_reach_the_worker(worker: ScriptedWorker, path: str) -> None:
+    async with gateway(worker) as target:
+
+        async def sampling(**fields: Any) -> SamplingParams:
+            status, _, raw = await post(target.url, ROUTES[path] | fields, path)
+            assert status == 200, raw
+            return worker.received[-1].sampling
+
+        plain = SamplingParams(max_tokens=9)
+        assert await sampling() == plain
+        for name, value, expected in FIELDS:
+            assert await sampling(**{name: value}) == replace(plain, **{name: expected}), name
+        for value, grammar in GRAMMARS:
+            assert await sampling(structured_outputs=value) == replace(plain, grammar=grammar)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_bad_word_is_banned_at_the_begin_and_behind_a_space(
+    worker: ScriptedWorker, raw_tokenizer: Tokenizer, path: str
+) -> None:
+    async with gateway(worker) as target:
+        assert (await post(target.url, ROUTES[path] | {"bad_words": ["Paris"]}, path))[0] == 200
+    words = [raw_tokenizer.encode(text, add_special_tokens=False).ids for text in ("Paris", " Paris")]
+    assert list(map(list, worker.received[0].sampling.bad_words)) == words
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_prompts_are_cut_on_the_side_that_is_named(worker: ScriptedWorker, path: str) -> None:
+    async with gateway(worker) as target:
+        for fields in ({}, {"truncation_side": "left"}, {"truncation_side": "right"}):
+            body = ROUTES[path] | fields | ({"truncate_prompt_tokens": 3} if fields else {})
+            assert (await post(target.url, body, path))[0] == 200
+        assert (await post(target.url, ROUTES[path] | {"truncate_prompt_tokens": 3}, path))[0] == 200
+    whole, left, right, default = (list(request.prompt_ids) for request in worker.received)
+    assert left == default == whole[-3:]
+    assert right == whole[:3]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_cache_key_reaches_the_router_and_a_tier_is_answered(worker: ScriptedWorker, path: str) -> None:
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, ROUTES[path] | {"prompt_cache_key": "k", "service_tier": "auto"}, path)
+        assert status == 200
+        assert target.router.placements[0].request.affinity_key == "k"
+    if "chat" in path:
+        assert json.loads(raw)["service_tier"] == "default"
+
+
+async def test_the_context_holds_the_prompt_and_one_token_at_least(worker: ScriptedWorker) -> None:
+    limit = worker.bundle.max_model_len
+    async with gateway(worker) as target:
+        for num_prompt, max_tokens, expected in (
+            (limit - 1, 1, 200),
+            (limit - 1, 2, 400),
+            (limit, None, 400),
+            (limit - 5, 5, 200),
+        ):
+            body = {"model": "tiny", "prompt": [5] * num_prompt, "max_tokens": max_tokens}
+            status, _, raw = await post(target.url, body, "/v1/completions")
+            assert status == expected, (num_prompt, max_tokens)
+            if status == 400:
+                assert json.loads(raw)["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_request_has_so_many_choices_over_all_its_prompts(worker: ScriptedWorker) -> None:
+    body = {"model": "tiny", "prompt": ["x"] * 9, "n": 128, "max_tokens": 1}
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, body, "/v1/completions")
+    assert (status, json.loads(raw)["error"]["param"]) == (400, "prompt")
+    assert worker.received == []
+
+
+async def test_the_best_of_more_than_are_wanted_are_told_apart(worker: ScriptedWorker) -> None:
+    body = {"model": "tiny", "prompt": ["one", "two"], "n": 1, "best_of": 3, "max_tokens": 2}
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, body, "/v1/completions")
+    assert status == 200
+    assert [choice["index"] for choice in json.loads(raw)["choices"]] == [0, 1]
+    assert [len(request.choices) for request in worker.received] == [3, 3]
