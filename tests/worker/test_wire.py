@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgpack
 import pytest
 
 from worker import wire
@@ -38,13 +39,43 @@ def test_frames_survive_any_cut(cut: int) -> None:
     assert got == FRAMES
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x93\x01\x02\x03", wire.pack({"protocol": 99})])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x93\x01\x02\x03"])
 def test_unpack_request_refuses(data: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.unpack_request(data)
 
 
-@pytest.mark.parametrize("data", [b"\x05", b"\x91\x63", b"\x92\x00\xa1x", b"\xc1"])
+@pytest.mark.parametrize("protocol", [None, 0, wire.PROTOCOL_VERSION + 1])
+def test_another_protocol_is_refused_by_name(protocol: int | None) -> None:
+    message = msgpack.unpackb(wire.pack_request(REQUEST)) | {"protocol": protocol}
+    with pytest.raises(wire.WireError, match="protocol: the gateway speaks"):
+        wire.unpack_request(msgpack.packb(message))
+    del message["protocol"]
+    with pytest.raises(wire.WireError, match="protocol"):
+        wire.unpack_request(msgpack.packb(message))
+
+
+def test_a_frame_without_end_is_refused() -> None:
+    unending, piece = wire.FrameReader(), b"x" * (1 << 20)
+    unending.feed(b"\x94\x05\xdb\xff\xff\xff\xff")
+    for _ in range(wire.MAX_FRAME_BYTES // len(piece) - 1):
+        unending.feed(piece)
+    with pytest.raises(wire.WireError):
+        unending.feed(2 * piece)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x05",
+        b"\x91\x63",
+        b"\x91\xff",
+        b"\x92\x00\xa1x",
+        b"\xc1",
+        wire.pack((1, "0", (5,), None)),
+        wire.pack((1, 0, "56", None)),
+    ],
+)
 def test_frame_reader_refuses(data: bytes) -> None:
     with pytest.raises(wire.WireError):
         list(wire.FrameReader().feed(data))
