@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from server.http.protocol import GatewayProtocol
+from server.http import protocol
+from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
 from server.schema.decoding import is_deeper
 from server.trust.ops_key import OpsKeyMiddleware
 from tests.server.gateway_app import gateway
@@ -151,8 +153,44 @@ async def test_a_body_in_crumbs_is_refused(worker: ScriptedWorker) -> None:
         body = json.dumps(chat()).encode() + b" " * 3000
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
         assert (await raw(target.url, head("Transfer-Encoding: chunked") + chunks + b"0\r\n\r\n"))[0] == 200
+        again = head("Transfer-Encoding: chunked") + chunks + b"0\r\n\r\n"
+        status, data = await raw(target.url, again.replace(b"Connection: close", b"Connection: keep-alive") + again)
+        assert data.count(b"HTTP/1.1 200") == 2, "each body is counted for itself"
         status, data = await raw(target.url, head("Transfer-Encoding: chunked") + b"1\r\n \r\n" * 5000)
         assert status == 400 or not data
+
+
+async def test_an_answer_before_the_end_of_a_body_does_not_wait_for_the_rest(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.1)
+    async with gateway(worker, max_body_bytes=1000) as target:
+        body = head("Content-Length: 100000").replace(b"Connection: close", b"Connection: keep-alive") + b"x"
+        status, _ = await raw(target.url, body)  # which reads until the connection is closed
+        assert status == 413
+
+
+@pytest.mark.parametrize(
+    ("phase", "num_bytes", "read_paused", "is_closed"),
+    [
+        ("head", MIN_BODY_BYTES, False, True),
+        ("body", MIN_BODY_BYTES - 1, False, True),
+        ("body", MIN_BODY_BYTES, False, False),
+        ("body", 0, True, False),
+    ],
+)
+def test_a_body_that_keeps_coming_is_waited_for(phase: str, num_bytes: int, read_paused: bool, is_closed: bool) -> None:
+    closed: list[bool] = []
+    connection = GatewayProtocol.__new__(GatewayProtocol)
+    connection.flow = SimpleNamespace(read_paused=read_paused)  # type: ignore[assignment]
+    connection.transport = SimpleNamespace(is_closing=lambda: False, close=lambda: closed.append(True))  # type: ignore[assignment]
+    connection.loop = SimpleNamespace(call_later=lambda *when: "a timer")  # type: ignore[assignment]
+    connection._phase, connection._num_body_bytes = phase, num_bytes  # type: ignore[assignment]
+    connection._slow()
+    assert closed == [True] * is_closed
+    assert (connection._timer is None) == is_closed
+    if not is_closed:
+        assert connection._num_body_bytes == 0, "and so much is wanted again"
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])

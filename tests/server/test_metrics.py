@@ -1,12 +1,42 @@
-"""The fleet's gauges, as Prometheus would read them."""
+"""What a gateway counts, and the fleet's gauges, as Prometheus would read them."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
 
 from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from server.metrics import FleetMetrics
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker, until
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import TokenizerBundle
+
+
+async def test_answers_tokens_and_promises_are_counted(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+    worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids, num_cached_tokens=16)
+    async with gateway(worker) as target:
+
+        def counted(name: str, **labels: str) -> float:
+            return target.metrics.registry.get_sample_value(f"headstart_{name}", labels) or 0.0
+
+        for promised, stream in ((20, True), (20, False), (10, True)):
+            target.router.promised_tokens = promised
+            assert (await post(target.url, chat(stream=stream)))[0] == 200
+        assert (await post(target.url, chat(max_tokens=0)))[0] == 400
+        await until(lambda: counted("request_seconds_count", route="chat") == 4)
+        assert counted("requests_total", route="chat", status="200") == 3
+        assert counted("requests_total", route="chat", status="400") == 1
+        assert counted("requests_dropped_total", reason="invalid_request_error") == 1
+        assert counted("time_to_first_token_seconds_count") == 2, "of streams"
+        assert counted("time_per_output_token_seconds_count") == 2
+        assert counted("prompt_tokens_total") == sum(len(request.prompt_ids) for request in worker.received)
+        assert counted("output_tokens_total") == 3 * (len(worker.reply) + 1)
+        assert counted("promised_cached_tokens_total") == 20 + 20 + 10
+        assert counted("cached_tokens_total") == 3 * 16
+        assert counted("promise_error_tokens_total", direction="too_much") == 4 + 4
+        assert counted("promise_error_tokens_total", direction="too_little") == 6
 
 
 def candidate(name: str, load: WorkerLoad) -> Candidate:

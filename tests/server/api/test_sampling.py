@@ -80,6 +80,15 @@ async def test_a_bad_word_is_banned_at_the_begin_and_behind_a_space(
     assert list(map(list, worker.received[0].sampling.bad_words)) == words
 
 
+async def test_an_end_that_is_ignored_is_a_token_like_others(worker: ScriptedWorker) -> None:
+    (end,) = worker.bundle.eos_token_ids
+    worker.reply = [*worker.reply, end, *worker.reply]
+    fields = {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": len(worker.reply)}
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(**fields))
+    assert json.loads(raw)["choices"][0]["message"]["content"] == f"{ANSWER}<|im_end|>{ANSWER}"
+
+
 @pytest.mark.parametrize("path", ROUTES)
 async def test_prompts_are_cut_on_the_side_that_is_named(worker: ScriptedWorker, path: str) -> None:
     async with gateway(worker) as target:

@@ -82,6 +82,7 @@ async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, str
             text, usage = body["choices"][0]["message"]["content"], body["usage"]
         assert text == ANSWER
         assert usage["prompt_tokens_details"]["cached_tokens"] == (3 if num_tokens else 5), "of who gave the first"
+        assert target.metrics.registry.get_sample_value("headstart_resumed_total") == (num_tokens > 0)
         (resumed,) = healthy.received
         assert list(resumed.choices[0].output_ids) == healthy.reply[:num_tokens]
         assert resumed.choices[0].seed == dying.received[0].choices[0].seed == 5
@@ -130,6 +131,7 @@ async def test_unstreamed_answers_begin_again_on_other_numerics(make: MakeWorker
         assert status == 200
         assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
         assert json.loads(raw)["usage"]["completion_tokens"] == len(other.reply) + 1
+        assert target.metrics.registry.get_sample_value("headstart_restarted_total") == 1
         assert other.received[0].choices[0].output_ids == ()
         assert headers["x-headstart-worker"] == other.worker_id
 

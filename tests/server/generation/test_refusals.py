@@ -102,6 +102,7 @@ async def test_a_request_that_kills_workers_is_stopped_and_quarantined(make: Mak
             status, headers, _ = await post(target.url, chat(seed=1))
             assert (status, headers["x-should-retry"]) == (500, "false")
         assert [len(worker.received) for worker in workers] == [1, 1, 0, 0, 0]
+        assert target.metrics.registry.get_sample_value("headstart_quarantined_total") == 1
         assert [worker.received[0].is_suspect for worker in workers[:2]] == [False, True]
         for worker in workers:
             worker.behave = None
