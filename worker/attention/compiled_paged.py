@@ -10,26 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import Plan, TorchPagedAttention
-from worker.kernels import bfloat16 as kernels
-from worker.kernels.attention import AttentionKernel
-from worker.kernels.bits import MAX_ROWS, bits
+from worker.kernels.attention import AttentionKernel, Decodes
+from worker.kernels.bits import bits
 
 
 @dataclass(frozen=True, slots=True)
 class _CompiledPlan(Plan):
-    """Rows 0..num_decodes-1 of the batch."""
+    """Its `decodes` are empty: rows 0..num_rows-1 of the batch are `compiled`."""
 
-    num_decodes: int
-    tables: NDArray[np.int64]
-    """(num_decodes, width), padded with the null block"""
-    bounds: NDArray[np.int64]
-    """(num_decodes, 2): the first key that a row sees, and the one after the last"""
+    compiled: Decodes
 
 
 class CompiledPagedAttention(TorchPagedAttention):
@@ -41,36 +35,37 @@ class CompiledPagedAttention(TorchPagedAttention):
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
         super().__init__(shape, cache)
-        self._kernel = AttentionKernel(shape.num_heads // shape.num_kv_heads, shape.head_dim)
+        reps = shape.num_heads // shape.num_kv_heads
+        self._kernel = AttentionKernel(reps=reps, size=shape.head_dim, scale=shape.scale)
         self._keys = [bits(pool) for pool in cache.keys]
         self._values = [bits(pool) for pool in cache.values]
 
-    def _write(self, layer: int, batch: ForwardBatch, key: Tensor, value: Tensor) -> None:
-        if len(key) > MAX_ROWS:
-            super()._write(layer, batch, key, value)
-        else:
-            kernels.write(bits(key), bits(value), self._keys[layer], self._values[layer], batch.slots.numpy())
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        plan: _CompiledPlan = batch.plan[self._shape.window(layer)]  # type: ignore[index]
+        num_decodes, outputs = plan.compiled.num_rows, []
+        if plan.chunks:
+            chunks = slice(num_decodes, None)
+            self._cache.write(layer, batch.slots[chunks], key[chunks], value[chunks])
+        if num_decodes:
+            states = (query[:num_decodes], key[:num_decodes], value[:num_decodes])
+            outputs.append(self._decode_compiled(layer, states, plan.compiled))
+        outputs += [self._prefill(layer, query, key, value, chunk) for chunk in plan.chunks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan(self, spans: Sequence[Span], window: int | None) -> Plan:
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
-        decodes = spans[:num_decodes]
-        bounds = [(0 if window is None else max(0, span.stop - window), span.stop) for span in decodes]
-        if not decodes:
-            return super()._plan(spans, window)
-        width = -(-decodes[-1].stop // self._cache.block_size)
-        tables = np.zeros((num_decodes, width), np.int64)
+        decodes, size = spans[:num_decodes], self._cache.block_size
+        bounds = np.zeros((num_decodes, 2), np.int64)
+        tables = np.zeros((num_decodes, -(-max((span.stop for span in decodes), default=0) // size)), np.int64)
         for row, span in enumerate(decodes):
-            num_blocks = -(-span.stop // self._cache.block_size)
+            bounds[row] = (0 if window is None else max(0, span.stop - window), span.stop)
+            num_blocks = -(-span.stop // size)
             tables[row, :num_blocks] = span.block_table[:num_blocks]
-        chunks = self._plan_chunks(spans, num_decodes, window)
-        return _CompiledPlan((), chunks, num_decodes, tables, np.array(bounds, np.int64))
+        return _CompiledPlan((), self._plan_chunks(spans, num_decodes, window), Decodes(tables, bounds))
 
-    def _decode_all(self, layer: int, query: Tensor, plan: Plan) -> list[Tensor]:
-        if not isinstance(plan, _CompiledPlan):
-            return super()._decode_all(layer, query, plan)
-        query = query[: plan.num_decodes]
-        out = query.new_empty(plan.num_decodes, self._shape.num_heads * self._shape.head_dim)
-        keys, values = self._keys[layer], self._values[layer]
-        tables, bounds, num_threads = plan.tables, plan.bounds, torch.get_num_threads()
-        self._kernel(bits(query), keys, values, tables, bounds, self._shape.scale, bits(out), num_threads=num_threads)
-        return [out]
+    def _decode_compiled(self, layer: int, states: tuple[Tensor, Tensor, Tensor], decodes: Decodes) -> Tensor:
+        query, key, value = states
+        out = query.new_empty(decodes.num_rows, self._shape.num_heads * self._shape.head_dim)
+        arrays = (bits(query), bits(key), bits(value))
+        self._kernel(arrays, self._keys[layer], self._values[layer], decodes, bits(out), torch.get_num_threads())
+        return out

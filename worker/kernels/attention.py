@@ -11,6 +11,7 @@ Threads take units until none is left.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -214,11 +215,14 @@ def _compile_units(reps: int, size: int) -> Any:
 
 
 @compiled(
-    "void(u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, u2[:, ::1], i8, i8, i8)",
+    "void(u2[:, :, :], u2[:, :, :], u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, "
+    "u2[:, ::1], i8, i8, i8)",
     nogil=True,
 )
 def _attend(
     query: Bits,
+    key: Bits,
+    value: Bits,
     keys: Bits,
     values: Bits,
     tables: Indices,
@@ -229,43 +233,61 @@ def _attend(
     team: int,
     num_threads: int,
 ) -> None:
-    num_rows, size = query.shape[0], query.shape[2]
+    num_rows, num_kv_heads, size = key.shape
+    block_size = keys.shape[1]
     if query.strides[1] != 2 * size or query.strides[2] != 2:
         raise ValueError("the heads of a query must lie side by side")
+    for row in range(num_rows):
+        place, offset = divmod(bounds[row, 1] - 1, block_size)
+        stored_keys, stored_values = keys[tables[row, place], offset], values[tables[row, place], offset]
+        for head in range(num_kv_heads):
+            for i in range(size):
+                stored_keys[head, i] = key[row, head, i]
+                stored_values[head, i] = value[row, head, i]
     work = np.zeros(1, _WORK)
     work[0].query, work[0].query_stride = query.ctypes.data, query.strides[0]
     work[0].keys, work[0].values = keys.ctypes.data, values.ctypes.data
     work[0].tables, work[0].width = tables.ctypes.data, tables.shape[1]
     work[0].bounds, work[0].out = bounds.ctypes.data, out.ctypes.data
-    work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, keys.shape[1], keys.shape[2]
+    work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, block_size, num_kv_heads
     work[0].factor = scale * _LOG2_E
-    run_on_team(team, min(num_threads, num_rows * keys.shape[2]), kernel, work.ctypes.data)
+    run_on_team(team, min(num_threads, num_rows * num_kv_heads), kernel, work.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Sequences with one query each, whose own key is the last that it sees."""
+
+    tables: Indices
+    """(rows, width): the blocks of each sequence"""
+    bounds: Indices
+    """(rows, 2): the first key that the query sees, and the one after the last"""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.bounds)
 
 
 class AttentionKernel:
-    """For `reps` queries a KV head and heads of `size` elements. To make one takes seconds if none is kept on disk."""
+    """For one shape of heads. To make one takes seconds if none is kept on disk."""
 
-    __slots__ = ("_team", "_units")
+    __slots__ = ("_scale", "_team", "_units")
 
-    def __init__(self, reps: int, size: int) -> None:
+    def __init__(self, *, reps: int, size: int, scale: float) -> None:
+        """`reps` queries share a KV head; heads have `size` elements; `scale` is for products of query and key."""
         self._units = _compile_units(reps, size)
         self._team = team_address()
+        self._scale = scale
 
     def __call__(
-        self,
-        query: Bits,
-        keys: Bits,
-        values: Bits,
-        tables: Indices,
-        bounds: Indices,
-        scale: float,
-        out: Bits,
-        *,
-        num_threads: int,
+        self, states: tuple[Bits, Bits, Bits], keys: Bits, values: Bits, decodes: Decodes, out: Bits, num_threads: int
     ) -> None:
-        """One query a row, (rows, heads, head_dim), over keys bounds[row, 0] .. bounds[row, 1] - 1 of its sequence.
+        """Store a key and a value a row, then attend from the query: `states` are queries (rows, heads, head_dim), keys
+        and values (rows, kv_heads, head_dim), heads side by side, rows perhaps apart.
 
-        Heads lie side by side, rows may lie apart. Pools (num_blocks, block_size, kv_heads, head_dim); tables (rows,
-        width) name the sequence's blocks; out (rows, heads * head_dim). Other threads of the interpreter run meanwhile.
+        Pools (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Other threads of the
+        interpreter run meanwhile.
         """
-        _attend(query, keys, values, tables, bounds, scale, out, self._units.address, self._team, num_threads)
+        query, key, value = states
+        tables, bounds, units = decodes.tables, decodes.bounds, self._units.address
+        _attend(query, key, value, keys, values, tables, bounds, self._scale, out, units, self._team, num_threads)

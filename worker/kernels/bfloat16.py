@@ -104,17 +104,3 @@ def best(states: Bits, out: Indices) -> None:
                 while keys[i] != top:
                     i += 1
                 out[row] = first + i
-
-
-@compiled("void(u2[:, :, :], u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[::1])")
-def write(key: Bits, value: Bits, keys: Bits, values: Bits, slots: Indices) -> None:
-    """Store (rows, kv_heads, head_dim) at `slots` of pools (num_blocks, block_size, kv_heads, head_dim)."""
-    num_rows, num_kv_heads, size = key.shape
-    block_size = keys.shape[1]
-    for row in range(num_rows):
-        block, offset = slots[row] // block_size, slots[row] % block_size
-        stored_keys, stored_values = keys[block, offset], values[block, offset]
-        for group in range(num_kv_heads):
-            for i in range(size):
-                stored_keys[group, i] = key[row, group, i]
-                stored_values[group, i] = value[row, group, i]

@@ -15,7 +15,7 @@ from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels.attention import AttentionKernel
+from worker.kernels.attention import AttentionKernel, Decodes
 from worker.kernels.bits import bits
 from worker.model.load import LoadOptions, load_model
 
@@ -88,32 +88,33 @@ def test_many_keys_and_far_scores_stay_exact() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
 def test_the_number_of_threads_changes_no_bit(num_rows: int) -> None:
-    query, pages = bits(states(num_rows, 6, 16)), bits(states(41, 4, 2, 16, seed=1))
-    tables, bounds = (
-        np.arange(41)[None].repeat(num_rows, 0),
-        np.array([[row % 3, 4 * row + 3] for row in range(num_rows)]),
+    arrays = (
+        bits(states(num_rows, 6, 16)),
+        bits(states(num_rows, 2, 16, seed=1)),
+        bits(states(num_rows, 2, 16, seed=2)),
     )
+    tables = np.array([[1 + row, *range(41, 82)] for row in range(num_rows)])[:, ::-1].copy()
+    bounds = np.array([[row % 3, 4 * 42 - row % 4] for row in range(num_rows)])
     outs = [torch.zeros(num_rows, 96, dtype=torch.bfloat16) for _ in range(3)]
-    kernel = AttentionKernel(reps=3, size=16)
+    kernel = AttentionKernel(reps=3, size=16, scale=0.2)
     for num_threads, out in enumerate(outs, 1):
-        kernel(query, pages, pages, tables, bounds, 0.2, bits(out), num_threads=num_threads)
+        pages = bits(states(82, 4, 2, 16, seed=3))
+        kernel(arrays, pages, pages.copy(), Decodes(tables, bounds), bits(out), num_threads)
     assert outs[0].count_nonzero() == outs[0].numel()
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_what_is_compiled_for_a_shape_is_found_again_on_disk() -> None:
     """numba finds a kernel by the variables around it, and a compiled function among them is another one every time."""
-    kernel = AttentionKernel(reps=3, size=16)._units.__wrapped__
+    kernel = AttentionKernel(reps=3, size=16, scale=1.0)._units.__wrapped__
     assert {type(cell.cell_contents) for cell in kernel.__closure__} == {int}
 
 
 def test_heads_that_lie_apart_are_refused() -> None:
-    query, pages = bits(states(6, 2, 8)).transpose(1, 0, 2), bits(states(3, 4, 2, 8))
-    out = bits(torch.empty(2, 48, dtype=torch.bfloat16))
+    query, own, pages = bits(states(6, 2, 16)).transpose(1, 0, 2), bits(states(2, 2, 16)), bits(states(3, 4, 2, 16))
+    decodes, out = Decodes(np.ones((2, 1), np.int64), np.array([[0, 2]] * 2)), bits(states(2, 96))
     with pytest.raises(ValueError, match="side by side"):
-        AttentionKernel(3, 8)(
-            query, pages, pages, np.ones((2, 1), np.int64), np.ones((2, 2), np.int64), 1.0, out, num_threads=1
-        )
+        AttentionKernel(reps=3, size=16, scale=1.0)((query, own, own), pages, pages, decodes, out, 1)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
