@@ -16,7 +16,6 @@ from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import Plan, TorchPagedAttention
 from worker.kernels.attention import AttentionKernel, Decodes
-from worker.kernels.bits import bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +28,19 @@ class _CompiledPlan(Plan):
 class CompiledPagedAttention(TorchPagedAttention):
     """A `worker.attention.base.Attention` bound to one pool in bfloat16 on a CPU."""
 
-    __slots__ = ("_kernel", "_keys", "_values")
+    __slots__ = ("_kernel",)
 
     name = "compiled"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
         super().__init__(shape, cache)
-        reps = shape.num_heads // shape.num_kv_heads
-        self._kernel = AttentionKernel(reps=reps, size=shape.head_dim, scale=shape.scale)
-        self._keys = [bits(pool) for pool in cache.keys]
-        self._values = [bits(pool) for pool in cache.values]
+        self._kernel = AttentionKernel(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            size=shape.head_dim,
+            scale=shape.scale,
+            block_size=cache.block_size,
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         plan: _CompiledPlan = batch.plan[self._shape.window(layer)]  # type: ignore[index]
@@ -64,8 +66,6 @@ class CompiledPagedAttention(TorchPagedAttention):
         return _CompiledPlan((), self._plan_chunks(spans, num_decodes, window), Decodes(tables, bounds))
 
     def _decode_compiled(self, layer: int, states: tuple[Tensor, Tensor, Tensor], decodes: Decodes) -> Tensor:
-        query, key, value = states
-        out = query.new_empty(decodes.num_rows, self._shape.num_heads * self._shape.head_dim)
-        arrays = (bits(query), bits(key), bits(value))
-        self._kernel(arrays, self._keys[layer], self._values[layer], decodes, bits(out), torch.get_num_threads())
+        out = states[0].new_empty(decodes.num_rows, self._shape.num_heads * self._shape.head_dim)
+        self._kernel(states, self._cache.keys[layer], self._cache.values[layer], decodes, out)
         return out

@@ -17,14 +17,15 @@ from typing import Any, Final
 
 import numba
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from worker.kernels.bfloat16 import Bits, Floats, Indices, narrow
+from worker.kernels.bfloat16 import Floats, Indices, carray, narrow
 from worker.kernels.compiled import compiled, compiled_callback
 from worker.kernels.team import indices_at, run_on_team, take_unit, team_address, words_at
 from worker.kernels.vectors import add_values, dot_keys, keys_at_once, prefetch
 
-carray: Any = numba.carray  # type: ignore[attr-defined]
 literally: Any = numba.literally  # type: ignore[attr-defined]
 Words = NDArray[np.uint32]
 _LOG2_E: Final = np.float32(1.4426950408889634)
@@ -214,41 +215,41 @@ def _compile_units(reps: int, size: int) -> Any:
     return attend_units
 
 
-@compiled(
-    "void(u2[:, :, :], u2[:, :, :], u2[:, :, :], u2[:, :, :, ::1], u2[:, :, :, ::1], i8[:, ::1], i8[:, ::1], f8, "
-    "u2[:, ::1], i8, i8, i8)",
-    nogil=True,
-)
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8[:, ::1], i8[:, ::1], f8, i8, i8, i8, i8)", nogil=True)
 def _attend(
-    query: Bits,
-    key: Bits,
-    value: Bits,
-    keys: Bits,
-    values: Bits,
+    query: int,
+    query_stride: int,
+    key: int,
+    key_stride: int,
+    value: int,
+    value_stride: int,
+    keys: int,
+    values: int,
+    block_size: int,
+    num_kv_heads: int,
+    size: int,
     tables: Indices,
     bounds: Indices,
     scale: float,
-    out: Bits,
+    out: int,
     kernel: int,
     team: int,
     num_threads: int,
 ) -> None:
-    num_rows, num_kv_heads, size = key.shape
-    block_size = keys.shape[1]
-    if query.strides[1] != 2 * size or query.strides[2] != 2:
-        raise ValueError("the heads of a query must lie side by side")
+    """Of addresses, and strides of rows in bytes."""
+    num_rows, row_words = len(bounds), num_kv_heads * size // 2
     for row in range(num_rows):
         place, offset = divmod(bounds[row, 1] - 1, block_size)
-        stored_keys, stored_values = keys[tables[row, place], offset], values[tables[row, place], offset]
-        for head in range(num_kv_heads):
-            for i in range(size):
-                stored_keys[head, i] = key[row, head, i]
-                stored_values[head, i] = value[row, head, i]
+        slot = (tables[row, place] * block_size + offset) * 4 * row_words
+        own_key, stored_key = words_at(key + row * key_stride), words_at(keys + slot)
+        own_value, stored_value = words_at(value + row * value_stride), words_at(values + slot)
+        for i in range(row_words):
+            stored_key[i] = own_key[i]
+            stored_value[i] = own_value[i]
     work = np.zeros(1, _WORK)
-    work[0].query, work[0].query_stride = query.ctypes.data, query.strides[0]
-    work[0].keys, work[0].values = keys.ctypes.data, values.ctypes.data
-    work[0].tables, work[0].width = tables.ctypes.data, tables.shape[1]
-    work[0].bounds, work[0].out = bounds.ctypes.data, out.ctypes.data
+    work[0].query, work[0].query_stride, work[0].out = query, query_stride, out
+    work[0].keys, work[0].values = keys, values
+    work[0].tables, work[0].width, work[0].bounds = tables.ctypes.data, tables.shape[1], bounds.ctypes.data
     work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, block_size, num_kv_heads
     work[0].factor = scale * _LOG2_E
     run_on_team(team, min(num_threads, num_rows * num_kv_heads), kernel, work.ctypes.data)
@@ -271,23 +272,47 @@ class Decodes:
 class AttentionKernel:
     """For one shape of heads. To make one takes seconds if none is kept on disk."""
 
-    __slots__ = ("_scale", "_team", "_units")
+    __slots__ = ("_block_size", "_num_kv_heads", "_scale", "_size", "_team", "_units")
 
-    def __init__(self, *, reps: int, size: int, scale: float) -> None:
-        """`reps` queries share a KV head; heads have `size` elements; `scale` is for products of query and key."""
-        self._units = _compile_units(reps, size)
-        self._team = team_address()
+    def __init__(self, *, num_heads: int, num_kv_heads: int, size: int, scale: float, block_size: int) -> None:
+        """Heads have `size` elements; `scale` is for products of query and key."""
+        self._num_kv_heads, self._size = num_kv_heads, size
+        self._block_size = block_size
         self._scale = scale
+        self._units = _compile_units(num_heads // num_kv_heads, size)
+        self._team = team_address()
 
     def __call__(
-        self, states: tuple[Bits, Bits, Bits], keys: Bits, values: Bits, decodes: Decodes, out: Bits, num_threads: int
+        self, states: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, decodes: Decodes, out: Tensor
     ) -> None:
         """Store a key and a value a row, then attend from the query: `states` are queries (rows, heads, head_dim), keys
-        and values (rows, kv_heads, head_dim), heads side by side, rows perhaps apart.
+        and values (rows, kv_heads, head_dim), in bfloat16; heads lie side by side, rows perhaps apart.
 
-        Pools (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Other threads of the
-        interpreter run meanwhile.
+        Pools (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Uses torch's number of
+        threads; other threads of the interpreter run meanwhile. Raises ValueError for heads that lie apart.
         """
-        query, key, value = states
-        tables, bounds, units = decodes.tables, decodes.bounds, self._units.address
-        _attend(query, key, value, keys, values, tables, bounds, self._scale, out, units, self._team, num_threads)
+        query, key, value = (self._rows(one) for one in states)
+        _attend(
+            *query,
+            *key,
+            *value,
+            keys.data_ptr(),
+            values.data_ptr(),
+            self._block_size,
+            self._num_kv_heads,
+            self._size,
+            decodes.tables,
+            decodes.bounds,
+            self._scale,
+            out.data_ptr(),
+            self._units.address,
+            self._team,
+            torch.get_num_threads(),
+        )
+
+    def _rows(self, states: Tensor) -> tuple[int, int]:
+        """Where they are, and the bytes from one to the next."""
+        row, head, element = states.stride()
+        if head != self._size or element != 1:
+            raise ValueError("the heads of a row must lie side by side")
+        return states.data_ptr(), 2 * row

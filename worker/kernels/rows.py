@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import numba
 import numpy as np
 
 from worker.kernels import bfloat16
-from worker.kernels.bfloat16 import Bits, Floats
+from worker.kernels.bfloat16 import Bits, Floats, carray
 from worker.kernels.compiled import compiled_callback
 from worker.kernels.team import bits_at, floats_at, run_on_team, take_unit, team_address
 
-carray: Any = numba.carray  # type: ignore[attr-defined]
 _UNIT_ROWS: Final = 32
 _FIELDS: Final = ("next_unit", "num_rows", "size", "num_heads", "width", "states", "other", "out")
 _WORK: Final = np.dtype([*((name, np.int64) for name in _FIELDS), ("offset", np.float64)])

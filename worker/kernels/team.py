@@ -31,10 +31,11 @@ def team_address() -> int:
     """Of `GOMP_parallel` in the library that torch brought along; 0 where torch brought another one."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     try:
-        return 0 if not found else ctypes.cast(ctypes.CDLL(str(found[0])).GOMP_parallel, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError) as error:
-        logger.warning("attention of decodes runs on one thread: %s", error)
-        return 0
+        if address := ctypes.cast(ctypes.CDLL(str(found[0])).GOMP_parallel, ctypes.c_void_p).value:
+            return address
+    except (IndexError, OSError, AttributeError) as error:
+        logger.warning("attention of decodes runs on one thread: torch has no libgomp to share (%s)", error)
+    return 0
 
 
 @instructions

@@ -43,14 +43,15 @@ class CpuRmsNorm:
 class CompiledRmsNorm:
     """One loop, or one a thread for many rows, in bfloat16."""
 
-    __slots__ = ("_few", "_many", "_offset", "_weight")
+    __slots__ = ("_address", "_few", "_many", "_offset", "_weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         from worker.kernels import bfloat16, rows
 
-        self._few, self._many = bfloat16.rms_norm, rows.rms_norm
+        self._few, self._many = bfloat16.rms_norm_at, rows.rms_norm
         size = weight.shape[-1]
         self._weight = (weight.float() * size**0.5).numpy()
+        self._address = self._weight.ctypes.data
         self._offset = size * eps
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -59,7 +60,8 @@ class CompiledRmsNorm:
             num_threads = torch.get_num_threads()
             self._many(bits(states), self._weight, self._offset, bits(out), num_threads=num_threads)
         else:
-            self._few(bits(states), self._weight, self._offset, bits(out))
+            assert states.is_contiguous()
+            self._few(states.data_ptr(), self._address, self._offset, out.data_ptr(), *states.shape)
         return out
 
 

@@ -16,7 +16,6 @@ from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.attention import AttentionKernel, Decodes
-from worker.kernels.bits import bits
 from worker.model.load import LoadOptions, load_model
 
 
@@ -86,35 +85,39 @@ def test_many_keys_and_far_scores_stay_exact() -> None:
     assert close(got[0], want, steps=1.1)
 
 
+def kernel_of_two_groups() -> AttentionKernel:
+    return AttentionKernel(num_heads=6, num_kv_heads=2, size=16, scale=0.2, block_size=4)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
 def test_the_number_of_threads_changes_no_bit(num_rows: int) -> None:
-    arrays = (
-        bits(states(num_rows, 6, 16)),
-        bits(states(num_rows, 2, 16, seed=1)),
-        bits(states(num_rows, 2, 16, seed=2)),
-    )
+    query, key, value = (states(num_rows, num_heads, 16, seed=num_heads) for num_heads in (6, 2, 2))
     tables = np.array([[1 + row, *range(41, 82)] for row in range(num_rows)])[:, ::-1].copy()
     bounds = np.array([[row % 3, 4 * 42 - row % 4] for row in range(num_rows)])
     outs = [torch.zeros(num_rows, 96, dtype=torch.bfloat16) for _ in range(3)]
-    kernel = AttentionKernel(reps=3, size=16, scale=0.2)
-    for num_threads, out in enumerate(outs, 1):
-        pages = bits(states(82, 4, 2, 16, seed=3))
-        kernel(arrays, pages, pages.copy(), Decodes(tables, bounds), bits(out), num_threads)
+    kernel, before = kernel_of_two_groups(), torch.get_num_threads()
+    try:
+        for num_threads, out in enumerate(outs, 1):
+            torch.set_num_threads(num_threads)
+            pages = states(82, 4, 2, 16, seed=3)
+            kernel((query, key, value + 1), pages, pages.clone(), Decodes(tables, bounds), out)
+    finally:
+        torch.set_num_threads(before)
     assert outs[0].count_nonzero() == outs[0].numel()
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_what_is_compiled_for_a_shape_is_found_again_on_disk() -> None:
     """numba finds a kernel by the variables around it, and a compiled function among them is another one every time."""
-    kernel = AttentionKernel(reps=3, size=16, scale=1.0)._units.__wrapped__
+    kernel = kernel_of_two_groups()._units.__wrapped__
     assert {type(cell.cell_contents) for cell in kernel.__closure__} == {int}
 
 
 def test_heads_that_lie_apart_are_refused() -> None:
-    query, own, pages = bits(states(6, 2, 16)).transpose(1, 0, 2), bits(states(2, 2, 16)), bits(states(3, 4, 2, 16))
-    decodes, out = Decodes(np.ones((2, 1), np.int64), np.array([[0, 2]] * 2)), bits(states(2, 96))
+    query, own, pages = states(6, 2, 16).transpose(0, 1), states(2, 2, 16), states(3, 4, 2, 16)
+    decodes, out = Decodes(np.ones((2, 1), np.int64), np.array([[0, 2]] * 2)), states(2, 96)
     with pytest.raises(ValueError, match="side by side"):
-        AttentionKernel(reps=3, size=16, scale=1.0)((query, own, own), pages, pages, decodes, out, 1)
+        kernel_of_two_groups()((query, own, own), pages, pages, decodes, out)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
