@@ -168,6 +168,24 @@ async def test_logprobs_of_chat(worker: ScriptedWorker) -> None:
         assert streamed == logprobs.content
 
 
+async def test_the_token_itself_is_always_among_the_best(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.completions.create(model="tiny", prompt="x", max_tokens=3, logprobs=0)
+        _, _, raw = await post(target.url, chat(prompt_logprobs=2, max_tokens=1))
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.top_logprobs == [{token: -0.5} for token in logprobs.tokens]
+    first, second, *_ = json.loads(raw)["prompt_logprobs"]
+    token_id = worker.received[1].prompt_ids[1]
+    assert first is None
+    assert second[str(token_id)] == {
+        "logprob": -0.5,
+        "rank": 1,
+        "decoded_token": raw_tokenizer.decode([token_id], skip_special_tokens=False),
+    }
+
+
 async def test_seeds_of_choices_differ_and_repeat(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         for _ in range(2):

@@ -37,6 +37,12 @@ def test_frames_survive_any_cut(cut: int) -> None:
     reader = wire.FrameReader()
     got = [frame for i in range(0, len(stream), cut) for frame in reader.feed(stream[i : i + cut])]
     assert got == FRAMES
+    assert reader._unpacker is None, "between frames a stream takes no memory"
+
+
+def test_without_a_secret_nobody_is_asked_for_one() -> None:
+    assert wire.gateway_token(b"") == ""
+    assert len({wire.gateway_token(secret) for secret in (b"", b"one", b"two")}) == 3
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x93\x01\x02\x03"])

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Refuse, ScriptedWorker
-from tests.server.sse_grammar import check_chat
+from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import Frame, GenerateRequest, Grammar, TokenizerBundle
@@ -70,6 +70,30 @@ async def test_a_call_streamed_and_unstreamed(says: Says) -> None:
         _, _, raw = await post(target.url, chat(tools=[WEATHER], stream=True))
         assert check_chat(raw) == ["Let me see."]
     assert '"name": "get_weather"' in says.prompt(worker), "a template without tools gets them as text"
+
+
+async def test_a_call_that_was_cut_off_has_ended_by_its_length(says: Says) -> None:
+    worker = says(CALL)
+    fields = {"tools": [WEATHER], "max_tokens": len(worker.reply) - 5}
+    async with gateway(worker) as target:
+        _, _, body = await post(target.url, chat(**fields))
+        _, _, raw = await post(target.url, chat(**fields, stream=True))
+    (choice,) = json.loads(body)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert choice["finish_reason"] == "length"
+    assert [c["finish_reason"] for e in events(raw)[:-1] for c in e["choices"] if c["finish_reason"]] == ["length"]
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(True, None), (False, 1)])
+async def test_how_many_calls_may_be_required(says: Says, parallel: bool, most: int | None) -> None:
+    worker = says("[]")
+    fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": parallel}
+    async with gateway(worker) as target:
+        assert (await post(target.url, chat(**fields)))[0] == 200
+    grammar = worker.received[0].sampling.grammar
+    assert grammar is not None
+    schema = json.loads(grammar.text)
+    assert (schema["minItems"], schema.get("maxItems")) == (1, most)
 
 
 async def test_results_go_back_into_the_prompt(says: Says) -> None:
@@ -130,6 +154,11 @@ async def test_thoughts_are_split_from_the_answer(says: Says) -> None:
     message = json.loads(body)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4.")
     assert check_chat(raw) == ["It is 4."]
+    opened = says("Well, 4.</think>It is 4.", chat_template="{{ messages[0].content }}<think>\n")
+    async with gateway(opened) as target:
+        _, _, begun = await post(target.url, chat())
+    message = json.loads(begun)["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4."), "the prompt has opened them"
     thoughts = says("<think>Well, 4.</think>").reply
     assert json.loads(body)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thoughts)
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.parsing.formats import format_of
+from server.text.parsing.calls import call_of
+from server.text.parsing.formats import MAX_NAME_CHARS, format_of
 from server.text.parsing.json_scan import JsonScanner
 from server.text.parsing.output import OutputParser, OutputRules
 from server.text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
@@ -127,3 +128,19 @@ def test_formats_of_templates() -> None:
     assert format_of("... [TOOL_CALLS] ...") == "mistral"
     assert format_of("... <|python_tag|> ...") == "llama3"
     assert format_of("nothing") is None
+
+
+def test_arguments_in_quotes_that_are_cut_off_are_read_as_far_as_they_came() -> None:
+    parser = OutputParser(HERMES)
+    pieces = [*parser.feed('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1'), *parser.finish()]
+    assert pieces == [CallStart("f"), CallArguments('{"a": 1')]
+
+
+def test_what_is_no_name_of_a_call_is_not_held_back_for_ever() -> None:
+    parser = OutputParser(MISTRAL)
+    assert parser.feed("[TOOL_CALLS]" + "x" * MAX_NAME_CHARS) == []
+    assert parser.feed("x") == [Content("x" * (MAX_NAME_CHARS + 1))]
+
+
+def test_a_call_too_deep_to_be_read_is_none() -> None:
+    assert call_of('{"name":' * 100_000 + "1" + "}" * 100_000) == []
