@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -123,6 +123,14 @@ class ThreadedEngine:
         return self.metrics.registry.get_sample_value(f"headstart_worker_{name}", labels) or 0.0
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Poll: for what the engine does in its own time."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 @contextmanager
 def running(stream: Stream, *, launch_ahead: bool = True, max_num_seqs: int = 16) -> Iterator[ThreadedEngine]:
     engine = ThreadedEngine(stream, launch_ahead=launch_ahead, max_num_batched_tokens=64, max_num_seqs=max_num_seqs)
@@ -201,8 +209,7 @@ def test_a_suspect_is_said_to_have_begun_before_the_device_sees_it(threaded: Thr
     num_sent: list[int] = []
     threaded.runner.fails = lambda step: num_sent.append(threaded.frames.qsize())
     threaded.submit(0, generate(range(10), 1, is_suspect=True))
-    while not num_sent:
-        time.sleep(0.001)
+    until(lambda: num_sent)
     assert num_sent == [1]
 
 
@@ -409,8 +416,7 @@ def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: Th
         threaded.submit(i, generate([i, 2, 3], 1))
     threaded.runner.fails = fails
     threaded.runner.gate.set()
-    while len(num_sent) < 4:  # the blocker, the two together, and each of them alone
-        time.sleep(0.001)
+    until(lambda: len(num_sent) == 4)  # the blocker, the two together, and each of them alone
     assert num_sent[3] >= num_sent[2] + 3, "its token, its end, and the end of all"
     threaded.wait(blocker)
 
@@ -470,12 +476,9 @@ def test_a_hang_is_seen_in_a_step_that_was_launched_ahead_too(beside: ThreadedEn
 
     beside.runner.fails = close_gate
     key = beside.submit(0, generate([1, 2, 3], 10))
-    deadline_s = time.monotonic() + TIMEOUT_S
     while len(beside.answers[key].tokens.get(0, ())) < 3:
         beside.next()
-    while "a step has been running" not in (beside.engine.health(0.0) or ""):
-        assert time.monotonic() < deadline_s, "nobody sees that it hangs"
-        time.sleep(0.005)
+    until(lambda: "a step has been running" in (beside.engine.health(0.0) or ""))
     assert beside.runner.steps[2].sequences[0].follows == 0
     beside.runner.gate.set()
     beside.wait(key)
@@ -567,10 +570,7 @@ def test_an_engine_without_work_has_said_so(threaded: ThreadedEngine) -> None:
     """It waits for commands then, and tells nothing more."""
     threaded.wait(threaded.submit(0, generate(range(8), 2)))  # its last step fills no block: that is no news
     assert any(load.num_running for load in threaded.listener.loads)
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while threaded.listener.loads[-1].num_running:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    until(lambda: not threaded.listener.loads[-1].num_running)
 
 
 def test_the_load_tells_how_fast_the_queue_moves() -> None:
