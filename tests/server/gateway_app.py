@@ -120,7 +120,7 @@ async def gateway(
         limits = RateLimits(LimitTable.private())
         app = public_app(api, metrics, Admission(identities or SingleTenant(b"secret"), limits, max_body_bytes))
         background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
-        url = await stack.enter_async_context(listening(app, http=GatewayProtocol))
+        url = await stack.enter_async_context(listening(app, http=GatewayProtocol, timeout_keep_alive=75))
         try:
             yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
             # Whatever the requests have ended with, nothing of them is left.
