@@ -125,7 +125,7 @@ async def gateway(
             yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
             # Whatever the requests have ended with, nothing of them is left.
             await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks))
-            await until(lambda: metrics.in_flight._value.get() == 0)
+            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers))
         finally:
             for task in background:
                 task.cancel()
