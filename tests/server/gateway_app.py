@@ -124,8 +124,8 @@ async def gateway(
         try:
             yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
             # Whatever the requests have ended with, nothing of them is left.
-            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks))
-            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers))
+            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks), 20.0)
+            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers), 20.0)
         finally:
             for task in background:
                 task.cancel()
