@@ -1,4 +1,4 @@
-"""The kernels of `worker.kernels.bfloat16` over as many rows as a prefill has: shared out to all threads."""
+"""The kernels of `worker.kernels.bfloat16` over many rows, or long ones: shared out to all threads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Final
 import numpy as np
 
 from worker.kernels import bfloat16
-from worker.kernels.bfloat16 import Bits, Floats, carray
+from worker.kernels.bfloat16 import Bits, Floats, Indices, carray
 from worker.kernels.compiled import compiled_callback
-from worker.kernels.team import bits_at, floats_at, run_on_team, take_unit, team_address
+from worker.kernels.team import bits_at, floats_at, indices_at, run_on_team, take_unit, team_address
 
 _UNIT_ROWS: Final = 32
 _FIELDS: Final = ("next_unit", "num_rows", "size", "num_heads", "width", "states", "other", "out")
@@ -26,6 +26,11 @@ def rotate(states: Bits, table: Bits, num_heads: int, *, num_threads: int) -> No
     """`worker.kernels.bfloat16.rotate`."""
     fields = {"size": table.shape[2], "num_heads": num_heads, "other": table.ctypes.data}
     _run(_rotate_units, num_threads, states, fields)
+
+
+def best(states: Bits, out: Indices, *, num_threads: int) -> None:
+    """`worker.kernels.bfloat16.best`."""
+    _run(_best_units, num_threads, states, {"size": states.shape[1], "out": out.ctypes.data})
 
 
 def _run(kernel: Any, num_threads: int, states: Bits, fields: dict[str, float]) -> None:
@@ -51,6 +56,18 @@ def _norm_units(address: int) -> None:
             return
         rows = slice(first, min(first + _UNIT_ROWS, work.num_rows))
         bfloat16.rms_norm(states[rows], weight, work.offset, out[rows])
+
+
+@compiled_callback("void(voidptr)")
+def _best_units(address: int) -> None:
+    work = carray(address, 1, _WORK)[0]
+    states = carray(bits_at(work.states), (work.num_rows, work.size))
+    out = carray(indices_at(work.out), (work.num_rows,))
+    while True:
+        row = take_unit(address)
+        if row >= work.num_rows:
+            return
+        bfloat16.best(states[row : row + 1], out[row : row + 1])
 
 
 @compiled_callback("void(voidptr)")

@@ -91,10 +91,10 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _best_in_bfloat16(logits: Tensor) -> Tensor:
-    from worker.kernels.bfloat16 import best
+    from worker.kernels.rows import best
 
     found = torch.empty(len(logits), dtype=torch.int64)
-    best(bits(logits.contiguous()), found.numpy())
+    best(bits(logits.contiguous()), found.numpy(), num_threads=min(len(logits), torch.get_num_threads()))
     return found
 
 

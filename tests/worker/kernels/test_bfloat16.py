@@ -8,6 +8,7 @@ import torch
 
 from tests.worker.kernels.rounding import close, states
 from worker.kernels import bfloat16 as kernels
+from worker.kernels import rows
 from worker.kernels.bits import MAX_ROWS, bits
 from worker.model.norm import CompiledRmsNorm
 from worker.model.rope import CompiledRope, PlainRope
@@ -58,5 +59,5 @@ def test_the_best_is_where_float32_finds_it() -> None:
     x[7, [9, 30]] = torch.tensor([-0.0, 0.0]).bfloat16()
     x[8, [2000, 3000]] = 100.0
     found = np.empty(12, np.int64)
-    kernels.best(bits(x), found)
+    rows.best(bits(x), found, num_threads=2)
     assert found.tolist() == x.float().numpy().argmax(-1).tolist()
