@@ -148,6 +148,15 @@ def test_what_is_taken_turns_the_published_set_into_the_held_one(actions: list[t
     assert not changes
 
 
+def test_a_batch_holds_so_many_entries_of_both_kinds() -> None:
+    changes, blocks = Changes(), chain(5)
+    changes.apply([Stored(block) for block in blocks[:3]])
+    assert len(changes.take(3)[0]) == 3
+    changes.apply([Removed(blocks[2]), *(Stored(block) for block in blocks[3:])])
+    assert changes.take(2) == ([index_entry(blocks[3])], [index_entry(blocks[2])])
+    assert changes.num_published == 3
+
+
 def test_held_keeps_parents_before_children() -> None:
     """A child is stored after its parent and removed before it, so insertion order is a rewrite's order."""
     rng = random.Random(0)
