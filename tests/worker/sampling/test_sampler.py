@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.sampling import truncation
+from worker.sampling import sampler, truncation
 from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.randomness import uniform
@@ -91,9 +91,13 @@ def test_draws_follow_the_distribution() -> None:
     assert float(statistic) < 31.3  # 11 degrees of freedom, one in a thousand
 
 
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
+def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((VOCAB,), float("-inf"))
     logits[[7, 31]] = 0.0
+    for number, expected in ((0.0, 7), (0.5, 31), (1.0 - 2.0**-53, 31)):
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler, "uniform", lambda seed, position, number=number: number)
+            assert token(logits, draw()) == expected
     drawn = sample(logits.expand(500, -1), [draw(1, position) for position in range(500)], EOS)
     assert set(Counter(one.token_id for one in drawn)) == {7, 31}
 
@@ -198,6 +202,10 @@ class TestTruncation:
     def test_each_works_on_what_the_one_before_left(self) -> None:
         # Of 0.4 and 0.25, renormalised to 0.62 and 0.38, the first alone holds 60 %.
         assert kept(self.probabilities, top_k=2, top_p=0.6) == {1}
+        # 0.25 is enough beside 0.4 for both; of 0.62 and 0.38 the first alone would hold 60 %.
+        assert kept(self.probabilities, top_p=0.6, min_p=0.6) == {1, 3}
+        # What is left beside 0.6 is too little; nearest to the entropy of all it would be 0.25.
+        assert kept(logits_of(0.6, 0.25, 0.1, 0.05), min_p=0.5, typical_p=0.2) == {0}
 
     @settings(max_examples=50, deadline=None)
     @given(seed=st.integers(0, 10_000), top_p=st.floats(0.01, 0.99))
