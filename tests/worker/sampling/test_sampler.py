@@ -127,9 +127,10 @@ def test_the_wide_nucleus_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.Monke
     assert torch.equal(narrow, wide)
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = random_logits(1)[0]
-    assert token(logits, draw(temperature=1e-30)) == int(logits.argmax())
+    assert token(logits, draw(temperature=temperature)) == int(logits.argmax())
 
 
 @settings(max_examples=60, deadline=None)
