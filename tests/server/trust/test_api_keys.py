@@ -14,7 +14,7 @@ from starlette.types import Scope
 from server.errors import AuthenticationError, OverloadedError
 from server.trust.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
 from server.trust.failed_auth import FailedAuth, FailureAllowance, source_of
-from server.trust.identity import Identity, KeyHolders, KeyLimits, tenant_salt
+from server.trust.identity import MAX_KEY_BYTES, Identity, KeyHolders, KeyLimits, request_salt, tenant_salt
 from server.trust.keys_command import main, new_key
 from server.trust.limit_table import NUM_ROWS, LimitTable, create_shared
 from server.trust.rate_limits import RateLimits, duration_text
@@ -73,8 +73,24 @@ def test_who_has_a_key(tmp_path: Path) -> None:
     one, two = who.identify(request("My API Key")), who.identify(request("second"))
     assert (one.tenant, one.salt, one.models, one.may_prioritise) == ("one", tenant_salt(b"secret", "one"), None, False)
     assert (two.models, two.may_prioritise, two.limits) == (frozenset({"tiny"}), True, KeyLimits(5))
-    assert who.identify(request("third")).salt == two.salt != one.salt
+    third = who.identify(request("third"))
+    assert third.salt == two.salt != one.salt
+    assert third.key_digest != two.key_digest, "a limit is one key's"
     assert who.of_tenant("two").salt == two.salt
+
+
+def test_a_salt_of_a_request_is_its_tenants_own(tmp_path: Path) -> None:
+    who = holders(tmp_path, entry("a") + entry("b", "two"))
+    one, two = who.identify(request("a")), who.identify(request("b"))
+    salts = {request_salt(tenant, cache_salt) for tenant in (one, two) for cache_salt in (None, "x", "y")}
+    assert len(salts) == 6
+    assert request_salt(one, "x") == request_salt(who.of_tenant("one"), "x")
+
+
+def test_a_key_too_long_to_be_one_is_none(tmp_path: Path) -> None:
+    key = "x" * (MAX_KEY_BYTES + 1)
+    with pytest.raises(AuthenticationError):
+        holders(tmp_path, entry(key)).identify(request(key))
 
 
 @pytest.mark.parametrize("key", ["", "my api key", "My API Key2", "My  API Key", "My API", digest_text(b"My API Key")])
@@ -157,6 +173,8 @@ def test_guessing_is_slowed_down_and_locks_nobody_out(tmp_path: Path) -> None:
     assert refused.value.retry_after_s == pytest.approx(2.0)
     assert who.identify(request("good")).tenant == "one"
     assert who.identify(request("fresh", "192.0.2.2")).tenant == "two"
+    with pytest.raises(OverloadedError):
+        who.identify(request("fresh"))  # nor does it learn that somebody else has this key
     now_s += 2.0
     assert who.identify(request("fresh")).tenant == "two"
 
