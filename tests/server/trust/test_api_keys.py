@@ -292,16 +292,17 @@ def test_a_process_that_died_holds_no_streams(tmp_path: Path) -> None:
     first, second = LimitTable.shared(path, 0), LimitTable.shared(path, 1)
     row = first.row(b"k" * 32)
     assert second.row(b"k" * 32) == row
-    assert first.enter(row, 2)
-    assert second.enter(row, 2)
-    assert not first.enter(row, 2)
+    assert first.enter(row, 3)
+    assert first.enter(row, 3)
+    assert second.enter(row, 3)
+    assert not first.enter(row, 3)
     again = LimitTable.shared(path, 1)
-    assert again.enter(row, 2)
-    assert not first.enter(row, 2)
+    assert again.enter(row, 3)
+    assert not again.enter(row, 3), "the first still has its two"
     again.leave(row)
     third = LimitTable.shared(path, 1)
-    assert third.enter(row, 2), "the first still has its own"
-    assert not first.enter(row, 2)
+    assert third.enter(row, 3)
+    assert not first.enter(row, 3)
 
 
 def test_keys_whose_rows_would_be_the_same_have_one_each() -> None:
