@@ -6,6 +6,8 @@ import io
 import logging
 import multiprocessing
 import os
+import queue
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -284,6 +286,36 @@ def test_processes_share_one_limit(tmp_path: Path) -> None:
     for child in children:
         child.join()
     assert total == 1000
+
+
+def _take_when_told(path: Path, go: Event, told: multiprocessing.Queue[float]) -> None:
+    table = LimitTable.shared(path, 1)
+    row = table.row(b"k" * 32)
+    told.put(-1.0)
+    go.wait(30)
+    told.put(table.take(row, "requests", 1.0, 1.0, 1))
+
+
+def test_a_row_is_one_processs_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "limits"
+    create_shared(path)
+    context = multiprocessing.get_context("fork")
+    told: multiprocessing.Queue[float] = context.Queue()
+    go = context.Event()
+    table = LimitTable.shared(path, 0)
+    row = table.row(b"k" * 32)
+    child = context.Process(target=_take_when_told, args=(path, go, told))
+    child.start()
+    try:
+        assert told.get(timeout=30) == -1.0
+        with table._locked(row):
+            go.set()
+            with pytest.raises(queue.Empty):
+                told.get(timeout=0.3)
+        assert told.get(timeout=30) == 0.0
+    finally:
+        go.set()
+        child.join()
 
 
 def test_a_process_that_died_holds_no_streams(tmp_path: Path) -> None:
