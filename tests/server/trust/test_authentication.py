@@ -25,7 +25,7 @@ KEYS = {
     "key without models": 'tenant = "one"\nmodels = ["another"]',
     "key of alias": 'tenant = "one"\nmodels = ["nick"]',
     "slow key": 'tenant = "one"\nrequests_per_minute = 2\ntokens_per_minute = 100000',
-    "few tokens": 'tenant = "one"\ntokens_per_minute = 20',
+    "few tokens": 'tenant = "one"\ntokens_per_minute = 200',
     "one stream": 'tenant = "one"\nmax_streams = 1',
 }
 ROUTES = [
@@ -191,8 +191,11 @@ async def test_rates_are_told_and_kept(worker: ScriptedWorker, holders: KeyHolde
 
 
 async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    worker.reply = worker.reply * 400
     async with gateway(worker, identities=holders) as target:
-        assert (await post(target.url, chat(), **bearer("few tokens")))[0] == 200
+        status, headers, _ = await post(target.url, chat(max_tokens=400), **bearer("few tokens"))
+        assert status == 200
+        assert int(headers["x-ratelimit-remaining-tokens"]) > 100, "the prompt alone leaves enough for another"
         status, headers, _ = await post(target.url, chat(), **bearer("few tokens"))
         assert status == 429
         assert headers["x-ratelimit-remaining-tokens"] == "0"
