@@ -15,6 +15,7 @@ from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Link, LinkDownError, LinkSettings
+from cache.redis_index.shard import Shard
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from tests.redis_server import RedisServer, until
 from tests.running import running
@@ -429,6 +430,46 @@ def test_no_password_is_told(url: str) -> None:
     (health,) = RedisIndex(url).health()
     assert "s3cret" not in health.redis
     assert "h:1" in health.redis
+
+
+def test_failures_in_a_row_open_the_breaker() -> None:
+    events: list[str] = []
+    shard = Shard("redis://h:1", 0, ReaderSettings(breaker_failures=3), events.append)
+    for _ in range(3):
+        shard.failed()
+        shard.failed()
+        assert not shard.breaker_open
+        shard.succeeded()
+    for _ in range(3):
+        shard.failed()
+    assert shard.breaker_open
+    shard.succeeded()
+    assert not shard.breaker_open
+    assert events == ["breaker_opened", "breaker_closed"]
+
+
+async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ReaderSettings(deadline_s=0.02, breaker_failures=1, breaker_probe_s=0.001, poll_s=0.001)
+    shard = Shard("redis://h:1", 0, settings, lambda event: None)
+    shard.link._connection = Connection()
+    delay_s, num_probes = 0.03, 0
+
+    async def lookup(blob: bytes, model: str | None) -> list[Candidate]:
+        nonlocal num_probes
+        await asyncio.sleep(delay_s)
+        num_probes += 1
+        return []
+
+    monkeypatch.setattr(shard, "lookup", lookup)
+    shard.failed()
+    probing = asyncio.create_task(shard.probe())
+    try:
+        await until(lambda: num_probes == 3)
+        assert shard.breaker_open
+        delay_s = 0.0
+        await until(lambda: not shard.breaker_open)
+    finally:
+        probing.cancel()
 
 
 async def test_so_many_commands_may_wait_for_their_replies() -> None:
