@@ -72,7 +72,10 @@ async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: Redi
         assert [item.load for item in found] == [load] * 4
         assert all(item.load_age_s < 5 for item in found)
         assert await matches(index, chain(3)) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
+        (shard,) = index._shards
+        shard.failed()
         assert await matches(index, []) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
+        assert shard._failures == 0, "failures count in a row alone"
 
 
 async def test_every_length_of_match_is_found_from_every_finger(redis_server: RedisServer) -> None:
