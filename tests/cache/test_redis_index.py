@@ -243,11 +243,14 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
     dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
     # Its own lease has ended, too: it has been slow, and is about to write again.
     alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(lease_s=0.01, dead_after_s=0.05))
+    patient = IndexWriter(redis_server.url, member("patient"), WriterSettings(dead_after_s=30.0))
     index = RedisIndex(redis_server.url, EAGER)
-    async with linked(dead, alive, index):
+    async with linked(dead, alive, patient, index):
         assert await dead.rewrite([], WorkerLoad())
         assert await alive.rewrite([], WorkerLoad())
         await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
+        await asyncio.sleep(0.05)
+        assert await patient.prune() == 0, "seconds are no milliseconds"
 
         async def pruned() -> bool:
             return await alive.prune() == 1
@@ -433,6 +436,38 @@ def test_no_password_is_told(url: str) -> None:
     (health,) = RedisIndex(url).health()
     assert "s3cret" not in health.redis
     assert "h:1" in health.redis
+
+
+async def test_a_rewrite_that_did_not_arrive_whole_does_not_stand(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = IndexWriter(redis_server.url, member())
+
+    async def fill(*what: object) -> bool:
+        return True
+
+    async with linked(writer):
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_fill", fill)
+            assert not await writer.rewrite(entries(chain(3)), WorkerLoad())
+            assert writer.in_doubt
+        assert await writer.rewrite(entries(chain(3)), WorkerLoad())
+        assert not writer.in_doubt
+
+
+def test_a_lease_written_by_a_clock_that_has_jumped_is_in_doubt() -> None:
+    writer = IndexWriter("redis://h:1", member())
+    writer._offset_ms = 0.0
+
+    def settled(jump_ms: int) -> bool:
+        now_ms = int(time.monotonic() * 1000) + jump_ms
+        return writer._settled([now_ms // 1000, now_ms % 1000 * 1000])
+
+    assert settled(0)
+    assert not settled(60_000)
+    assert writer.in_doubt
+    assert settled(60_000)
+    assert not writer.in_doubt
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:
