@@ -176,7 +176,6 @@ def _compile_units(reps: int, size: int) -> Any:
     """A kernel for `worker.kernels.team` over a `_WORK`."""
     half, bunch = size // 2, keys_at_once(reps, size)
 
-    @compiled_callback("void(voidptr)")
     def attend_units(address: int) -> None:
         work = carray(address, 1, _WORK)[0]
         num_kv_heads, block_size, head_bytes = work.num_kv_heads, work.block_size, 2 * size
@@ -212,7 +211,9 @@ def _compile_units(reps: int, size: int) -> Any:
                 size,
             )
 
-    return attend_units
+    # A file of its own on disk: two processes that keep two shapes in one at once may mix them up.
+    attend_units.__qualname__ = f"attend_units_of_{reps}_by_{size}"
+    return compiled_callback("void(voidptr)")(attend_units)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8[:, ::1], i8[:, ::1], f8, i8, i8, i8, i8)", nogil=True)
@@ -253,6 +254,7 @@ def _attend(
     work[0].num_rows, work[0].block_size, work[0].num_kv_heads = num_rows, block_size, num_kv_heads
     work[0].factor = scale * _LOG2_E
     run_on_team(team, min(num_threads, num_rows * num_kv_heads), kernel, work.ctypes.data)
+    work[0].next_unit = 0  # numba frees an array behind its last mention: without this one, before the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,16 +288,19 @@ class AttentionKernel:
         self, states: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, decodes: Decodes, out: Tensor
     ) -> None:
         """Store a key and a value a row, then attend from the query: `states` are queries (rows, heads, head_dim), keys
-        and values (rows, kv_heads, head_dim), in bfloat16; heads lie side by side, rows perhaps apart.
+        and values (rows, kv_heads, head_dim), in bfloat16, in any strides.
 
         Pools (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Uses torch's number of
-        threads; other threads of the interpreter run meanwhile. Raises ValueError for heads that lie apart.
+        threads; other threads of the interpreter run meanwhile.
         """
-        query, key, value = (self._rows(one) for one in states)
+        query, key, value = (self._side_by_side(one) for one in states)
         _attend(
-            *query,
-            *key,
-            *value,
+            query.data_ptr(),
+            2 * query.stride(0),
+            key.data_ptr(),
+            2 * key.stride(0),
+            value.data_ptr(),
+            2 * value.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
             self._block_size,
@@ -310,9 +315,9 @@ class AttentionKernel:
             torch.get_num_threads(),
         )
 
-    def _rows(self, states: Tensor) -> tuple[int, int]:
-        """Where they are, and the bytes from one to the next."""
-        row, head, element = states.stride()
-        if head != self._size or element != 1:
-            raise ValueError("the heads of a row must lie side by side")
-        return states.data_ptr(), 2 * row
+    def _side_by_side(self, states: Tensor) -> Tensor:
+        """A copy if the heads of a row lie apart: those of some models of transformers do."""
+        _, head, element = states.stride()
+        if element == 1 and (head == self._size or states.shape[1] == 1):
+            return states
+        return states.contiguous()

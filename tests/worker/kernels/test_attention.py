@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numba.core import compiler
 
 from tests.worker.families import write_family
 from tests.worker.kernels.rounding import HALF_STEP, close, states
@@ -15,7 +16,7 @@ from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels.attention import AttentionKernel, Decodes
+from worker.kernels.attention import AttentionKernel, Decodes, _attend
 from worker.model.load import LoadOptions, load_model
 
 
@@ -113,11 +114,37 @@ def test_what_is_compiled_for_a_shape_is_found_again_on_disk() -> None:
     assert {type(cell.cell_contents) for cell in kernel.__closure__} == {int}
 
 
-def test_heads_that_lie_apart_are_refused() -> None:
-    query, own, pages = states(6, 2, 16).transpose(0, 1), states(2, 2, 16), states(3, 4, 2, 16)
-    decodes, out = Decodes(np.ones((2, 1), np.int64), np.array([[0, 2]] * 2)), states(2, 96)
-    with pytest.raises(ValueError, match="side by side"):
-        kernel_of_two_groups()((query, own, own), pages, pages, decodes, out)
+def test_shapes_are_kept_in_files_of_their_own() -> None:
+    """Two workers that start at once with two models would write one index: it could name the other's kernel."""
+    other = AttentionKernel(num_heads=2, num_kv_heads=2, size=8, scale=0.2, block_size=4)
+    names = {kernel._units._cache._impl.filename_base for kernel in (kernel_of_two_groups(), other)}
+    assert len(names) == 2
+
+
+def test_the_work_is_freed_after_the_team_is_done() -> None:
+    """numba frees an array behind its last mention, and what is made of its address is none."""
+    (block,) = [
+        [str(statement) for statement in block.body]
+        for block in compiler.run_frontend(_attend.py_func, emit_dels=True).blocks.values()
+        if any("global(run_on_team" in str(statement) for statement in block.body)
+    ]
+    call = next(i for i, line in enumerate(block) if "call" in line and "team, " in line)
+    assert call < block.index("del work")
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_heads_may_lie_apart(num_kv_heads: int) -> None:
+    """As many models of transformers have them: (heads, rows, head_dim)."""
+    kernel = AttentionKernel(num_heads=3 * num_kv_heads, num_kv_heads=num_kv_heads, size=16, scale=0.2, block_size=4)
+    apart = tuple(states(heads, 5, 16).transpose(0, 1) for heads in (3 * num_kv_heads, num_kv_heads, num_kv_heads))
+    decodes = Decodes(np.arange(1, 6).reshape(5, 1), np.array([[0, 3]] * 5))
+    outs = []
+    for given in (apart, tuple(one.clone(memory_format=torch.contiguous_format) for one in apart)):
+        keys, values = (states(6, 4, num_kv_heads, 16, seed=seed) for seed in (1, 2))
+        out = states(5, 48 * num_kv_heads)
+        kernel(given, keys, values, decodes, out)
+        outs.append((out, keys, values))
+    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
