@@ -14,15 +14,15 @@ _log = logging.getLogger(__name__)
 
 
 def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bool) -> Attention:
-    """xformers' kernel on CUDA, compiled decodes on a CPU in bfloat16, torch elsewhere, and where xformers' kernel
-    cannot serve (which is logged).
+    """xformers' kernel on CUDA, compiled decodes on a CPU in bfloat16 for heads of an even size, torch elsewhere, and
+    where xformers' kernel cannot serve (which is logged).
 
     Raises RuntimeError on CUDA without xformers: a GPU must not run slow code unnoticed.
     """
     if deterministic:
         return InvariantAttention(shape, cache)
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
-    if kernels_serve(dtype, device, deterministic=deterministic):
+    if kernels_serve(dtype, device, deterministic=deterministic) and shape.head_dim % 2 == 0:
         from worker.attention.compiled_paged import CompiledPagedAttention
 
         return CompiledPagedAttention(shape, cache)

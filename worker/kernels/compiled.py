@@ -1,19 +1,26 @@
 """numba's compilers with the options of all kernels.
 
-What is compiled is kept on disk where there is a place for it. It is compiled anew when the file of the kernel changes,
-and for other constants; not when another file changes that the kernel calls into.
+What is compiled for a signature is kept on disk where there is a place for it. It is compiled anew when the file of the
+kernel changes, and for other constants; not when another file changes that the kernel calls into. What has no signature
+becomes part of its callers and is kept with them alone.
 """
 
 from __future__ import annotations
 
+import logging
+import pickle
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import numba
 from numba.extending import intrinsic
 
+logger = logging.getLogger(__name__)
+
 _FAST: Final = {"reassoc", "contract", "arcp", "nsz"}
 """Without what would let the compiler forget NaN: a broken model must be noticed."""
+_DISK_ERRORS: Final = (RuntimeError, OSError, EOFError, pickle.UnpicklingError)
+"""No place beside the function's file nor in the home folder; a full disk; files that a crash has cut short."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -24,16 +31,16 @@ def compiled(*signatures: str, nogil: bool = False) -> Callable[[_Function], _Fu
     """
 
     def compile_with(**options: Any) -> Any:
-        return numba.njit(list(signatures) or None, nogil=nogil, **options)
+        return numba.njit(list(signatures) or None, nogil=nogil, fastmath=_FAST, error_model="numpy", **options)
 
-    return _kept_on_disk(compile_with)
+    return _kept_on_disk(compile_with) if signatures else compile_with()
 
 
 def compiled_callback(signature: str) -> Callable[[_Function], Any]:
     """For callers that know the address alone, `.address`."""
 
     def compile_with(**options: Any) -> Any:
-        return numba.cfunc(signature, **options)
+        return numba.cfunc(signature, fastmath=_FAST, error_model="numpy", **options)
 
     return _kept_on_disk(compile_with)
 
@@ -45,10 +52,10 @@ def instructions(function: Callable[..., Any]) -> Any:
 
 def _kept_on_disk(compile_with: Callable[..., Any]) -> Callable[[_Function], Any]:
     def decorate(function: _Function) -> Any:
-        options = {"fastmath": _FAST, "error_model": "numpy"}
         try:
-            return compile_with(cache=True, **options)(function)
-        except RuntimeError:  # neither beside the function's file nor in the home folder
-            return compile_with(**options)(function)
+            return compile_with(cache=True)(function)
+        except _DISK_ERRORS as error:
+            logger.info("%s is compiled at every start: %r", function.__qualname__, error)
+            return compile_with()(function)
 
     return decorate

@@ -15,6 +15,7 @@ from tests.worker.paged import PagedModel
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
+from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.attention import AttentionKernel, Decodes, _attend
 from worker.model.load import LoadOptions, load_model
@@ -145,6 +146,13 @@ def test_heads_may_lie_apart(num_kv_heads: int) -> None:
         kernel(given, keys, values, decodes, out)
         outs.append((out, keys, values))
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
+
+
+@pytest.mark.parametrize(("size", "name"), [(16, "compiled"), (15, "torch")])
+def test_heads_of_an_odd_size_go_through_torch(size: int, name: str) -> None:
+    shape = AttentionShape(1, 6, 2, size, 0.2)
+    cache = KVCache(shape, 2, 4, torch.bfloat16, torch.device("cpu"))
+    assert select_attention(shape, cache, deterministic=False).name == name
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
