@@ -1,8 +1,7 @@
 """numba's compilers with the options of all kernels.
 
-What is compiled for a signature is kept on disk where there is a place for it. It is compiled anew when the file of the
-kernel changes, and for other constants; not when another file changes that the kernel calls into. What has no signature
-becomes part of its callers and is kept with them alone.
+What is compiled for a signature is kept on disk where there is a place for it. It is compiled anew when any file of
+this folder changes, and for other constants. What has no signature becomes part of its callers, and is kept with them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numba
@@ -22,6 +23,15 @@ _FAST: Final = {"reassoc", "contract", "arcp", "nsz"}
 _DISK_ERRORS: Final = (RuntimeError, OSError, EOFError, pickle.UnpicklingError)
 """No place beside the function's file nor in the home folder; a full disk; files that a crash has cut short."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def digest(folder: Path) -> str:
+    """Of the code in a folder."""
+    texts = (path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return blake2b(b"\0".join(texts), digest_size=6).hexdigest()
+
+
+_VERSION: Final = digest(Path(__file__).parent)
 
 
 def compiled(*signatures: str, nogil: bool = False) -> Callable[[_Function], _Function]:
@@ -52,6 +62,8 @@ def instructions(function: Callable[..., Any]) -> Any:
 
 def _kept_on_disk(compile_with: Callable[..., Any]) -> Callable[[_Function], Any]:
     def decorate(function: _Function) -> Any:
+        # numba names the file by this, and looks for changes in the function's own file alone.
+        function.__qualname__ += f"_{_VERSION}"
         try:
             return compile_with(cache=True)(function)
         except _DISK_ERRORS as error:

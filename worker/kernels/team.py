@@ -34,7 +34,7 @@ def team_address() -> int:
         if address := ctypes.cast(ctypes.CDLL(str(found[0])).GOMP_parallel, ctypes.c_void_p).value:
             return address
     except (IndexError, OSError, AttributeError) as error:
-        logger.warning("attention of decodes runs on one thread: torch has no libgomp to share (%s)", error)
+        logger.warning("compiled kernels run on one thread: torch has no libgomp to share (%s)", error)
     return 0
 
 

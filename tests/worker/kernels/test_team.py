@@ -19,4 +19,4 @@ def test_without_it_there_is_one_thread_and_a_warning(
 ) -> None:
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
     assert team_address.__wrapped__() == 0
-    assert "attention of decodes runs on one thread" in caplog.text
+    assert "compiled kernels run on one thread" in caplog.text
