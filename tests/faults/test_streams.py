@@ -110,8 +110,14 @@ async def run(cluster: Cluster, asked: list[dict[str, Any]], chaos: Chaos | None
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+    # Among so many draws some lie within float32's rounding of the boundary of two tokens (one of seed 1 within 1e-10):
+    # a resumed sequence, computed in other steps, is the same to the bit in this mode alone.
     topology = Topology(
-        num_workers=3, gateway_args=["--stall-s", "1"], additions=Additions(step_s=0.01), static_workers=True
+        num_workers=3,
+        worker_args=["--deterministic"],
+        gateway_args=["--stall-s", "1"],
+        additions=Additions(step_s=0.01),
+        static_workers=True,
     )
     with Cluster(tmp_path_factory.mktemp("streams"), model, topology) as running:
         yield running
