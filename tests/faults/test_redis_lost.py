@@ -149,12 +149,17 @@ def lines(gateway: Gateway, text: str) -> int:
 
 
 async def warm_hit(cluster: Cluster, rng: random.Random) -> int:
-    """Tokens that the index promises for a prompt that a worker has just computed."""
+    """Tokens that the index promises for a prompt that a worker has just computed, within 3 s: a slow machine may
+    tell late."""
     body = completion(" ".join(rng.choices(["one", "two", "three"], k=200)), max_tokens=1)
     async with session() as http:
         await ask(http, cluster.gateway.url, body)
-        await asyncio.sleep(0.4)
-        return int((await ask(http, cluster.gateway.url, body)).headers["x-headstart-cached-tokens"])
+        begun_s = time.monotonic()
+        while True:
+            await asyncio.sleep(0.4)
+            promised = int((await ask(http, cluster.gateway.url, body)).headers["x-headstart-cached-tokens"])
+            if promised or time.monotonic() - begun_s > 3:
+                return promised
 
 
 def test_row_1_down_at_the_start(tmp_path: Path, model: Path, rng: random.Random) -> None:
