@@ -42,7 +42,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMember:
-    """What a worker says of itself; constant during an epoch."""
+    """What a worker says of itself; constant during an epoch. Readers ignore fields that they do not know."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -57,6 +57,10 @@ class WorkerMember:
     protocol: int
     secret_check: str = ""
     """`signature` with the cluster secret, empty without one."""
+    epoch_started_ms: _Count = 0
+    """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: a worker that does not say."""
+    oldest_protocol: int = 0
+    """The oldest wire protocol that the worker still speaks; 0: `protocol` alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,10 @@ class WorkerState:
 
 
 def signature(cluster_secret: bytes, member: WorkerMember) -> str:
-    """For `WorkerMember.secret_check`: only who knows the cluster secret can register a worker, or move one.
+    """For `WorkerMember.secret_check`: only who knows the cluster secret can call itself a worker, or move one.
 
-    All but the epoch, which changes when a worker's cache is cleared, and by which nobody can be misled for long.
+    It proves who answers over HTTP. Entries in Redis, which anybody could copy, are signed as a whole besides:
+    `cache.redis_index.signing`.
     """
     if not cluster_secret:
         return ""
@@ -83,6 +88,11 @@ def signature(cluster_secret: bytes, member: WorkerMember) -> str:
 
 def signed(cluster_secret: bytes, member: WorkerMember) -> WorkerMember:
     return replace(member, secret_check=signature(cluster_secret, member))
+
+
+def in_new_epoch(member: WorkerMember, epoch: Epoch, now_ms: int) -> WorkerMember:
+    """`member` after its cache was cleared. Its epochs stay in order although its clock may not."""
+    return replace(member, epoch=epoch, epoch_started_ms=max(now_ms, member.epoch_started_ms + 1))
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

@@ -139,7 +139,7 @@ def _endpoints(service: WorkerService) -> list[tuple[str, str, Endpoint]]:
         return _health(await service.liveness())
 
     async def ready(request: Request) -> Response:
-        return _health(await service.readiness())
+        return _health(await service.readiness(), service.index_problem())
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -170,10 +170,12 @@ def _endpoints(service: WorkerService) -> list[tuple[str, str, Endpoint]]:
     ]
 
 
-def _health(problem: str | None) -> Response:
+def _health(problem: str | None, index_problem: str | None = None) -> Response:
+    """`index_problem` is a detail: a worker outside of the index serves."""
+    detail = {} if index_problem is None else {"index": index_problem}
     if problem is None:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
+        return JSONResponse({"status": "ok", **detail})
+    return JSONResponse({"status": "unavailable", "reason": problem, **detail}, status_code=503)
 
 
 def _msgpack(body: Any) -> Response:

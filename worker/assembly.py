@@ -25,7 +25,7 @@ from worker.scheduler.scheduler import Scheduler
 from worker.service import new_epoch
 from worker.step import Draw, Runner, SequenceStep, Step
 from worker.tokenizer_bundle import build_bundle
-from worker.wire import PROTOCOL_VERSION, SamplingParams, TokenizerBundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
         block_size=config.block_size,
         max_model_len=max_model_len,
         protocol=PROTOCOL_VERSION,
+        epoch_started_ms=time.time_ns() // 1_000_000,
+        oldest_protocol=OLDEST_PROTOCOL,
     )
     member = signed(config.cluster_secret(), member)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")

@@ -139,6 +139,7 @@ class WorkerConfig:
             num_shards=self.redis_shards,
             username=self.redis_username,
             password=self._redis_password(),
+            cluster_secret=self.cluster_secret(),
         )
 
     def _redis_password(self) -> str | None:

@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cache.index import WorkerLoad, WorkerMember
+from cache.index import WorkerLoad, WorkerMember, in_new_epoch
 from cache.types import Epoch
 from worker.access_times import AccessTimes
 from worker.flights import FlightParts, Flights
@@ -281,7 +281,7 @@ class Engine:
         self._scheduler.preempt_all()
         emptied = self._scheduler.allocator.reset()
         assert emptied, "the pool is held although every sequence was preempted"
-        self.member = replace(self.member, epoch=epoch)
+        self.member = in_new_epoch(self.member, epoch, time.time_ns() // 1_000_000)
         self._reporter.begin_epoch(self.member)
 
     def _fail_all(self, failed: Failed) -> None:

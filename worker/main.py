@@ -180,8 +180,15 @@ class Worker:
 
         member = assembly.member
         if self._config.redis is not None:
-            self._publisher = publisher = Publisher(self._config.redis, member, writer_settings=settings)
-            self._service.metrics.follow_index(lambda: publisher.connected, lambda: publisher.num_held)
+            metrics = self._service.metrics
+            self._publisher = publisher = Publisher(
+                self._config.redis,
+                member,
+                writer_settings=settings,
+                count=lambda event: metrics.index_events.labels(event).inc(),
+            )
+            metrics.follow_index(lambda: publisher.connected, lambda: publisher.num_held)
+            self._service.index_problem = lambda: publisher.problem
         self._engine = engine = Engine(
             EngineParts(
                 scheduler=assembly.scheduler,

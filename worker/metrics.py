@@ -68,6 +68,9 @@ class WorkerMetrics:
 
         self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
         self._index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
+        self.index_events = counter(
+            "index_events", "Troubles of publishing: invalid, refused, displaced, failed; and rewritten", ["event"]
+        )
         self._index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
 
     def follow_tasks(self, loop: asyncio.AbstractEventLoop) -> None:

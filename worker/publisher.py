@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +39,10 @@ class PublisherSettings:
     heartbeat_s: float = 1.0
     retry_s: float = 0.1
     max_retry_s: float = 1.0
+    rewrite_s: float = 0.5
+    """From one rewrite of the whole set to the next, at least."""
+    silent_s: float = 5.0
+    """Without a publish for so long, `problem` says so."""
     prune_s: float = 600.0
 
 
@@ -118,9 +123,12 @@ class Publisher:
         *,
         settings: PublisherSettings | None = None,
         writer_settings: WriterSettings | None = None,
+        count: Callable[[str], None] = lambda event: None,
     ) -> None:
+        """`count(event)` feeds the metrics: the writer's events, and failed (a round of this task)."""
         self._settings = settings or PublisherSettings()
-        self._writer = IndexWriter(url, member, writer_settings)
+        self._writer = IndexWriter(url, member, writer_settings, count=count)
+        self._count = count
         self._changes = Changes()
         self._load = WorkerLoad()
         self._inbox: deque[tuple[Sequence[BlockEvent], WorkerLoad] | WorkerMember] = deque()
@@ -128,6 +136,9 @@ class Publisher:
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pruned_at = 0.0
+        self._rewritten_at = -math.inf
+        self._published_at = time.monotonic()
+        self._failure = ""
         self._closing = False
         self._ended = asyncio.Event()
 
@@ -139,6 +150,15 @@ class Publisher:
     def in_doubt(self) -> bool:
         """The index does not say what this worker holds now, and a rewrite is due."""
         return self._writer.in_doubt
+
+    @property
+    def problem(self) -> str | None:
+        """Why the index does not know what this worker holds, or None. Requests are served all the same."""
+        silent_s = time.monotonic() - self._published_at
+        if silent_s < self._settings.silent_s:
+            return None
+        reason = self._failure or ("publishing fails" if self.connected else "no connection to Redis")
+        return f"nothing published for {silent_s:.0f} s: {reason}"
 
     @property
     def num_held(self) -> int:
@@ -174,12 +194,9 @@ class Publisher:
         retry_s = self._settings.retry_s
         try:
             while not self._closing:
-                self._drain()
-                published = await self._publish()
+                published = await self._round()
                 retry_s = self._settings.retry_s if published else min(2 * retry_s, self._settings.max_retry_s)
                 await self._pause(self._settings.interval_s if published else retry_s)
-                if published:
-                    await self._prune()
             await self._writer.retire()
         finally:
             connection.cancel()
@@ -193,6 +210,26 @@ class Publisher:
         self._wake.set()
         if self._loop is not None:
             await self._ended.wait()
+
+    async def _round(self) -> bool:
+        """Take what came in and bring the index up to date. False: try again soon, also after whatever was raised."""
+        try:
+            self._drain()
+            if not await self._publish():
+                return False
+            await self._prune()
+        except Exception as error:
+            self._count("failed")
+            if not self._failure:
+                logger.exception("publishing failed; the index is written anew")
+            self._failure = f"{type(error).__name__}: {error!s:.200}"
+            self._writer.in_doubt = True
+            return False
+        if self._failure:
+            logger.info("publishing goes on")
+        self._failure = ""
+        self._published_at = time.monotonic()
+        return True
 
     def _drain(self) -> None:
         """Take over what the engine has handed in. `_woken` first, so that a later offer wakes us again."""
@@ -213,8 +250,11 @@ class Publisher:
         if self._closing or not self._writer.link.up:
             return False
         if self._writer.in_doubt:
+            if time.monotonic() < self._rewritten_at + self._settings.rewrite_s:
+                return False
             if not await self._writer.rewrite(list(self._changes.held), self._load):
                 return False
+            self._rewritten_at = time.monotonic()
             self._changes.settle()
             return True
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,6 +69,8 @@ class WorkerService:
         self._tracing = tracing
         self.progress = "starting"
         self.draining = False
+        self.index_problem: Callable[[], str | None] = lambda: None
+        """Why the shared index does not know what this worker holds."""
         self._parts: ServingParts | None = None
         self._bundle = b""
 

@@ -29,6 +29,9 @@ from msgspec import Struct
 from cache.index import WorkerLoad, WorkerMember
 
 PROTOCOL_VERSION: Final = 1
+"""The newest protocol that this side speaks. Optional fields need no new one: readers ignore what they do not know."""
+OLDEST_PROTOCOL: Final = 1
+"""The oldest that this side still speaks, so that gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 
@@ -40,6 +43,12 @@ def gateway_token(cluster_secret: bytes) -> str:
     if not cluster_secret:
         return ""
     return hmac.digest(cluster_secret, b"headstart gateway to worker\0", "sha256").hex()
+
+
+def shared_protocol(member: WorkerMember) -> int | None:
+    """The newest protocol that this side and the worker both speak, or None."""
+    newest = min(PROTOCOL_VERSION, member.protocol)
+    return newest if newest >= max(OLDEST_PROTOCOL, member.oldest_protocol or member.protocol) else None
 
 
 class WireError(ValueError):
@@ -117,8 +126,8 @@ class GenerateRequest(Struct, frozen=True):
     """It was on a worker that died: its steps are run alone until its first token is out."""
 
 
-class _Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Travels as an array of its tag and its fields."""
+class _Frame(Struct, frozen=True, array_like=True):
+    """Travels as an array of its tag and its fields; a newer worker may append fields."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -262,8 +271,10 @@ def unpack_request(data: bytes) -> GenerateRequest:
     """The inverse of `pack_request`. Raises WireError, also when the peer speaks another protocol version."""
     try:
         message = msgpack.unpackb(data)
-        if (protocol := message.get("protocol")) != PROTOCOL_VERSION:
-            raise WireError(f"protocol: the gateway speaks {protocol!r}, this worker {PROTOCOL_VERSION}")
+        protocol = message.get("protocol")
+        if type(protocol) is not int or not OLDEST_PROTOCOL <= protocol <= PROTOCOL_VERSION:
+            spoken = f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
+            raise WireError(f"protocol: the gateway speaks {protocol!r:.40}, this worker {spoken}")
         prompt_ids = array("I")
         prompt_ids.frombytes(message["prompt_ids"])
         if sys.byteorder == "big":

@@ -11,14 +11,37 @@ from __future__ import annotations
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, parse_url
+from redis.asyncio.connection import AbstractConnection, Connection, DefaultParser, SSLConnection, parse_url
 from redis.asyncio.sentinel import Sentinel
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError
 
 _PLAIN: Final = ("redis", "rediss", "unix")
 _SENTINEL: Final = ("redis+sentinel", "rediss+sentinel")
 _DEFAULT_PORT: Final = 6379
 _DEFAULT_SENTINEL_PORT: Final = 26379
+MAX_REPLY_BYTES: Final = 64 << 20
+"""Twice a registry of 20,000 workers. Whoever may write to Redis could otherwise fill the memory of every reader."""
+
+
+class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
+    """Redis-py's parser, with an end to how much one reply may take."""
+
+    __slots__ = ("_num_read",)
+
+    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
+        self._num_read = 0
+        return await super().read_response(disable_decoding=disable_decoding, push_request=push_request)
+
+    async def read_from_socket(self) -> bool:
+        """Raises ConnectionError at the end of the stream, InvalidResponse past MAX_REPLY_BYTES."""
+        data = await self._stream.read(self._read_size)
+        if not data:
+            raise ConnectionError("connection closed by Redis")
+        self._num_read += len(data)
+        if self._num_read > MAX_REPLY_BYTES:
+            raise InvalidResponse(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+        self._reader.feed(data)
+        return True
 
 
 class Endpoint:
@@ -41,11 +64,13 @@ class Endpoint:
             "socket_timeout": None,
             "protocol": 2,
             "driver_info": None,
+            "parser_class": BoundedParser,
         }
         if username:
             self._common["username"] = username
         if password:
             self._common["password"] = password
+        self.is_cluster = scheme in ("redis+cluster", "rediss+cluster")
         self._timeout_s = connect_timeout_s
         self._service = ""
         self._turn = 0

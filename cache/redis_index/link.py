@@ -10,9 +10,11 @@ shared redis-py connection leaves its reply to the next user: CVE-2023-28858.)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import InvalidResponse, NoPermissionError, ReadOnlyError, RedisError, ResponseError
 
 from cache.redis_index.endpoint import Endpoint, moved_to
+from cache.redis_index.schema import brief
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ Reply = Any
 
 class LinkDownError(Exception):
     """There is no connection, it broke before the reply came, or too many commands wait for theirs."""
+
+
+class GarbageError(LinkDownError):
+    """Redis sent what it never sends: replies and commands no longer belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +73,14 @@ class Link:
         settings: LinkSettings,
         *,
         on_change: Callable[[bool], None] = lambda up: None,
+        on_garbage: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_garbage` counts the connections dropped because Redis answered what no Redis answers."""
         self._endpoint = endpoint
         self._settings = settings
         self._on_change = on_change
+        self._on_garbage = on_garbage
+        self._distrusted: asyncio.Future[str] | None = None
         self._pending: deque[_Call] = deque()
         self._outbox: list[bytes] = []
         self._wake = asyncio.Event()
@@ -112,8 +123,13 @@ class Link:
         except TimeoutError:
             raise LinkDownError(f"no reply from {self._endpoint.label} within {timeout_s} s") from None
 
+    def distrust(self, reason: str) -> None:
+        """Drop the connection and open another: a reply was not of its command."""
+        if self._distrusted is not None and not self._distrusted.done():
+            self._distrusted.set_result(reason)
+
     async def run(self) -> None:
-        """Keep a connection open until cancelled."""
+        """Keep a connection open until cancelled, whatever Redis answers."""
         backoff_s = self._settings.first_backoff_s
         while True:
             self._answered = False
@@ -122,8 +138,16 @@ class Link:
                 await self._serve()
             except* (RedisError, OSError, TimeoutError, LinkDownError) as group:
                 reason = str(_first(group))
+                if isinstance(_first(group), (InvalidResponse, GarbageError)):
+                    self._on_garbage()
+            except* Exception as group:  # the parser, on bytes that no Redis sends
+                reason = f"unreadable reply: {type(_first(group)).__name__}: {_first(group)!s:.200}"
+                self._on_garbage()
             finally:
                 await self._drop(reason)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # a TaskGroup prefers its children's errors to a cancellation
+                raise asyncio.CancelledError
             if self._answered:
                 backoff_s = self._settings.first_backoff_s
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
@@ -137,10 +161,12 @@ class Link:
         self._wake.clear()
         self.num_connects += 1
         self._on_change(True)
+        self._distrusted = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._write(connection))
             group.create_task(self._read(connection))
             group.create_task(self._watch())
+            raise GarbageError(await self._distrusted)
 
     async def _write(self, connection: AbstractConnection) -> None:
         while True:
@@ -155,7 +181,7 @@ class Link:
             try:
                 reply = await connection.read_response(disable_decoding=True, timeout=math.inf)
             except ResponseError as error:
-                if (target := moved_to(error)) is not None:
+                if self._endpoint.is_cluster and (target := moved_to(error)) is not None:
                     self._endpoint.redirect(*target)
                     raise LinkDownError(f"slot moved to {target[0]}:{target[1]}") from None
                 if isinstance(error, ReadOnlyError):
@@ -163,6 +189,8 @@ class Link:
                 reply = error
             if not self._answered:
                 self._begin_answered()
+            if not pending:
+                raise GarbageError(f"a reply that nobody asked for: {brief(reply)}")
             call = pending[0]
             call.replies.append(reply)
             if len(call.replies) == call.num_replies:
@@ -178,12 +206,25 @@ class Link:
             self._reported_down = False
 
     async def _watch(self) -> None:
-        """A server that has stopped answering keeps its socket open: notice it, so that pending stays bounded."""
+        """Notice a server that has stopped answering, so that pending stays bounded, and replies out of step.
+
+        A reply too many or too few gives every later caller the reply to another's command. A PING that must come back
+        with its own text finds that out.
+        """
         stall_s = self._settings.stall_s
+        asked: tuple[bytes, asyncio.Future[list[Reply]]] | None = None
         while True:
             await asyncio.sleep(stall_s / 4)
             if self._pending and time.monotonic() - self._pending[0].sent_at > stall_s:
                 raise LinkDownError(f"no reply for {stall_s} s")
+            if asked is not None and asked[1].done():
+                (answer,) = asked[1].result()
+                if answer != asked[0] and not isinstance(answer, NoPermissionError):
+                    raise GarbageError(f"a reply of another command: {brief(answer)}")
+                asked = None
+            if asked is None and len(self._pending) < self._settings.max_pending:
+                text = secrets.token_hex(8).encode()
+                asked = text, self.submit([pack_command(("PING", text))], 1)
 
     async def _drop(self, reason: str) -> None:
         connection, self._connection = self._connection, None
@@ -196,7 +237,8 @@ class Link:
                 future.exception()  # read here, so that a caller who has left is no "never retrieved" warning
         if connection is not None:
             self._on_change(False)
-            await connection.disconnect(nowait=True)
+            with contextlib.suppress(Exception):  # of a socket that has failed already
+                await connection.disconnect(nowait=True)
         if not self._reported_down and reason != "closed":
             logger.warning("no Redis at %s: %s", self._endpoint.label, reason)
             self._reported_down = True

@@ -33,7 +33,7 @@ class RedisIndex:
     def __init__(
         self, url: str, settings: ReaderSettings | None = None, *, count: Callable[[str], None] = lambda event: None
     ) -> None:
-        """`count(event)` feeds the metrics: timeout, down, skipped, invalid, breaker_opened, breaker_closed."""
+        """`count(event)` feeds the metrics: timeout, down, skipped, invalid, stale, breaker_opened, breaker_closed."""
         self._settings = settings = settings or ReaderSettings()
         schema.check_key_part("key prefix", settings.prefix)
         self._count = count
@@ -68,6 +68,8 @@ class RedisIndex:
         except LinkDownError as error:
             logger.debug("lookup failed: %s", error)
             self._count("down")
+        except Exception as error:
+            shard.broke(error)
         else:
             shard.succeeded()
             return candidates

@@ -1,6 +1,8 @@
-"""What a gateway knows of one shard's workers: their members and their states, as Redis last told them.
+"""The workers of one shard as Redis last showed them: their members and their states.
 
-Nothing read from Redis is trusted: what does not decode is ignored, counted, and logged once.
+Nothing read from Redis is trusted. What does not decode is ignored, counted, and logged once. With a cluster secret
+the same holds for what is not signed with it, for a batch number that is passed, and for an epoch older than one that
+was seen: such a value changes nothing, and the worker it stands for stays as it was known until its lease ends.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.link import Reply
 from cache.redis_index.schema import RegistryError
+from cache.redis_index.signing import Signer, verifies_state
 from cache.types import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -23,11 +26,27 @@ _MAX_COMPLAINTS = 1000
 class KnownWorker:
     """One registry entry as last read, with what its last state said."""
 
-    __slots__ = ("deadline_ms", "generation", "load", "lookup", "member", "raw", "state", "written_ms")
+    __slots__ = (
+        "batch",
+        "deadline_ms",
+        "generation",
+        "load",
+        "lookup",
+        "mac",
+        "member",
+        "raw",
+        "record",
+        "state",
+        "written_ms",
+    )
 
-    def __init__(self, member: WorkerMember) -> None:
+    def __init__(self, member: WorkerMember, record: bytes, signer: Signer) -> None:
         self.member = member
+        self.record = record
+        """The member as it stood in Redis."""
+        self.mac = signer.state_mac(member.worker_id)
         self.generation = 0
+        self.batch = 0
         self.raw: bytes | None = None
         self.state: schema.State | None = None
         self.load = WorkerLoad()
@@ -37,7 +56,7 @@ class KnownWorker:
         """The last lookup that found its state."""
 
     def take(self, raw: bytes, state: schema.State) -> None:
-        self.raw, self.state, self.load = raw, state, state.load
+        self.raw, self.state, self.load, self.batch = raw, state, state.load, state.batch
         self.deadline_ms, self.written_ms = state.deadline_ms, state.written_ms
 
 
@@ -56,10 +75,13 @@ class RegistryEntry:
 class Registry:
     """Owned by one `Shard`."""
 
-    def __init__(self, count: Callable[[str], None]) -> None:
-        """`count` hears "invalid" whenever something was ignored."""
+    def __init__(self, count: Callable[[str], None], signer: Signer) -> None:
+        """`count` hears "invalid" for each entry that was ignored, "stale" for each genuine one out of date."""
         self._count = count
+        self._signer = signer
         self._workers: dict[WorkerId, KnownWorker] = {}
+        self._unsigned: list[WorkerMember] = []
+        """Members without the signature of this fleet: addresses to ask, perhaps, and nothing else."""
         self._by_epoch: dict[str, KnownWorker] = {}
         self._by_state: dict[bytes, KnownWorker] = {}
         """By the state last read of each, as it stood in Redis."""
@@ -82,7 +104,8 @@ class Registry:
         return [worker for worker in self._workers.values() if model is None or worker.member.model == model]
 
     def members(self) -> list[WorkerMember]:
-        return [worker.member for worker in self._workers.values()]
+        """Every member that decodes, genuine ones first. With a secret the others prove nothing."""
+        return [worker.member for worker in self._workers.values()] + self._unsigned
 
     def entries(self) -> list[RegistryEntry]:
         """Lapsed ones included, as of the last reply of which `at` or `candidates` was told the time."""
@@ -103,25 +126,31 @@ class Registry:
         """Redis' clock now."""
         self._now_ms = now_ms
 
-    def refresh(self, members: Reply, states: Reply) -> None:
-        """Take both hashes as HGETALL gives them."""
+    def refresh(self, members: Sequence[tuple[bytes, bytes]], states: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take the pairs of both hashes."""
         self.layout += 1
         self._take_members(members)
-        self._only_known_states = isinstance(states, list)
-        for raw in states[1::2] if isinstance(states, list) else ():
+        self._only_known_states = True
+        for _, raw in states:
             if self._read_state(raw, set()) is None:
                 self._only_known_states = False
 
     def candidates(
-        self, workers: Sequence[KnownWorker], matches: Sequence[int], states: Iterable[bytes | None], now_ms: int
+        self, workers: Sequence[KnownWorker], matches: Sequence[int], states: Iterable[Reply], now_ms: int
     ) -> list[Candidate]:
-        """Those of `workers` that live. `states` in any order, perhaps of others too."""
+        """Those of `workers` that live. `states` in any order, perhaps of others too.
+
+        Without a secret a worker lives whose state was found with a lease. With one, the last signed lease counts
+        also where its state is missing or overwritten.
+        """
         self._now_ms = now_ms
         self._num_lookups = lookup = self._num_lookups + 1
         by_state = self._by_state
         switched: set[KnownWorker] = set()
         for raw in states:
-            worker = by_state.get(raw) or self._read_state(raw, switched)  # type: ignore[arg-type]
+            worker = by_state.get(raw) if type(raw) is bytes else None
+            if worker is None:
+                worker = self._read_state(raw, switched)
             if worker is not None:
                 worker.lookup = lookup
             elif raw is not None and self._only_known_states:
@@ -130,12 +159,13 @@ class Registry:
         if switched:  # what was found is not of the set that counts now
             self.layout += 1
             matches = [0 if worker in switched else n for worker, n in zip(workers, matches, strict=True)]
+        remembers = self._signer.enabled
         return [
             Candidate(
                 worker.member, worker.load, matched, (now_ms - at) * 1e-3 if now_ms > (at := worker.written_ms) else 0.0
             )
             for worker, matched in zip(workers, matches, strict=True)
-            if worker.lookup == lookup and worker.deadline_ms > now_ms
+            if worker.deadline_ms > now_ms and (remembers or worker.lookup == lookup)
         ]
 
     def complain(self, key: bytes, text: str) -> None:
@@ -145,35 +175,62 @@ class Registry:
             self._complained.add(key)
             logger.warning("ignored in Redis: %s", text)
 
-    def _take_members(self, reply: Reply) -> None:
-        if not isinstance(reply, list) or len(reply) > 2 * schema.MAX_MEMBERS:
-            self.complain(b"members", f"registry is {reply!r:.80}")
-            reply = []
+    def _take_members(self, members: Sequence[tuple[bytes, bytes]]) -> None:
+        if len(members) > schema.MAX_MEMBERS:
+            self.complain(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
+            members = []
+        known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
+        self._unsigned = []
         workers: dict[WorkerId, KnownWorker] = {}
-        for field, value in sorted(zip(reply[::2], reply[1::2], strict=True)):
-            try:
-                member = schema.decode_member(field, value)
-            except RegistryError as error:
-                self.complain(field, f"member {field!r:.80}: {error}")
-                continue
-            known = self._workers.get(member.worker_id)
-            workers[member.worker_id] = known if known is not None and known.member == member else KnownWorker(member)
+        for field, record in sorted(members):
+            worker = self._member(field, record, known.get(field))
+            if worker is not None:
+                workers[worker.member.worker_id] = worker
         self._workers = workers
         self._by_epoch = {worker.member.epoch: worker for worker in workers.values()}
         self._by_state = {worker.raw: worker for worker in workers.values() if worker.raw is not None}
 
-    def _read_state(self, raw: bytes | None, switched: set[KnownWorker]) -> KnownWorker | None:
+    def _member(self, field: bytes, record: bytes, known: KnownWorker | None) -> KnownWorker | None:
+        """The worker that stands in `field`: what was known of it, where the record proves nothing else."""
+        if known is not None and known.record == record:
+            return known
+        remembered = known if self._signer.enabled and known is not None and known.deadline_ms > self._now_ms else None
+        try:
+            member = schema.decode_member(field, record)
+        except RegistryError as error:
+            self.complain(field, f"member {field!r:.80}: {error}")
+            return remembered
+        if self._signer.enabled and not self._signer.verifies_member(member.worker_id, record):
+            self._unsigned.append(member)
+            self.complain(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
+            return remembered
+        if remembered is not None and _precedes(member, remembered.member):
+            self._count("stale")
+            return remembered
+        if known is not None and known.member == member:
+            known.record = record
+            return known
+        return KnownWorker(member, record, self._signer)
+
+    def _read_state(self, raw: Reply, switched: set[KnownWorker]) -> KnownWorker | None:
         """The known worker of which this is the state, which is kept; a new generation adds it to `switched`."""
         if raw is None:
             return None
         try:
             state = schema.decode_state(raw)
-        except (RegistryError, TypeError) as error:
+        except RegistryError as error:
             self.complain(b"state", f"a state: {error}")
             return None
         worker = self._by_epoch.get(state.epoch)
         if worker is None:
             return None
+        if self._signer.enabled:
+            if not verifies_state(worker.mac, raw):
+                self.complain(b"signature", f"a state of {worker.member.worker_id} without its signature")
+                return None
+            if state.batch < worker.batch:
+                self._count("stale")
+                return None
         if worker.raw is not None:
             self._by_state.pop(worker.raw, None)
         worker.take(raw, state)
@@ -182,3 +239,7 @@ class Registry:
             worker.generation = state.generation
             switched.add(worker)
         return worker
+
+
+def _precedes(member: WorkerMember, known: WorkerMember) -> bool:
+    return member.epoch != known.epoch and member.epoch_started_ms < known.epoch_started_ms

@@ -1,4 +1,4 @@
-"""What stands in Redis, and how it is read back: everything found there is untrusted input.
+"""The keys and records in Redis, and how they are read back: everything found there is untrusted input.
 
     {prefix:s}:members    HASH  worker id -> member     (JSON; constant during an epoch)
     {prefix:s}:states     HASH  worker id -> state      (msgpack array; rewritten at every publish)
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -31,6 +31,10 @@ _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 class RegistryError(ValueError):
     """A value of the registry that no worker of ours has written."""
+
+
+class ReplyError(ValueError):
+    """A reply of another shape than the command's: the connection may be out of step and is not to be trusted."""
 
 
 class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -97,8 +101,8 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
     try:
         member = _MEMBER_DECODER.decode(data)
         check_member(member)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise RegistryError(str(error)) from error
+    except Exception as error:  # whatever a decoder raises at such bytes
+        raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if member.worker_id.encode() != worker_id:
         raise RegistryError(f"member calls itself {member.worker_id!r}")
     if member.block_size < 1 or member.max_model_len < 1 or not member.url.startswith(("http://", "https://")):
@@ -130,14 +134,42 @@ def encode_state(
     )
 
 
-def decode_state(data: bytes) -> State:
+def decode_state(data: Any) -> State:
     """Raises RegistryError."""
-    if len(data) > MAX_STATE_BYTES:
-        raise RegistryError(f"state of {len(data)} bytes")
+    if not isinstance(data, bytes) or len(data) > MAX_STATE_BYTES:
+        raise RegistryError(f"state is {brief(data)}")
     try:
         state = _STATE_DECODER.decode(data)
-    except msgspec.MsgspecError as error:
-        raise RegistryError(str(error)) from error
+    except Exception as error:  # whatever a decoder raises at such bytes
+        raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if state.format != _STATE_FORMAT:
         raise RegistryError(f"state in format {state.format}")
     return state
+
+
+def decode_hash(reply: Any) -> list[tuple[bytes, bytes]]:
+    """The pairs of an HGETALL. Raises ReplyError."""
+    if not isinstance(reply, list) or len(reply) % 2 or not all(type(part) is bytes for part in reply):
+        raise ReplyError(f"no hash: {brief(reply)}")
+    return list(zip(reply[::2], reply[1::2], strict=True))
+
+
+def decode_time_ms(reply: Any) -> int:
+    """A TIME reply in milliseconds. Raises ReplyError."""
+    match reply:
+        case [bytes(seconds), bytes(microseconds)] if len(seconds) <= 12 and len(microseconds) <= 6:
+            if seconds.isdigit() and microseconds.isdigit():
+                return int(seconds) * 1000 + int(microseconds) // 1000
+    raise ReplyError(f"no time: {brief(reply)}")
+
+
+def brief(reply: Any) -> str:
+    """Describe a reply in a few words, however large or deep it is."""
+    match reply:
+        case bytes():
+            return f"{len(reply)} bytes: {reply[:60]!r}"
+        case list():
+            return f"a list of {len(reply)}"
+        case Exception():
+            return f"the error {str(reply)[:120]!r}"
+    return f"{type(reply).__name__} {reply!s:.40}"

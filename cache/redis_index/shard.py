@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from redis.exceptions import NoScriptError, ResponseError
 
@@ -19,7 +19,10 @@ from cache.redis_index import schema
 from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply, pack_command
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
+from cache.redis_index.schema import ReplyError, brief
 from cache.redis_index.script import ALL, LOOKUP, LOOKUP_SHA
+from cache.redis_index.signing import Signer
+from cache.types import HASH_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ MAX_WORKERS_PER_SHARD = 4000
 """Lua's unpack takes at most some 8,000 values."""
 MAX_BLOCKS = 1 << 17
 MAX_QUERIES = 64
+_MAX_TRIES = 4
+"""A lookup may find EVALSHA_RO unknown and then, twice, the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +45,13 @@ class ReaderSettings:
     """After so many failures in a row lookups answer None at once, until a probe has succeeded."""
     breaker_probe_s: float = 0.25
     refresh_interval_s: float = 0.05
-    """The registry is read again at most this often."""
+    """The registry is read again at most this often,"""
+    max_refresh_age_s: float = 5.0
+    """and at least this often, whatever its version says: what was read may have been wrong."""
     username: str | None = None
     password: str | None = None
+    cluster_secret: bytes = field(default=b"", repr=False)
+    """Only entries signed with it count. Empty: all that decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class _Query:
     """The part of a lookup that stays the same while the registry does: the command before and after the hashes."""
 
     workers: tuple[KnownWorker, ...]
+    evalsha: bytes
     head: bytes
     tail: bytes
     wants_all: bool
@@ -69,9 +79,9 @@ class Shard:
         )
         self._settings = settings
         self._count = count
-        self.link = Link(endpoint, link_settings, on_change=self._link_changed)
+        self.link = Link(endpoint, link_settings, on_change=self._link_changed, on_garbage=lambda: count("invalid"))
         self.keys = schema.Keys(settings.prefix, number)
-        self._registry = Registry(count)
+        self._registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
         self._layout = 0
         self._queries: dict[str | None, _Query] = {}
         self._version: bytes | None = None
@@ -93,32 +103,32 @@ class Shard:
         if self._version is None:
             await self._first_refresh()
         query = self._query(model)
-        reply = (await self._submit(query, blob))[0]
-        if isinstance(reply, ResponseError):
-            reply = await self._again(query, blob, reply)
-        return self._candidates(query, reply)
+        for _ in range(_MAX_TRIES):
+            (reply,) = await self._submit(query, blob)
+            if not isinstance(reply, ResponseError):
+                return self._candidates(query, len(blob) // HASH_BYTES, reply)
+            query = await self._repaired(query, reply)
+        raise LinkDownError(f"lookup: {brief(reply)}")
 
     def _submit(self, query: _Query, blob: bytes) -> asyncio.Future[list[Reply]]:
         return self.link.submit((query.head, b"$%d\r\n" % len(blob), blob, query.tail), 1)
 
-    async def _again(self, query: _Query, blob: bytes, error: ResponseError) -> Reply:
-        """A server that has not the script, or an old one without EVALSHA_RO."""
+    async def _repaired(self, query: _Query, error: ResponseError) -> _Query:
+        """Help a server that has not the script, or an old one without EVALSHA_RO. Raises LinkDownError for others.
+
+        Many lookups may be in flight when the first of them learns it.
+        """
         if isinstance(error, NoScriptError):
             (loaded,) = await self.link.submit([pack_command(("SCRIPT", "LOAD", LOOKUP))], 1)
             if isinstance(loaded, ResponseError):
                 raise LinkDownError(f"SCRIPT LOAD: {loaded}")
-        elif self._evalsha == b"EVALSHA_RO" and "unknown command" in str(error).lower():
-            self._evalsha = b"EVALSHA"
-            self._queries.clear()
-            query = self._query_of(query.workers)
-        else:
-            raise LinkDownError(f"lookup: {error}")
-        (reply,) = await self._submit(query, blob)
-        if isinstance(reply, NoScriptError):
-            return await self._again(query, blob, reply)
-        if isinstance(reply, ResponseError):
-            raise LinkDownError(f"lookup: {reply}")
-        return reply
+            return query
+        if query.evalsha == b"EVALSHA_RO" and "unknown command" in str(error).lower():
+            if self._evalsha == b"EVALSHA_RO":
+                self._evalsha = b"EVALSHA"
+                self._queries.clear()
+            return self._query_of(query.workers)
+        raise LinkDownError(f"lookup: {error}")
 
     def _query(self, model: str | None) -> _Query:
         if self._layout != self._registry.layout:
@@ -145,23 +155,35 @@ class Shard:
         start: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys]
         _, _, head = pack_command(start).partition(b"\r\n")
         _, _, tail = pack_command(ids).partition(b"\r\n")
-        return _Query(workers, b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail, wants_all)
+        head = b"*%d\r\n%b" % (len(start) + 1 + len(ids), head)
+        return _Query(workers, self._evalsha, head, b"\r\n" + tail, wants_all)
 
-    def _candidates(self, query: _Query, reply: Reply) -> list[Candidate]:
+    def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
         try:
-            version, (seconds, microseconds), matches, states = reply
-            now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-            if isinstance(states, ResponseError) and query.wants_all:
-                self._names_needed = True  # an ACL without HVALS
-                self._queries.clear()
-            if not isinstance(states, list) or len(matches) != len(query.workers):
-                raise ValueError(f"{len(matches)} matches of {len(query.workers)} workers, states {states!r:.80}")
+            version, now, matches, states = reply
+            now_ms = schema.decode_time_ms(now)
+            if len(matches) != len(query.workers) or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
+                raise ReplyError(f"{brief(matches)} for {len(query.workers)} workers and {num_blocks} blocks")
+            if isinstance(states, ResponseError):
+                states = self._without_states(query, states)
+            elif not isinstance(states, list):
+                raise ReplyError(f"states are {brief(states)}")
         except (TypeError, ValueError) as error:
-            self._registry.complain(b"reply", f"lookup gave {reply!r:.80}: {error}")
+            self._registry.complain(b"reply", f"lookup gave {brief(reply)}: {error}")
+            self.link.distrust("a lookup's reply was none")
             raise LinkDownError("malformed reply") from error
         if (version or b"") != self._version:
             self._start_refresh()
         return self._registry.candidates(query.workers, matches, states, now_ms)
+
+    def _without_states(self, query: _Query, error: ResponseError) -> list[Reply]:
+        """The key of the states has another type, or an ACL forbids HVALS: ask for them by name from now on."""
+        if query.wants_all:
+            self._names_needed = True
+            self._queries.clear()
+        else:
+            self._registry.complain(b"states", f"the states cannot be read: {error}")
+        return []
 
     # --- registry ---------------------------------------------------------------------------------------------------
 
@@ -190,8 +212,20 @@ class Shard:
         version, members, states = await self.link.call(
             ("GET", self.keys.version), ("HGETALL", self.keys.members), ("HGETALL", self.keys.states), timeout_s=2.0
         )
-        self._registry.refresh(members, states)
+        try:
+            self._registry.refresh(self._hash(members), self._hash(states))
+        except ReplyError as error:
+            self._registry.complain(b"reply", f"the registry is {error}")
+            self.link.distrust("the registry's reply was none")
+            raise LinkDownError("malformed reply") from error
         self._version = version if isinstance(version, bytes) else b""
+
+    def _hash(self, reply: Reply) -> list[tuple[bytes, bytes]]:
+        """Raises ReplyError. A key of another type is an empty hash, until a worker has put it right."""
+        if isinstance(reply, ResponseError):
+            self._registry.complain(b"type", f"the registry cannot be read: {reply}")
+            return []
+        return schema.decode_hash(reply)
 
     def members(self) -> list[WorkerMember]:
         return self._registry.members()
@@ -200,7 +234,11 @@ class Shard:
         """The registry now, lapsed entries included. Raises LinkDownError."""
         await self._refresh()
         (now,) = await self.link.call(("TIME",), timeout_s=2.0)
-        self._registry.at(int(now[0]) * 1000 + int(now[1]) // 1000)
+        try:
+            self._registry.at(schema.decode_time_ms(now))
+        except ReplyError as error:
+            self.link.distrust("TIME's reply was none")
+            raise LinkDownError("malformed reply") from error
         return self._registry.entries()
 
     def seen_entries(self) -> list[RegistryEntry]:
@@ -222,6 +260,12 @@ class Shard:
             self._count("breaker_closed")
         self._failures = 0
 
+    def broke(self, error: Exception) -> None:
+        """Reading has raised what it should not: count it, log it once, and begin again on another connection."""
+        self._registry.complain(b"reading", f"reading raised {type(error).__name__}: {error!s:.200}")
+        logger.debug("reading raised", exc_info=error)
+        self.link.distrust("reading failed")
+
     async def probe(self) -> None:
         """Look at the registry now and then; while the breaker is open, find out when to close it."""
         while True:
@@ -234,11 +278,16 @@ class Shard:
             self._wake_probe.clear()
             if not self.link.up:
                 continue
+            if time.monotonic() - self._refreshed_at > self._settings.max_refresh_age_s:
+                self._start_refresh()
             started_at = time.monotonic()
             try:
                 async with asyncio.timeout(2.0):
                     await self.lookup(b"", None)
             except (LinkDownError, TimeoutError):
+                continue
+            except Exception as error:
+                self.broke(error)
                 continue
             if time.monotonic() - started_at <= self._settings.deadline_s:
                 self.succeeded()
@@ -247,5 +296,6 @@ class Shard:
         self._version = None
         self._queries.clear()
         self._evalsha = b"EVALSHA_RO"
+        self._names_needed = False
         if up:
             self._wake_probe.set()

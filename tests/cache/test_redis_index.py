@@ -12,9 +12,9 @@ from redis.asyncio.connection import Connection
 
 from cache.hashing import index_entry
 from cache.index import Candidate, WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
 from cache.redis_index.endpoint import Endpoint
-from cache.redis_index.link import Link, LinkDownError, LinkSettings
+from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply
 from cache.redis_index.shard import Shard
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from tests.redis_server import RedisServer, until
@@ -126,7 +126,7 @@ async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
         await until(becomes(index, hashes, {"w0": 10}))
 
 
-@pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone", "state gone", "member gone"])
+@pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
 async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None:
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, member())
@@ -137,14 +137,103 @@ async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None
             "lost entry": ("SREM", key, hashes[3][:8]),
             "foreign entry": ("SADD", key, "12345678"),
             "set gone": ("DEL", key),
-            "state gone": ("HDEL", "{headstart:0}:states", "w0"),
-            "member gone": ("HDEL", "{headstart:0}:members", "w0"),
         }
         assert redis_server.command(*command[damage]) == b":1\r\n"
         assert not await writer.publish([], [], WorkerLoad(), 10)
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         assert await writer.publish([], [], WorkerLoad(), 10)
         assert redis_server.command("EXISTS", key) == b":0\r\n"
+
+
+SECRET = b"secret"
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+@pytest.mark.parametrize("field", ["states", "members"])
+@pytest.mark.parametrize("found", [None, b"junk", b"genuine of another"], ids=["gone", "junk", "foreign"])
+async def test_an_entry_that_somebody_overwrote_is_put_back_and_the_set_stays(
+    redis_server: RedisServer, field: str, found: bytes | None, secret: bytes
+) -> None:
+    events: list[str] = []
+    settings = WriterSettings(cluster_secret=secret)
+    writer = IndexWriter(redis_server.url, member(), settings, count=events.append)
+    other = IndexWriter(redis_server.url, member(epoch="other"), WriterSettings(cluster_secret=b"other" * bool(secret)))
+    hash_key, set_key = "{headstart:0}:" + field, "{headstart:0}:b:w0:epoch-of-w0:1"
+    async with linked(writer, other):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        genuine = redis_server.command("HGET", hash_key, "w0")
+        if found is None:
+            redis_server.command("HDEL", hash_key, "w0")
+        elif found == b"junk":
+            redis_server.command("HSET", hash_key, "w0", found)
+        else:
+            assert await other.rewrite([], WorkerLoad())
+        assert redis_server.command("HGET", hash_key, "w0") != genuine
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert redis_server.command("SCARD", set_key) == b":10\r\n"
+        assert (redis_server.command("HGET", hash_key, "w0") == genuine) == (field == "members")
+        assert events == ["rewritten", "displaced"]
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert events == ["rewritten", "displaced"]
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+async def test_a_redis_that_has_gone_back_in_time_is_written_anew(redis_server: RedisServer, secret: bytes) -> None:
+    """Restored from a snapshot, a set may hold as many entries as before and others."""
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    async with linked(writer):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        snapshot = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        redis_server.command("HSET", "{headstart:0}:states", "w0", snapshot)
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert writer.in_doubt
+
+
+@pytest.mark.parametrize("key", ["states", "members", "version", "b:w0:epoch-of-w0:1", "b:w0:epoch-of-w0:2"])
+@pytest.mark.parametrize("other", [("SET", "x"), ("RPUSH", "x", "y"), ("SADD", "x"), ("HSET", "x", "y")])
+async def test_a_key_of_another_type_is_put_right(redis_server: RedisServer, key: str, other: tuple[str, ...]) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        redis_server.command("DEL", "{headstart:0}:" + key)
+        redis_server.command(other[0], "{headstart:0}:" + key, *other[1:])
+
+        async def is_back() -> bool:
+            if writer.in_doubt:
+                await writer.rewrite(entries(hashes), WorkerLoad())
+            else:
+                await writer.publish([], [], WorkerLoad(), 10)
+            return not writer.in_doubt and await matches(index, hashes) == {"w0": 10}
+
+        await until(is_back)
+
+
+async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer) -> None:
+    """Wherever a worker dies in a rewrite: look after each command."""
+    settings = WriterSettings(chunk=3, chunks_in_flight=2)
+    writer = IndexWriter(redis_server.url, member(), settings)
+    async with linked(writer):
+        real, sent = writer.link.call, []
+
+        async def one_by_one(*commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
+            replies: list[Reply] = []
+            part: list[Sequence[Argument]] = []
+            for command in commands:  # a MULTI is sent whole: EXEC alone makes it count
+                part.append(command)
+                if part[0] != ("MULTI",) or command == ("EXEC",):
+                    replies += await real(*part, timeout_s=timeout_s)
+                    part.clear()
+                    ttl = redis_server.command("PTTL", "{headstart:0}:b:w0:epoch-of-w0:1")
+                    sent.append(ttl)
+                    assert ttl != b":-1\r\n"
+            return replies
+
+        writer.link.call = one_by_one  # type: ignore[method-assign]
+        assert await writer.rewrite(entries(chain(20)), WorkerLoad())
+        assert len(sent) >= 7
 
 
 async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
@@ -168,9 +257,8 @@ async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks
         found = await index.lookup(hashes)
         assert found is not None
         assert all(item.matched_blocks == 0 for item in found)
-        assert not await before.publish([], [], WorkerLoad(), 10), "the old process learns that it was replaced"
-        assert not await after.publish([], [], WorkerLoad(), 0), "the entry was overwritten by the old process"
-        assert await after.rewrite([], WorkerLoad())
+        assert await before.publish([], [], WorkerLoad(), 10), "the old process takes its entry back"
+        assert await after.publish([], [], WorkerLoad(), 0), "the new one again"
         await until(becomes(index, hashes, {"w0": 0}))
 
 
@@ -461,7 +549,7 @@ def test_a_lease_written_by_a_clock_that_has_jumped_is_in_doubt() -> None:
 
     def settled(jump_ms: int) -> bool:
         now_ms = int(time.monotonic() * 1000) + jump_ms
-        return writer._settled([now_ms // 1000, now_ms % 1000 * 1000])
+        return writer._settled([b"%d" % (now_ms // 1000), b"%d" % (now_ms % 1000 * 1000)])
 
     assert settled(0)
     assert not settled(60_000)
@@ -526,3 +614,42 @@ async def test_so_many_commands_may_wait_for_their_replies() -> None:
 def test_an_unusable_prefix_is_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="key prefix"):
         RedisIndex("redis://localhost", ReaderSettings(prefix=prefix))
+
+
+async def test_lookups_in_flight_together_on_a_new_connection_all_succeed(redis_server: RedisServer) -> None:
+    """The script is not loaded, and an old server has no EVALSHA_RO: each of them learns it from its own reply."""
+    hashes = chain(3)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 3}))
+        redis_server.command("SCRIPT", "FLUSH")
+        (shard,) = index._shards
+        shard._evalsha = b"EVALSHA_RO"
+        shard._queries.clear()
+        found = await asyncio.gather(*(matches(index, hashes) for _ in range(50)))
+        assert found == [{"w0": 3}] * 50
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+async def test_a_registry_read_wrongly_once_is_read_again(redis_server: RedisServer, secret: bytes) -> None:
+    """Its version may say that nothing has changed."""
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05, cluster_secret=secret)
+    index = RedisIndex(redis_server.url, settings)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 3}))
+        index._shards[0]._registry.refresh([], [])
+        assert await matches(index, hashes) == {}
+        await until(becomes(index, hashes, {"w0": 3}))
+
+
+@pytest.mark.parametrize("matches", [None, b"QUEUED", [], [b"3"], [-1], [4], [None], [[]], ["x"], [1, 2]])
+def test_what_is_no_match_reaches_no_router(matches: object) -> None:
+    shard = Shard("redis://h:1", 0, EAGER, lambda event: None)
+    shard._registry.refresh([(b"w0", schema.encode_member(member()))], [])
+    query = shard._query(None)
+    with pytest.raises(LinkDownError, match="malformed"):
+        shard._candidates(query, 3, [b"v", [b"1", b"0"], matches, []])

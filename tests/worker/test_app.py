@@ -309,6 +309,13 @@ async def test_the_most_shared_prefixes(worker: LiveWorker) -> None:
             assert response.status == 400
 
 
+async def test_a_worker_outside_of_the_index_says_so_and_is_ready(worker: LiveWorker) -> None:
+    worker.service.index_problem = lambda: "nothing published for 9 s: no connection to Redis"
+    async with worker.http.get(worker.url + "/health/ready") as response:
+        assert response.status == 200
+        assert await response.json() == {"status": "ok", "index": "nothing published for 9 s: no connection to Redis"}
+
+
 async def test_before_the_model_is_loaded() -> None:
     service = WorkerService(WorkerMetrics())
     service.progress = "loading layer 3 of 30"

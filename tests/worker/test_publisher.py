@@ -169,3 +169,30 @@ def test_held_keeps_parents_before_children() -> None:
             depth -= 1
             changes.apply([Removed(blocks[depth])])
         assert list(changes.held) == [index_entry(block) for block in blocks[:depth]]
+
+
+async def test_a_round_that_raises_is_counted_told_and_made_good(redis_server: RedisServer) -> None:
+    hashes, events = chain(5), list[str]()
+    settings = PublisherSettings(0.002, 0.05, 0.01, 0.05, rewrite_s=0.0, silent_s=0.05)
+    publisher = Publisher(redis_server.url, member(), settings=settings, count=events.append)
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0))
+    async with running(publisher, index):
+        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        await matches(index, hashes, 5)
+        real = publisher._writer.publish
+
+        async def broken(*arguments: object) -> bool:
+            raise RecursionError("from a reply")
+
+        publisher._writer.publish = broken  # type: ignore[method-assign]
+        await holds(lambda: "RecursionError: from a reply" in (publisher.problem or ""))
+        assert events.count("failed") >= 1
+        publisher._writer.publish = real  # type: ignore[method-assign]
+        await holds(lambda: publisher.problem is None)
+        await matches(index, hashes, 5)
+
+
+async def test_a_worker_without_redis_says_so() -> None:
+    publisher = Publisher("redis://127.0.0.1:1", member(), settings=PublisherSettings(silent_s=0.05))
+    async with running(publisher):
+        await holds(lambda: "no connection" in (publisher.problem or ""))

@@ -3,6 +3,8 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from cache.index import WorkerMember
+from cache.types import Epoch, WorkerId
 from worker import wire
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
@@ -85,3 +87,23 @@ def test_a_frame_without_end_is_refused() -> None:
 def test_frame_reader_refuses(data: bytes) -> None:
     with pytest.raises(wire.WireError):
         list(wire.FrameReader().feed(data))
+
+
+@pytest.mark.parametrize(
+    ("newest", "oldest", "shared"),
+    [(1, 0, 1), (1, 1, 1), (2, 1, 1), (99, 1, 1), (2, 0, None), (2, 2, None), (0, 0, None), (-1, 0, None)],
+)
+def test_neighbouring_versions_speak_the_newest_that_both_know(newest: int, oldest: int, shared: int | None) -> None:
+    member = WorkerMember(
+        WorkerId("w"), Epoch("e"), "http://w", "m", "n", "cpu", 16, 64, newest, oldest_protocol=oldest
+    )
+    assert wire.shared_protocol(member) == shared
+
+
+def test_what_a_newer_peer_adds_is_ignored() -> None:
+    message = msgpack.unpackb(wire.pack_request(REQUEST)) | {"colour": "red"}
+    message["sampling"]["flavour"] = 3
+    assert wire.unpack_request(msgpack.packb(message)) == REQUEST
+    for frame in FRAMES:
+        longer = [*msgpack.unpackb(wire.pack_frame(frame)), *([None] * 4)]
+        assert wire.FrameReader().feed(msgpack.packb(longer)) == [frame], frame

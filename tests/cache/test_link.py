@@ -1,0 +1,165 @@
+"""The connection to Redis survives whatever comes back, and finds out when replies and commands are out of step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from cache.redis_index.endpoint import MAX_REPLY_BYTES, Endpoint
+from cache.redis_index.link import Link, LinkDownError, LinkSettings
+from tests.redis_server import until
+from tests.running import listening, running
+
+Answer = Callable[[list[bytes]], bytes]
+
+
+class Scripted:
+    """A server whose answers are `answer(words of the command)`; it counts its connections."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.num_connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        while True:
+            num_words = int((await reader.readuntil(b"\r\n"))[1:])
+            words = []
+            for _ in range(num_words):
+                size = int((await reader.readuntil(b"\r\n"))[1:])
+                words.append((await reader.readexactly(size + 2))[:-2])
+            writer.write(self.answer(words))
+            await writer.drain()
+
+
+def sane(words: list[bytes]) -> bytes:
+    """As Redis: PING with a text gives it back, anything else its first word."""
+    return b"$%d\r\n%b\r\n" % (len(words[-1]), words[-1]) if words[0] == b"PING" else b"+%b\r\n" % words[0]
+
+
+@asynccontextmanager
+async def linked(answer: Answer, stall_s: float = 0.4) -> AsyncIterator[tuple[Scripted, Link, list[str]]]:
+    scripted, garbage = Scripted(answer), []
+    settings = LinkSettings(stall_s=stall_s, connect_timeout_s=20.0, first_backoff_s=0.01, max_backoff_s=0.02)
+    async with listening(scripted.serve) as port:
+        endpoint = Endpoint(f"redis://127.0.0.1:{port}", connect_timeout_s=20.0)
+        link = Link(endpoint, settings, on_garbage=lambda: garbage.append("garbage"))
+        async with running(link):
+            await until(lambda: link.up)
+            yield scripted, link, garbage
+
+
+async def call(link: Link, word: str) -> object:
+    return (await link.call((word,), timeout_s=20.0))[0]
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"+OK\r\n",
+        b"-ERR server closing\r\n",
+        b"-MOVED x\r\n",
+        b"-MOVED 1 127.0.0.1:99999\r\n",
+        b"*1\r\n" * 5000,
+        b"$9999999999999\r\n",
+        b"$-7\r\n",
+        b":x\r\n",
+        b"\0\xff\r\n",
+        b">2\r\n$10\r\ninvalidate\r\n*0\r\n+OK\r\n",
+    ],
+)
+async def test_a_reply_that_nobody_asked_for_costs_the_connection_and_nothing_else(junk: bytes) -> None:
+    sent = []
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"JUNK" and not sent:
+            sent.append(junk)
+            return b"+JUNK\r\n" + junk
+        return sane(words)
+
+    async with linked(answer) as (scripted, link, garbage):
+        with suppress(LinkDownError):
+            await call(link, "JUNK")
+        await until(lambda: scripted.num_connections > 1 and link.up)
+        assert await call(link, "HELLO") == b"HELLO"
+        assert len(garbage) <= 1
+
+
+@pytest.mark.parametrize("surplus", [b"", b"+X\r\n+X\r\n"], ids=["missing", "surplus"])
+async def test_replies_out_of_step_are_found_out_although_calls_never_pause(surplus: bytes) -> None:
+    """Each caller would get the reply to another's command for ever: the oldest call is always young."""
+    sent = []
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"BREAK" and not sent:
+            sent.append(surplus)
+            return surplus
+        return sane(words)
+
+    async with linked(answer, stall_s=2.0) as (scripted, link, _):
+        broken = asyncio.create_task(call(link, "BREAK"))
+        await asyncio.sleep(0)
+
+        async def caller(name: str) -> None:
+            while True:
+                await asyncio.sleep(0)
+                with suppress(LinkDownError):
+                    if await call(link, name) == name.encode() and scripted.num_connections > 1:
+                        return
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(caller(f"CALLER{n}") for n in range(4)))
+        broken.cancel()
+
+
+async def test_a_reply_without_end_is_cut_off() -> None:
+    size = MAX_REPLY_BYTES + 1
+    sent = []
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"HUGE" and not sent:
+            sent.append(size)
+            return b"$%d\r\n" % size + bytes(size) + b"\r\n"
+        return sane(words)
+
+    async with linked(answer, stall_s=60.0) as (_, link, garbage):
+        with pytest.raises(LinkDownError, match="more than"):
+            await call(link, "HUGE")
+        assert garbage == ["garbage"]
+        await until(lambda: link.up)
+        assert await call(link, "HELLO") == b"HELLO"
+
+
+async def test_a_cancellation_in_the_turn_of_a_failure_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TaskGroup prefers what its children raised."""
+    link = Link(Endpoint("redis://127.0.0.1:1", connect_timeout_s=1.0), LinkSettings())
+    failing = asyncio.Event()
+
+    async def serve() -> None:
+        async def fail() -> None:
+            await failing.wait()
+            raise LinkDownError("now")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(link, "_serve", serve)
+    task = asyncio.create_task(link.run())
+    await asyncio.sleep(0.01)
+    failing.set()
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=60)
+    assert done, "it reconnects for ever"
+    assert task.cancelled()
+
+
+async def test_a_server_that_answers_nothing_is_left() -> None:
+    async with linked(lambda words: b"") as (scripted, link, _):
+        with pytest.raises(LinkDownError, match="no reply for"):
+            await call(link, "HELLO")
+        await until(lambda: scripted.num_connections > 1)
