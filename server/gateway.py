@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
@@ -34,6 +34,7 @@ from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
+from server.background import keep_running
 from server.config import GatewayConfig, parse
 from server.console.decisions import DecisionLog
 from server.console.feed import Feed, FeedSources
@@ -170,7 +171,7 @@ class Gateway:
         return SocketFront(self._server(self.public, listener), listener)
 
     async def run(self, public: Front, ops: socket.socket, patience_s: float = 0.0) -> None:
-        """Serve until drained. A part that fails ends the whole, loudly.
+        """Serve until drained. Background tasks start again when they fail; only the listening sockets end the whole.
 
         `patience_s`: how long clients may wait for a first worker to be known, before they are told that there is none.
         """
@@ -179,18 +180,12 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
-        parts: list[Coroutine[Any, Any, None]] = [
-            self.fleet.run(),
-            self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S),
-            self._watch.run(),
-            self._heart.run(),
-        ]
-        if isinstance(self._index, RedisIndex):
-            parts.append(self._index.run())
-        parts += [files.follow() for files in (self._keys, self._certificate, self._worker_ca) if files is not None]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(part) for part in parts]
+                tasks = [
+                    group.create_task(keep_running(name, part, self.metrics.task_failed))
+                    for name, part in self._background()
+                ]
                 _spare_the_collector()
                 scheme = "http" if self._certificate is None else "https"
                 log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops_front.address)
@@ -207,6 +202,18 @@ class Gateway:
             self._executor.shutdown(wait=False, cancel_futures=True)
             if self._tracing is not None:
                 self._tracing.close()
+
+    def _background(self) -> Iterator[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
+        """What runs beside the requests, by the name under which its failures are counted."""
+        yield "fleet", self.fleet.run
+        yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
+        yield "stall watch", self._watch.run
+        yield "heart", self._heart.run
+        if isinstance(self._index, RedisIndex):
+            yield "index", self._index.run
+        for name, files in (("keys", self._keys), ("certificate", self._certificate), ("worker CA", self._worker_ca)):
+            if files is not None:
+                yield name, files.follow
 
     async def _know_workers(self, patience_s: float) -> None:
         until_s = time.monotonic() + patience_s
@@ -297,6 +304,7 @@ class Gateway:
             deadline_s=config.lookup_deadline_s,
             username=config.redis_username,
             password=config.redis_password(),
+            cluster_secret=config.cluster_secret(),
         )
         return RedisIndex(config.redis, settings, count=self.metrics.index_event)
 

@@ -102,6 +102,12 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.tasks = Gauge("headstart_asyncio_tasks", "Tasks of the event loop.", registry=self.registry)
+        self._task_failures = Counter(
+            "headstart_task_failures",
+            "Times a background task failed and was started again, by task.",
+            ("task",),
+            registry=self.registry,
+        )
         self._key_reloads = Counter(
             "headstart_api_key_reloads", "Times the key file changed.", ("outcome",), registry=self.registry
         )
@@ -138,6 +144,9 @@ class GatewayMetrics:
 
     def index_event(self, event: str) -> None:
         self.index_events.labels(event).inc()
+
+    def task_failed(self, task: str) -> None:
+        self._task_failures.labels(task).inc()
 
     def keys_reloaded(self, ok: bool) -> None:
         self._key_reloads.labels("loaded" if ok else "rejected").inc()

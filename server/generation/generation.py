@@ -28,7 +28,19 @@ from server.generation.waiting_room import Place
 from server.router.placement import NoWorkerError, Placement
 from server.tracing import AttemptTrace, attempt, stage
 from server.workers.client import GenerateStream, WorkerLost, WorkerRefused
-from worker.wire import End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, TokenLogprobs, Tokens
+from worker.wire import (
+    PROTOCOL_VERSION,
+    End,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    PromptLogprobs,
+    Started,
+    TokenLogprobs,
+    Tokens,
+    shared_protocol,
+)
 
 log = logging.getLogger(__name__)
 
@@ -223,6 +235,7 @@ class Generation:
             is_suspect=self._failures.losses.is_suspect,
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
+            protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )
 
     def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:

@@ -84,6 +84,9 @@ class ModelOptions:
 
 def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
     """Parses the bundle's files (tenths of a second: not on the event loop). Raises TokenizerError, TemplateError."""
+    for field_name in ("block_size", "max_model_len", "vocab_size"):
+        if getattr(bundle, field_name) < 1:
+            raise TokenizerError(f"the bundle's {field_name} is {getattr(bundle, field_name)}")
     template = None
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
@@ -157,10 +160,17 @@ class Models:
             model = await asyncio.get_running_loop().run_in_executor(
                 self._executor, build_model, bundle, self._executor, self._options
             )
-        except (WorkerError, TokenizerError, TemplateError) as error:
+        except (
+            Exception
+        ) as error:  # WorkerError, TokenizerError, TemplateError, and what a strange bundle makes us raise
             self._failed_until_s[key] = now_s + 5.0
             log.error(
-                "worker %s at %s: its model %s is not usable: %s", member.worker_id, member.url, member.model, error
+                "worker %s at %s: its model %s is not usable: %s",
+                member.worker_id,
+                member.url,
+                member.model,
+                error,
+                exc_info=None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error,
             )
             return None
         self._by_name[member.model] = model

@@ -34,6 +34,8 @@ from worker.wire import (
 )
 
 MAX_REFUSAL_BYTES: Final = 64 * 1024
+MAX_ANSWER_BYTES: Final = 256 << 20
+"""Of what is no stream: a tokenizer bundle is the largest."""
 CONNECT_TIMEOUT_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 2.0
 BUNDLE_TIMEOUT_S: Final = 30.0
@@ -80,7 +82,7 @@ class GenerateStream:
         """Sends the request. Raises WorkerRefused or WorkerLost."""
         try:
             connection = await self._pool.post(self.url, pack_request(self._request))
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a URL that cannot be dialled
             raise WorkerLost(f"{self.url}: {type(error).__name__}: {error}") from error
         self._connection = connection
         try:
@@ -201,15 +203,27 @@ class WorkerClient:
     async def _exchange(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
         try:
             return await patiently(self._ask(method, url, body), timeout_s)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
 
     async def _ask(self, method: str, url: str, body: bytes | None) -> bytes:
         async with self.session.request(method, url, data=body, headers=_HEADERS, allow_redirects=False) as response:
-            data = await response.read()
+            data = await read_bounded(response.content, MAX_ANSWER_BYTES)
             if response.status >= 300:
                 raise WorkerLost(f"{url}: status {response.status}")
             return data
+
+
+async def read_bounded(content: aiohttp.StreamReader, limit_bytes: int) -> bytes:
+    """Read a whole body, in however many parts it comes. Raises WorkerLost past the limit."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in content.iter_any():
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > limit_bytes:
+            raise WorkerLost(f"the answer has more than {limit_bytes} bytes")
+    return b"".join(parts)
 
 
 def _checked(url: str, data: bytes, kind: type[T]) -> T:

@@ -1,7 +1,8 @@
 """The workers this gateway knows, and which of them can be sent a request now.
 
 Known from the registry and from `--workers`; each also answers GET /state itself. The list only grows by what is
-heard and shrinks by what is seen dead, so an empty registry empties nothing.
+heard and shrinks by what workers themselves say or fail to say, so an empty registry empties nothing, and what somebody
+else has written into it displaces nobody. A registry entry without a lease is an address to ask, no more.
 
     lease in the registry   direct answer    the worker is
     alive                   any              a candidate with the match that the index says
@@ -22,7 +23,8 @@ from typing import Any, Final, Protocol
 import aiohttp
 
 from cache.index import Candidate, PrefixIndex, WorkerLoad, WorkerMember
-from cache.types import BlockHash, WorkerId
+from cache.types import BlockHash, Epoch, WorkerId
+from server.workers.client import WorkerLost, read_bounded
 from server.workers.networks import WorkerNetworks
 from server.workers.patience import patiently
 from server.workers.targets import check_target, urls_of
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 Fetch = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """GET /state of a worker's base URL. Raises FetchError."""
 _MAX_STATE_BYTES: Final = 256 * 1024
+MAX_DENIED: Final = 16
 
 
 class FetchError(Exception):
@@ -77,6 +80,7 @@ class _Known:
 
     __slots__ = (
         "broken_until_s",
+        "denied",
         "failed_s",
         "heard_s",
         "leased_s",
@@ -99,6 +103,8 @@ class _Known:
         self.load_s = now_s
         self.num_failures = 0
         self.broken_until_s = -math.inf
+        self.denied: list[Epoch] = []
+        """Epochs that the registry named and the worker itself has contradicted."""
 
 
 class Fleet:
@@ -139,15 +145,16 @@ class Fleet:
         leased = set()
         namespaces = self._namespaces()
         for candidate in found or ():
-            if self._acceptable(candidate.member, namespaces):
+            if self._passes(candidate.member, namespaces) and self._lease(candidate, now_s):
                 leased.add(candidate.member.worker_id)
-                self._lease(candidate, now_s)
                 if candidate.member.model == model:
                     candidates.append(candidate)
         for worker_id, known in self._known.items():
-            if worker_id not in leased and known.member.model == model and self._live(known, now_s):
-                age_s = now_s - max(known.load_s, 0.0)
-                candidates.append(Candidate(known.member, known.load, 0, age_s))
+            member = known.member
+            if worker_id in leased or member.model != model or not self._live(known, now_s):
+                continue
+            if self._passes(member, namespaces):
+                candidates.append(Candidate(member, known.load, 0, now_s - max(known.load_s, 0.0)))
         return candidates
 
     def broken(self, worker_id: WorkerId) -> bool:
@@ -208,29 +215,38 @@ class Fleet:
         if found is not None:
             self.index_answered_s = now_s
         namespaces = self._namespaces()
-        for member in self._index.members():
-            if self._acceptable(member, namespaces):
-                self._hear(member, now_s)
         for candidate in found or ():
-            if self._acceptable(candidate.member, namespaces):
+            if self._passes(candidate.member, namespaces):
                 self._lease(candidate, now_s)
         urls = set(await urls_of(self._settings.workers, self._settings.networks.scheme))
         urls.update(
             known.member.url for known in self._known.values() if known.leased_s < now_s or known.broken_until_s > now_s
         )
+        urls.update(
+            member.url
+            for member in self._index.members()
+            if self._passes(member, namespaces) and not self._is_leased(member.worker_id, now_s)
+        )
         await asyncio.gather(*(self._ask(url) for url in urls))
         self._forget()
 
+    def _is_leased(self, worker_id: WorkerId, now_s: float) -> bool:
+        known = self._known.get(worker_id)
+        return known is not None and known.leased_s >= now_s
+
     async def _ask(self, url: str) -> None:
+        epochs = {known.member.worker_id: known.member.epoch for known in self._at(url)}
         try:
             state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
-        except (FetchError, TimeoutError) as error:
+        except (
+            Exception
+        ) as error:  # FetchError, TimeoutError, and whatever a URL from the registry makes a library raise
             now_s = self._clock()
             for known in self._at(url):
                 known.failed_s = now_s
             if url not in self._unreachable:
                 self._unreachable.add(url)
-                logger.warning("worker at %s does not answer: %s", url, error or "timeout")
+                logger.warning("worker at %s does not answer: %s", url, str(error) or type(error).__name__)
             return
         self._unreachable.discard(url)
         now_s = self._clock()
@@ -238,33 +254,43 @@ class Fleet:
         for known in self._at(url):
             if known.member.worker_id != member.worker_id:
                 known.failed_s = now_s  # somebody else lives there now
-        if self._acceptable(member, self._namespaces()):
-            known = self._hear(member, now_s)
-            known.ok_s = now_s
-            if known.leased_s < now_s:
-                known.load, known.load_s = state.load, now_s
+        if not self._passes(member, self._namespaces()):
+            self._known.pop(member.worker_id, None)
+            return
+        known = self._hear(member, now_s, denied=epochs.get(member.worker_id))
+        known.ok_s = now_s
+        if known.leased_s < now_s:
+            known.load, known.load_s = state.load, now_s
 
     def _at(self, url: str) -> Iterable[_Known]:
         return [known for known in self._known.values() if known.member.url.rstrip("/") == url.rstrip("/")]
 
-    def _hear(self, member: WorkerMember, now_s: float) -> _Known:
+    def _hear(self, member: WorkerMember, now_s: float, *, denied: Epoch | None = None) -> _Known:
+        """`member` is the worker from now on. `denied`: the epoch that it was asked about, if it is no more."""
         known = self._known.get(member.worker_id)
         if known is None:
             logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
             known = self._known[member.worker_id] = _Known(member, now_s)
         elif known.member != member:
+            if denied == known.member.epoch != member.epoch:
+                known.denied = [*known.denied[-MAX_DENIED:], denied]
             known.member = member
             known.load, known.load_s = WorkerLoad(), now_s
             known.broken_until_s, known.num_failures = -math.inf, 0
         return known
 
-    def _lease(self, candidate: Candidate, now_s: float) -> None:
-        known = self._known.get(candidate.member.worker_id)
-        if known is None or known.member is not candidate.member:
-            known = self._hear(candidate.member, now_s)
-            known.member = candidate.member
+    def _lease(self, candidate: Candidate, now_s: float) -> bool:
+        """Take what the registry says of a worker. False: the worker itself has said otherwise since."""
+        member = candidate.member
+        known = self._known.get(member.worker_id)
+        if known is None or known.member is not member:
+            if known is not None and self._settings.cluster_secret and _is_over(member, known):
+                return False
+            known = self._hear(member, now_s)
+            known.member = member
         known.leased_s = known.heard_s = now_s
         known.load, known.load_s = candidate.load, now_s - candidate.load_age_s
+        return True
 
     def _live(self, known: _Known, now_s: float) -> bool:
         """Whether a worker without a lease in hand may still be a candidate."""
@@ -284,12 +310,15 @@ class Fleet:
                 self.on_forgotten(worker_id)
                 logger.info("worker %s is forgotten", worker_id)
 
-    def _acceptable(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
-        """Whether it passes; what does not is no longer known."""
-        if self._vetting.passes(member, namespaces.get(member.model)):
-            return True
-        self._known.pop(member.worker_id, None)
+    def _passes(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
+        return self._vetting.passes(member, namespaces.get(member.model))
+
+
+def _is_over(member: WorkerMember, known: _Known) -> bool:
+    """Whether `member` is of an epoch that its worker has left, as a replayed registry entry is."""
+    if member.epoch == known.member.epoch:
         return False
+    return member.epoch_started_ms < known.member.epoch_started_ms or member.epoch in known.denied
 
 
 def http_fetch(session: aiohttp.ClientSession) -> Fetch:
@@ -298,10 +327,10 @@ def http_fetch(session: aiohttp.ClientSession) -> Fetch:
     async def fetch(url: str) -> WorkerState:
         try:
             async with session.get(url + "/state", allow_redirects=False) as response:
-                body = await response.content.read(_MAX_STATE_BYTES)
+                body = await read_bounded(response.content, _MAX_STATE_BYTES)
                 if response.status != 200:
                     raise FetchError(f"status {response.status}")
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, WorkerLost) as error:
             raise FetchError(str(error) or type(error).__name__) from error
         try:
             return unpack(body, WorkerState)

@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Iterable
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 _URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?/?")
@@ -48,12 +49,11 @@ class WorkerNetworks:
 
     def objection(self, url: str) -> str | None:
         """Why a worker's URL is not used, as far as can be told without resolving its name."""
-        match = _URL.fullmatch(url)
-        if match is None:
+        if not is_worker_url(url):
             return "its URL is not http://HOST:PORT or https://HOST:PORT"
         if self._tls_only and not url.startswith("https:"):
             return "it does not speak TLS, and --worker-ca asks for it"
-        host = match[1].strip("[]")
+        host = urlsplit(url).hostname or ""
         try:
             ipaddress.ip_address(host)
         except ValueError:
@@ -74,8 +74,7 @@ class WorkerNetworks:
         else:
             self.check(host)
             return [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await resolve(host, port)
         allowed = [info for info in found if self.allows(str(info[4][0]))]
         if not allowed:
             raise AddressRefusedError(errno.EACCES, f"{host} is outside of --worker-networks")
@@ -87,3 +86,26 @@ class WorkerNetworks:
         opened = socket.socket(info[0], info[1], info[2])
         opened.setblocking(False)
         return opened
+
+
+async def resolve(host: str, port: int) -> list[AddressInfo]:
+    """The addresses of a name. Raises OSError, also for what is no name."""
+    try:
+        return list(await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except (UnicodeError, ValueError, OverflowError) as error:
+        raise OSError(errno.EINVAL, f"{host!r:.80}:{port} is no address: {error}") from error
+
+
+def is_worker_url(url: str) -> bool:
+    """Whether a URL is http[s]://HOST[:PORT] of a name and a port that sockets take, instead of raising."""
+    match = _URL.fullmatch(url)
+    if match is None or not (match[2] is None or 0 < int(match[2][1:]) < 65536):
+        return False
+    host = match[1]
+    if not host.startswith("["):
+        return all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))
+    try:
+        ipaddress.IPv6Address(host[1:-1])
+    except ValueError:
+        return False
+    return True

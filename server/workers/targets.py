@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import urlsplit
+
+from server.workers.networks import is_worker_url, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +17,10 @@ def check_target(target: str) -> None:
     """Raises ValueError."""
     if target.startswith(_DNS):
         name, _, port = target.removeprefix(_DNS).rpartition(":")
-        if not name or not port.isdigit():
+        if not is_worker_url(f"http://{name}:{port}"):
             raise ValueError(f"--workers {target!r}: use dns:NAME:PORT")
         return
-    parts = urlsplit(target)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not is_worker_url(target):
         raise ValueError(f"--workers {target!r}: use http://HOST:PORT or dns:NAME:PORT")
 
 
@@ -40,7 +38,7 @@ async def urls_of(targets: Iterable[str], scheme: str) -> list[str]:
 async def _resolve(name_and_port: str, scheme: str) -> list[str]:
     name, _, port = name_and_port.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+        found = await resolve(name, int(port))
     except OSError as error:
         logger.debug("%s does not resolve: %s", name, error)
         return []

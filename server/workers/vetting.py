@@ -9,7 +9,7 @@ from typing import Final
 from cache.index import WorkerMember, signature
 from cache.types import WorkerId
 from server.workers.networks import WorkerNetworks
-from worker.wire import PROTOCOL_VERSION
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, shared_protocol
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class Vetting:
 
         `namespace`: that of the member's model, as far as it is known.
         """
-        if member.protocol != PROTOCOL_VERSION:
-            reason = f"it speaks protocol {member.protocol}, this gateway {PROTOCOL_VERSION}"
+        if shared_protocol(member) is None:
+            reason = f"it speaks protocol {member.protocol}, this gateway {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
         elif (objection := self._objection(member)) is not None:
             reason = objection
         elif namespace is not None and member.namespace != namespace:

@@ -1,4 +1,4 @@
-"""A worker of a version to come: it speaks another protocol."""
+"""A worker of a version to come: it no longer speaks this protocol."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import worker.assembly
 import worker.wire
 
-worker.wire.PROTOCOL_VERSION = 99  # type: ignore[misc]
-worker.assembly.PROTOCOL_VERSION = 99  # type: ignore[misc]
+for module in (worker.wire, worker.assembly):
+    module.PROTOCOL_VERSION = module.OLDEST_PROTOCOL = 99  # type: ignore[misc, attr-defined]
 
 from worker.main import main  # noqa: E402
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from cache.index import WorkerMember, signature, signed
+from cache.index import WorkerLoad, WorkerMember, signature, signed
 from cache.types import Epoch, WorkerId
 from server.workers.client import WorkerClient, WorkerLost
-from server.workers.fleet import FetchError, Fleet, FleetSettings, NoIndex
+from server.workers.fleet import Fleet, FleetSettings, NoIndex
 from server.workers.http_client import ConnectionPool
 from server.workers.networks import AddressRefusedError, WorkerNetworks
 from tests.worker.live_worker import serve
@@ -55,13 +55,17 @@ def test_a_signature_binds_what_a_gateway_acts_on() -> None:
 async def test_the_fleet_takes_signed_workers_only(
     member: WorkerMember, accepted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    asked: list[str] = []
+
     async def fetch(url: str) -> WorkerState:
-        raise FetchError("down")
+        asked.append(url)
+        return WorkerState(member, WorkerLoad())
 
     index = NoIndex()
     index.members = lambda: [member]  # type: ignore[method-assign]
     fleet = Fleet(index, fetch, FleetSettings(cluster_secret=b"secret"), clock=lambda: 1.0)
     await fleet.poll()
+    assert asked == [member.url] * accepted
     assert bool(fleet.workers()) == accepted
     assert ("is refused" in caplog.text) != accepted
 

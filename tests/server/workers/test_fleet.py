@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from cache.index import Candidate, WorkerLoad
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+import pytest
+
+from cache.index import Candidate, WorkerLoad, WorkerMember, signed
 from cache.types import WorkerId
-from tests.server.router.test_router import Fleets, member
-from worker.wire import WorkerState
+from server.workers.fleet import FetchError, Fleet, FleetSettings, http_fetch
+from server.workers.networks import WorkerNetworks
+from tests.running import listening
+from tests.server.router.test_router import Fleets, Index, member
+from worker.wire import WorkerState, pack
 
 
 def names(candidates: list[Candidate]) -> set[str]:
@@ -79,3 +88,135 @@ async def test_a_worker_that_turns_into_another_kind_is_not_known_any_more() -> 
     fleets.states["http://z:8000"] = WorkerState(other, WorkerLoad())
     await fleets.fleet.poll()
     assert fleets.fleet.workers() == []
+
+
+class Signed:
+    """A fleet with a cluster secret, of one worker that answers with its epoch e2, and what the registry says of it."""
+
+    def __init__(self, workers: tuple[str, ...] = ()) -> None:
+        self.clock = Fleets().clock
+        self.index = Index(self.clock)
+        self.epoch = self.member("e2", 2)
+        self.answers = True
+        networks = WorkerNetworks(["10.0.0.0/8"])
+        settings = FleetSettings(workers=workers, cluster_secret=b"secret", networks=networks)
+        self.fleet = Fleet(self.index, self.fetch, settings, clock=self.clock)
+
+    def member(self, epoch: str, started_ms: int, **changes: object) -> WorkerMember:
+        fields: dict[str, object] = {"url": "http://10.0.0.1:8100", "epoch_started_ms": started_ms, **changes}
+        return signed(b"secret", member("w", epoch, **fields))
+
+    async def fetch(self, url: str) -> WorkerState:
+        if not self.answers or url != self.epoch.url:
+            raise FetchError("refused")
+        return WorkerState(self.epoch, WorkerLoad(num_running=3))
+
+    def epochs(self, found: Sequence[Candidate] | None = ()) -> list[tuple[str, int]]:
+        return [(c.member.epoch, c.matched_blocks) for c in self.fleet.candidates("m", found)]
+
+    def leased(self, told: WorkerMember) -> list[Candidate]:
+        return [Candidate(told, WorkerLoad(), 9)]
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"secret_check": ""},
+        {"secret_check": "f" * 32},
+        {"url": "http://10.6.6.6:8100"},
+        {"namespace": "other"},
+        {"protocol": 99},
+        {"url": "http://169.254.169.254"},
+        {"url": "http://10..1:8100"},
+    ],
+)
+async def test_an_entry_that_is_not_genuine_displaces_nobody(static: bool, entry: dict[str, object]) -> None:
+    told = Signed(("http://10.0.0.1:8100",) if static else ())
+    if not static:
+        told.index.register(told.epoch)
+    await told.fleet.poll()
+    assert told.epochs() == [("e2", 0)]
+    forged = member("w", "e9", **{"url": "http://10.0.0.1:8100", "epoch_started_ms": 9, **entry})
+    told.index.register(forged)
+    for _ in range(20):
+        await told.fleet.poll()
+        assert told.epochs(told.leased(forged)) == [("e2", 0)]
+        told.clock.now_s += 1.0
+
+
+async def test_no_epoch_is_taken_that_is_older_than_the_one_the_worker_confirmed() -> None:
+    told = Signed(("http://10.0.0.1:8100",))
+    await told.fleet.poll()
+    assert told.epochs(told.leased(told.member("e1", 1))) == [("e2", 0)]
+    assert told.epochs(told.leased(told.epoch)) == [("e2", 9)]
+    later = told.member("e3", 3)
+    assert told.epochs(told.leased(later)) == [("e3", 9)], "a cleared cache counts at once"
+
+
+async def test_an_epoch_that_the_worker_contradicts_is_not_taken_again_whatever_its_clock_says() -> None:
+    told = Signed()
+    rolled_back = told.member("e1", 7)
+    told.index.register(rolled_back)
+    assert told.epochs(told.leased(rolled_back)) == [("e1", 9)], "a genuine entry, and nobody has said otherwise"
+    told.clock.now_s += 1.0
+    told.index.away = True
+    await told.fleet.poll()
+    assert told.epochs(told.leased(rolled_back)) == [("e2", 0)]
+
+
+async def test_a_member_without_a_lease_is_an_address_to_ask() -> None:
+    told = Signed()
+    told.index.members = lambda: [told.member("e1", 1), told.epoch]  # type: ignore[method-assign]
+    await told.fleet.poll()
+    assert told.epochs() == [("e2", 0)], "as the worker itself says"
+    told.answers = False
+    other = Signed()
+    other.answers = False
+    other.index.members = lambda: [other.epoch]  # type: ignore[method-assign]
+    await other.fleet.poll()
+    assert other.epochs() == []
+
+
+async def test_one_worker_whose_question_raises_hides_no_other() -> None:
+    fleets = static()
+    real = fleets.fleet._fetch
+
+    async def fetch(url: str) -> WorkerState:
+        if "odd" in url:
+            raise UnicodeError("label empty or too long")
+        return await real(url)
+
+    fleets.fleet._fetch = fetch
+    fleets.index.away = False
+    fleets.index.registered["odd"] = member("odd", url="http://odd:1")
+    await fleets.fleet.poll()
+    assert names(fleets.fleet.candidates("m", None)) == {"z"}
+
+
+@pytest.mark.parametrize("cuts", [[1], [100], [50, 51, 52]])
+async def test_a_state_may_come_in_parts(cuts: list[int]) -> None:
+    state = WorkerState(member("w"), WorkerLoad({f"g{n}": 1.0 for n in range(40)}))  # type: ignore[misc]
+    body = pack(state)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
+            writer.write(body[start:end])
+            await writer.drain()
+            await asyncio.sleep(0.02)  # a segment of its own
+
+    async with listening(answer) as port, aiohttp.ClientSession() as session:
+        assert await http_fetch(session)(f"http://127.0.0.1:{port}") == state
+
+
+async def test_a_state_without_end_is_refused() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 20))
+        await reader.read()
+
+    async with listening(answer) as port, aiohttp.ClientSession() as session:
+        with pytest.raises(FetchError, match="more than"):
+            await http_fetch(session)(f"http://127.0.0.1:{port}")

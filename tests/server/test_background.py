@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from server.background import keep_running
+
+
+async def test_a_task_outlives_what_it_raises(caplog: pytest.LogCaptureFixture) -> None:
+    counted: list[str] = []
+    errors = iter([ValueError("a"), ValueError("a"), RecursionError("b"), ExceptionGroup("c", [KeyError("d")])])
+
+    async def run() -> None:
+        if (error := next(errors, None)) is not None:
+            raise error
+
+    with caplog.at_level(logging.ERROR):
+        await keep_running("fleet", run, counted.append, pause_s=0.0)
+    assert counted == ["fleet"] * 4
+    assert len(caplog.records) == 3, "the same error is logged once"
+
+
+async def test_it_ends_when_it_is_cancelled() -> None:
+    task = asyncio.create_task(keep_running("fleet", lambda: asyncio.sleep(3600), lambda name: None))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,61 @@
+"""A bundle that cannot be used costs its worker alone: the models of others are learnt all the same."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from cache.index import WorkerMember
+from cache.types import Epoch, WorkerId
+from server.text.models import ModelOptions, Models, namespace_of
+from worker.wire import PROTOCOL_VERSION, TokenizerBundle
+
+
+def fingerprint(bundle: TokenizerBundle) -> str:
+    try:
+        return namespace_of(bundle).fingerprint
+    except (ValueError, OverflowError):
+        return "n"
+
+
+class Client:
+    """Gives each worker's bundle."""
+
+    def __init__(self, bundles: dict[str, TokenizerBundle]) -> None:
+        self.bundles = bundles
+
+    async def bundle(self, url: str) -> TokenizerBundle:
+        return self.bundles[url]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"block_size": 0},
+        {"block_size": -3},
+        {"max_model_len": 0},
+        {"vocab_size": 0},
+        {"tokenizer_json": b"[" * 10_000},
+        {"tokenizer_json": b"\xff"},
+        {"tokenizer_json": b"{}"},
+        {"chat_template": "{{"},
+        {"revision": "\ud800"},
+    ],
+)
+async def test_a_strange_bundle_ends_nothing(bundle: TokenizerBundle, odd: dict[str, object]) -> None:
+    strange = replace(bundle, model="odd", **odd)  # type: ignore[arg-type]
+    client = Client({"http://odd": strange, "http://good": bundle})
+    members = [
+        WorkerMember(WorkerId(name), Epoch("e"), f"http://{name}", model, namespace, "cpu", 16, 64, PROTOCOL_VERSION)
+        for name, model, namespace in (
+            ("odd", "odd", fingerprint(strange)),
+            ("good", bundle.model, fingerprint(bundle)),
+        )
+    ]
+    with ThreadPoolExecutor(1) as executor:
+        models = Models(client, executor, ModelOptions())  # type: ignore[arg-type]
+        for member in members:
+            await models.admit(member)
+    assert [name for name, _ in models.names()] == [bundle.model]
