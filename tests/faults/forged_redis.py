@@ -1,0 +1,81 @@
+"""A fleet with a cluster secret beside somebody who writes to its Redis without it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import urllib.request
+from pathlib import Path
+from typing import Final
+
+from tests.faults.client import Outcome, ask, completion, session
+from tests.faults.cluster import Cluster, Topology
+from tests.faults.forger import Forger
+from tests.faults.part import wait_until
+from worker.wire import gateway_token
+
+SECRET: Final = b"the secret of this fleet"
+
+
+def secret_cluster(folder: Path, model: Path, *, static_workers: bool) -> Cluster:
+    folder.mkdir(parents=True, exist_ok=True)
+    secret = folder / "secret"
+    secret.write_bytes(SECRET)
+    args = ["--cluster-secret-file", str(secret)]
+    return Cluster(folder, model, Topology(worker_args=args, gateway_args=args, static_workers=static_workers))
+
+
+def purge(cluster: Cluster) -> None:
+    """Begin a new epoch on every worker."""
+    for worker in cluster.workers:
+        headers = {"authorization": f"Bearer {gateway_token(SECRET)}"}
+        request = urllib.request.Request(f"{worker.url}/purge", b"", headers, method="POST")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200
+
+
+async def hits(cluster: Cluster, prompts: list[str]) -> list[int]:
+    """The cached tokens of each prompt, which were all sent before."""
+    async with session() as http:
+        outcomes = [await ask(http, cluster.gateway.url, completion(prompt, max_tokens=1)) for prompt in prompts]
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    return [int(outcome.headers["x-headstart-cached-tokens"]) for outcome in outcomes]
+
+
+async def beside_a_forger(cluster: Cluster, rng: random.Random, duration_s: float, num_requests: int) -> None:
+    """Send requests, streamed and not, while somebody forges: none may fail, and afterwards hits are as before."""
+    prompts = [f"Conversation {number}. " + "One two three four five six seven. " * 12 for number in range(6)]
+    await hits(cluster, prompts)
+    purge(cluster)
+    await hits(cluster, prompts)
+    expected = await hits(cluster, prompts)
+    assert min(expected) >= 64, expected
+    outcomes: list[Outcome] = []
+    with Forger(cluster.redis, rng) as forger:
+        purge(cluster)  # entries of an epoch that has ended, which were seen
+        async with session() as http:
+            tasks = []
+            begun_s = time.monotonic()
+            for number in range(num_requests):
+                until_s = begun_s + number * duration_s / num_requests
+                await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+                prompt = rng.choice([*prompts, f"Something new {number}."])
+                body = completion(prompt, max_tokens=rng.choice([1, 16]), stream=rng.random() < 0.5)
+                tasks.append(asyncio.create_task(ask(http, cluster.gateway.url, body)))
+            outcomes = list(await asyncio.gather(*tasks))
+        assert forger.counts.total() > duration_s, "it has hardly written"
+    failed = [(outcome.status, outcome.error) for outcome in outcomes if not outcome.ok]
+    assert not failed, f"{len(failed)} of {len(outcomes)} requests failed: {failed[:5]}"
+    assert all(part.poll() is None for part in cluster.parts), "a process has ended"
+
+    async def back() -> bool:
+        return await hits(cluster, prompts) == expected
+
+    ended_s = time.monotonic()
+    while not await back():
+        assert time.monotonic() - ended_s < 60, "hits never come back"
+    print(f"{len(outcomes)} requests, {forger.counts.total()} writes, hits back in {time.monotonic() - ended_s:.1f} s")
+    events = cluster.gateway.metrics()
+    assert events["headstart_index_events_total{invalid}"] > 0
+    wait_until(lambda: cluster.gateway.num_ready() == len(cluster.workers), 60, "all workers known")
