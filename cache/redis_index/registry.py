@@ -79,6 +79,7 @@ class Registry:
         """`count` hears "invalid" for each entry that was ignored, "stale" for each genuine one out of date."""
         self._count = count
         self._signer = signer
+        self._is_signed = signer.enabled
         self._workers: dict[WorkerId, KnownWorker] = {}
         self._unsigned: list[WorkerMember] = []
         """Members without the signature of this fleet: addresses to ask, perhaps, and nothing else."""
@@ -159,7 +160,7 @@ class Registry:
         if switched:  # what was found is not of the set that counts now
             self.layout += 1
             matches = [0 if worker in switched else n for worker, n in zip(workers, matches, strict=True)]
-        remembers = self._signer.enabled
+        remembers = self._is_signed
         return [
             Candidate(
                 worker.member, worker.load, matched, (now_ms - at) * 1e-3 if now_ms > (at := worker.written_ms) else 0.0
@@ -194,13 +195,13 @@ class Registry:
         """The worker that stands in `field`: what was known of it, where the record proves nothing else."""
         if known is not None and known.record == record:
             return known
-        remembered = known if self._signer.enabled and known is not None and known.deadline_ms > self._now_ms else None
+        remembered = known if self._is_signed and known is not None and known.deadline_ms > self._now_ms else None
         try:
             member = schema.decode_member(field, record)
         except RegistryError as error:
             self.complain(field, f"member {field!r:.80}: {error}")
             return remembered
-        if self._signer.enabled and not self._signer.verifies_member(member.worker_id, record):
+        if self._is_signed and not self._signer.verifies_member(member.worker_id, record):
             self._unsigned.append(member)
             self.complain(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
             return remembered
@@ -224,7 +225,7 @@ class Registry:
         worker = self._by_epoch.get(state.epoch)
         if worker is None:
             return None
-        if self._signer.enabled:
+        if self._is_signed:
             if not verifies_state(worker.mac, raw):
                 self.complain(b"signature", f"a state of {worker.member.worker_id} without its signature")
                 return None

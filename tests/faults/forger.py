@@ -78,11 +78,19 @@ class Forger:
         return self._rng.choice(sorted(self._seen[key]))
 
     def _write(self, key: bytes, field: bytes, value: bytes) -> None:
-        if self._store.type(key) != b"hash":
-            self._store.delete(key)
         if (field, value) not in self._seen[key]:
             self._mine.add((field, value))
-        self._store.hset(key, field, value)
+        if self._store.type(key) == b"hash":
+            self._store.hset(key, field, value)
+        else:
+            self._as_one(("DEL", key), ("HSET", key, field, value))
+
+    def _as_one(self, *commands: tuple[str | bytes, ...]) -> None:
+        """One MULTI: the workers write at the same time."""
+        with self._store.pipeline(transaction=True) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            pipeline.execute()
 
     def _forge_member(self) -> None:
         """The member as it is, but for an address, an epoch or a shape; signed with another secret, or not at all."""
@@ -153,9 +161,7 @@ class Forger:
         self._store.delete(KEYS.version)
 
     def _break_type(self) -> None:
-        key = self._rng.choice([*self._seen, KEYS.version])
-        self._store.delete(key)
-        self._store.rpush(key, b"x")
+        self._as_one(("DEL", key := self._rng.choice([*self._seen, KEYS.version])), ("RPUSH", key, b"x"))
 
     def _poison_set(self) -> None:
         """Blocks that nobody holds in a worker's set, or none at all."""
