@@ -5,9 +5,33 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.faults.forged_redis import beside_a_forger, secret_cluster
+from tests.faults.client import ask_all, completion
+from tests.faults.forged_redis import beside_a_forger, hits, secret_cluster
+from tests.faults.part import metrics, wait_until
+
+
+def displaced(url: str) -> float:
+    """How often a worker has put its entry back."""
+    return metrics(url).get("headstart_worker_index_events_total{displaced}", 0.0)
 
 
 async def test_a_moment_beside_a_forger(tmp_path: Path, tiny_model: Path) -> None:
     with secret_cluster(tmp_path, tiny_model, static_workers=False) as cluster:
         await beside_a_forger(cluster, random.Random(1), 5.0, 40)
+
+
+async def test_two_fleets_with_other_secrets_and_equal_names_share_a_redis(tmp_path: Path, tiny_model: Path) -> None:
+    """Each worker puts its own entry back, each gateway takes what its own secret has signed."""
+    prompts = [f"Conversation {number}. " + "One two three four five six seven. " * 12 for number in range(3)]
+    with secret_cluster(tmp_path / "one", tiny_model, b"one", num_workers=1, static_workers=False) as one:
+        ports = (one.redis_port, one.redis_port)
+        topology = {"num_workers": 1, "static_workers": False, "redis": False, "redis_ports": ports}
+        with secret_cluster(tmp_path / "two", tiny_model, b"two", **topology) as two:
+            for fleet in (one, two):
+                await hits(fleet, prompts)
+            for fleet in (one, two):
+                outcomes = await ask_all(fleet.gateway.url, [completion(p, max_tokens=4) for p in prompts * 5])
+                assert all(outcome.ok for outcome in outcomes), outcomes
+                assert min(await hits(fleet, prompts)) >= 64
+            for fleet in (one, two):
+                wait_until(lambda fleet=fleet: displaced(fleet.workers[0].url) > 0, 60, "both have written")  # type: ignore[misc]

@@ -7,7 +7,7 @@ import random
 import time
 import urllib.request
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
@@ -18,12 +18,12 @@ from worker.wire import gateway_token
 SECRET: Final = b"the secret of this fleet"
 
 
-def secret_cluster(folder: Path, model: Path, *, static_workers: bool) -> Cluster:
+def secret_cluster(folder: Path, model: Path, secret: bytes = SECRET, **topology: Any) -> Cluster:
     folder.mkdir(parents=True, exist_ok=True)
-    secret = folder / "secret"
-    secret.write_bytes(SECRET)
-    args = ["--cluster-secret-file", str(secret)]
-    return Cluster(folder, model, Topology(worker_args=args, gateway_args=args, static_workers=static_workers))
+    file = folder / "secret"
+    file.write_bytes(secret)
+    args = ["--cluster-secret-file", str(file)]
+    return Cluster(folder, model, Topology(worker_args=args, gateway_args=args, **topology))
 
 
 def purge(cluster: Cluster) -> None:
