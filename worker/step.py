@@ -23,6 +23,13 @@ from worker.wire import SamplingParams, TokenLogprobs
 T_co = TypeVar("T_co", covariant=True)
 
 
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What a runner keeps of a request, or of a choice, from one draw to the next. The scheduler does not look inside."""
+
+    value: object | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One token to sample from a sequence's last logits. `position` is the index of the drawn token in the sequence.
@@ -37,6 +44,10 @@ class Draw:
     output_ids: Sequence[int]
     allowed: object | None = None
     """A bit mask over the vocabulary from the choice's grammar (int32 words), or None."""
+    of_request: Kept = field(default_factory=Kept)
+    """The same for every draw of a request: params and prompt_ids are too."""
+    of_choice: Kept = field(default_factory=Kept)
+    """The same for every draw of a choice, whose output_ids only grow."""
 
 
 @dataclass(frozen=True, slots=True)

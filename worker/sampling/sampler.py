@@ -26,6 +26,7 @@ from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.penalties import is_penalised, penalise
 from worker.sampling.randomness import uniform
+from worker.sampling.rules import rules_of
 from worker.sampling.truncation import truncate
 from worker.step import Draw, Drawn
 from worker.transfer import to_device, to_host
@@ -116,10 +117,11 @@ def _adjust(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], eos_toke
     """A copy of the logits in float32 with constraints and penalties applied to `rows`."""
     adjusted = logits.to(torch.float32, copy=True)
     for row in rows:
+        rules = rules_of(draws[row], adjusted[row], eos_token_ids)
         if is_constrained(draws[row]):
-            constrain(adjusted[row], draws[row], eos_token_ids)
+            constrain(adjusted[row], draws[row], rules)
         if is_penalised(draws[row]):
-            penalise(adjusted[row], draws[row])
+            penalise(adjusted[row], draws[row], rules)
     return adjusted
 
 

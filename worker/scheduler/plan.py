@@ -71,6 +71,8 @@ def _draw(sequence: TokenSequence, choice: Choice, position: int) -> Draw:
         prompt_ids=sequence.request.prompt_ids,
         output_ids=choice.output_ids,
         allowed=None if choice.constraint is None else choice.constraint.allowed(),
+        of_request=sequence.request.kept,
+        of_choice=choice.kept,
     )
 
 

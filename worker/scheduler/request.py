@@ -16,6 +16,7 @@ from typing import NewType, Protocol
 from cache.allocator import Allocation
 from cache.hashing import hash_chain
 from cache.types import BlockHash
+from worker.step import Kept
 from worker.wire import FinishReason, GenerateRequest, TokenLogprobs
 
 RequestKey = NewType("RequestKey", int)
@@ -49,6 +50,7 @@ class Choice:
     output_ids: list[int] = field(default_factory=list)
     constraint: Constraint | None = None
     finished: FinishReason | None = None
+    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,11 @@ class Request:
     """When nobody wants the answer any more; after its start, ending it is the gateway's business."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
+    kept: Kept = field(default_factory=Kept)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_token_ids = frozenset(self.wire.sampling.stop_token_ids)
 
     @property
     def prompt_ids(self) -> SequenceABC[int]:

@@ -26,7 +26,7 @@ def end_of(choice: Choice, request: Request, eos_token_ids: frozenset[int]) -> t
     num_output = len(choice.output_ids)
     if num_output and num_output > sampling.min_tokens:
         token_id = choice.output_ids[-1]
-        if token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids):
+        if token_id in request.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids):
             return "stop", token_id
     if num_output and choice.constraint is not None and choice.constraint.finished:
         return "stop", None
