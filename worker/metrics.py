@@ -102,8 +102,8 @@ class WorkerMetrics:
             self.batch_tokens.labels("decode").observe(num_decodes)
         if plan.growth is not None:
             self.batch_growth.labels(plan.growth).inc()
-        if plan.num_preempted:
-            self.preemptions.inc(plan.num_preempted)
+        if num_preempted := plan.num_preempted + plan.num_yielded:
+            self.preemptions.inc(num_preempted)
         self.host_s.labels("schedule").observe(schedule_s)
 
     def count_step(self, plan: Plan, step_s: float, interval_s: float) -> None:

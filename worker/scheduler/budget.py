@@ -22,6 +22,7 @@ class BatchLimits:
     """What a step may hold. None: no such limit."""
 
     max_num_seqs: int = 64
+    """Slots: choices that run at the same time."""
     max_num_batched_tokens: int = 2048
     max_lone_prefill_tokens: int | None = None
     """Tokens in a step of one prefill with nobody beside it or behind it; None: as in every other step."""
@@ -45,6 +46,11 @@ class BatchLimits:
     """TGI: admit only when at least this part of the running number can be admitted together ..."""
     max_waiting_tokens: int = 20
     """TGI: ... unless this many steps have passed without an admission."""
+
+    @property
+    def max_contested_slots(self) -> int:
+        """Slots that one request may hold while one of another tenant waits: half of them."""
+        return max(1, self.max_num_seqs // 2)
 
     @property
     def max_step_tokens(self) -> int:
@@ -87,6 +93,8 @@ class PrefillBudget:
 
     total: int
     left: int
+    most: int | None = None
+    """What `total` may come to."""
 
     @classmethod
     def of_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
@@ -96,7 +104,7 @@ class PrefillBudget:
             total = limits.max_lone_prefill_tokens
         if limits.max_batch_prefill_tokens is not None:
             total = min(total, limits.max_batch_prefill_tokens)
-        return cls(total, total)
+        return cls(total, total, limits.max_batch_prefill_tokens)
 
     @property
     def head_share(self) -> int:
@@ -114,6 +122,12 @@ class PrefillBudget:
 
     def give_back(self, num_tokens: int) -> None:
         self.left += num_tokens
+
+    def add_decodes(self, num_decodes: int) -> None:
+        """So many decodes have left the step: their tokens are free for prefills."""
+        total = self.total + num_decodes if self.most is None else min(self.total + num_decodes, self.most)
+        self.left += total - self.total
+        self.total = total
 
 
 @dataclass(slots=True, eq=False)

@@ -16,21 +16,26 @@ from typing import Final
 from worker.scheduler.request import Sequence
 
 DRAWN_WEIGHT: Final = 2.0
+_MIN_PRUNED: Final = 64
+"""Tenants among whom it is worth to look for those who can be forgotten."""
 
 
 class FairShare:
     """Counts what each tenant was served. Used by the engine's thread."""
 
-    __slots__ = ("_open", "_served")
+    __slots__ = ("_max_served", "_open", "_served")
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
+        self._max_served = _MIN_PRUNED
         self._open: Counter[str] = Counter()
 
     def enter(self, tenant: str) -> None:
         """A request of the tenant has come."""
-        if not self._open[tenant]:
-            least = min((self._served[other] for other, count in self._open.items() if count), default=0.0)
+        if tenant not in self._open:
+            least = self._least
+            if len(self._served) > self._max_served:
+                self._prune(least)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
         self._open[tenant] += 1
 
@@ -45,6 +50,16 @@ class FairShare:
     def charge(self, tenant: str, num_tokens: int, num_drawn: int) -> None:
         if len(self._served) > 1:
             self._served[tenant] = self._served.get(tenant, 0.0) + _service(num_tokens, num_drawn)
+
+    @property
+    def _least(self) -> float:
+        """Service of the tenant who is here and has had the least."""
+        return min((self._served[tenant] for tenant in self._open), default=0.0)
+
+    def _prune(self, least: float) -> None:
+        """Forget those who have gone and would come back at the least count anyway."""
+        self._served = {t: served for t, served in self._served.items() if t in self._open or served > least}
+        self._max_served = max(_MIN_PRUNED, 2 * len(self._served))
 
     def order(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
         """The waiting, next first, as if each were served as it is taken."""
@@ -64,7 +79,8 @@ class FairShare:
             sequence = queue.popleft()
             yield sequence
             if queue:
-                served += _service(sequence.num_pending, sequence.request.wire.sampling.max_tokens)
+                max_tokens = sequence.request.wire.sampling.max_tokens
+                served += _service(sequence.num_pending, len(sequence.choices) * max_tokens)
                 heappush(heap, (served, queue[0].order, tenant))
 
 

@@ -86,6 +86,9 @@ class Plan:
     started: list[Request] = field(default_factory=list)
     growth: str | None = None
     num_preempted: int = 0
+    """Sequences that gave up their blocks because there were no more."""
+    num_yielded: int = 0
+    """Choices that gave up their slots to another tenant."""
 
     @property
     def num_tokens(self) -> int:

@@ -99,8 +99,6 @@ class Sequence:
     token_ids: list[int]
     allocation: Allocation | None = None
     num_computed: int = 0
-    blocked_at: int | None = None
-    """Free blocks when it last failed to be admitted: the lookup is not repeated before that number changes."""
     awaited: tuple[Sequence, int] | None = None
     """The sequence that computes a prefix of this one, and how far it was at the last look."""
     chain: list[BlockHash] = field(default_factory=list)
@@ -131,6 +129,20 @@ class Sequence:
         self.choices = [first]
         self.request.sequences += branches[1:]
         return branches
+
+    def split(self, num_choices: int) -> Sequence:
+        """Keep the first `num_choices`; the others, in a sequence of their own without blocks, which is returned."""
+        assert 0 < num_choices < len(self.choices)
+        rest = Sequence(self.request, self.choices[num_choices:], self.token_ids.copy())
+        rest.chain = self.chain.copy()
+        del self.choices[num_choices:]
+        self.request.sequences.append(rest)
+        return rest
+
+    def merge(self, rest: Sequence) -> None:
+        """Undo `split`."""
+        self.choices += rest.choices
+        self.request.sequences.remove(rest)
 
     def release(self) -> None:
         """Give the blocks back: all is to be computed again, or nothing any more."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from cache.allocator import Allocator
 from cache.types import BlockId
@@ -142,7 +144,7 @@ class Scheduler:
             return None
         if (plan := foresee(running, self._adrift)) is None:
             return None
-        if len(self.waiting) > 0 and len(plan.chunks) < self.limits.max_num_seqs:
+        if len(self.waiting) > 0 and (len(plan.chunks) < self.limits.max_num_seqs or self._slots_are_due()):
             return None
         for sequence, chunk in plan.chunks.items():
             assert sequence.allocation is not None
@@ -217,14 +219,18 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: PrefillBudget) -> list[TokenSequence]:
         """Move from waiting to running what fits, in order, and plan its first chunk."""
-        admitted = self._admission.admit(self._shares.order(self.waiting), len(self.waiting), self.running, budget)
+        waiting = self._shares.order(self.waiting)
+        slots = _Slots(self, plan, budget)
+        admitted = self._admission.admit(waiting, len(self.waiting), self.running, budget, slots)
         if admitted:
             plan.growth = self._admission.gate.reason(len(self.running))
-        for sequence, num_tokens in admitted:
+        for sequence, num_tokens, rest in admitted:
             self.waiting.remove(sequence)
             self.running.add(sequence)
+            if rest is not None:
+                self.waiting.add(rest)
             plan.grow(sequence, num_tokens)
-        return [sequence for sequence, _ in admitted]
+        return [sequence for sequence, _, _ in admitted]
 
     def _note_newcomers(self, plan: Plan, newcomers: list[TokenSequence], now_s: float) -> None:
         self._admission.gate.end_step(admitted=len(newcomers) > 0, decoded=plan.num_decodes > 0)
@@ -234,6 +240,30 @@ class Scheduler:
                 request.started_s = now_s
                 request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
                 plan.started.append(request)
+
+    def _slots_are_due(self) -> bool:
+        """Whether a request holds more than half of the slots while another tenant waits."""
+        num_held: Counter[Request] = Counter()
+        for sequence in self.running:
+            num_held[sequence.request] += len(sequence.choices)
+        ((holder, num_slots),) = num_held.most_common(1)
+        tenant = holder.wire.tenant
+        return num_slots > self.limits.max_contested_slots and any(
+            sequence.request.wire.tenant != tenant for sequence in self.waiting
+        )
+
+    def give_up(self, sequence: TokenSequence, num_choices: int, plan: Plan, budget: PrefillBudget) -> None:
+        """Let the last choices of a running sequence wait. Those without output share its blocks, which it keeps."""
+        plan.num_yielded += num_choices
+        if num_choices < len(sequence.choices):
+            self.waiting.add(sequence.split(len(sequence.choices) - num_choices))
+            return
+        self._preempt(sequence)
+        if (chunk := plan.chunks.pop(sequence, None)) is not None:
+            if chunk.is_prefill:
+                budget.give_back(chunk.num_tokens)
+            else:
+                budget.add_decodes(1)
 
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: Plan) -> bool:
         """Blocks for `num_tokens`, preempting from the end. False: it was the last itself, and is preempted."""
@@ -349,3 +379,30 @@ class Scheduler:
         first_token_s = now_s if request.first_token_s is None else request.first_token_s
         end = End(started_s - request.arrival_s, first_token_s - started_s, now_s - first_token_s)
         return [Emission(request.key, end)]
+
+
+@dataclass(slots=True, eq=False)
+class _Slots:
+    """`worker.scheduler.admission.Slots` for one step."""
+
+    scheduler: Scheduler
+    plan: Plan
+    budget: PrefillBudget
+    num_waiting: Counter[str] = field(init=False)
+    """Sequences of each tenant that has any."""
+
+    def __post_init__(self) -> None:
+        self.num_waiting = Counter(sequence.request.wire.tenant for sequence in self.scheduler.waiting)
+
+    def is_contested(self, sequence: TokenSequence) -> bool:
+        return len(self.num_waiting) > 1
+
+    def note(self, sequence: TokenSequence, *, is_whole: bool) -> None:
+        tenant = sequence.request.wire.tenant
+        self.num_waiting[tenant] -= is_whole
+        if not self.num_waiting[tenant]:
+            del self.num_waiting[tenant]
+
+    def give_up(self, sequence: TokenSequence, num_choices: int) -> None:
+        self.scheduler.give_up(sequence, num_choices, self.plan, self.budget)
+        self.num_waiting[sequence.request.wire.tenant] += 1

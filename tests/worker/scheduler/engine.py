@@ -98,6 +98,7 @@ class HandEngine:
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0
+        self.num_yielded = 0
         self.runs_ahead = runs_ahead
         """Whether steps are launched before the tokens of those before are known, where they can be."""
         self.num_ahead = 0
@@ -124,6 +125,7 @@ class HandEngine:
                 in_flight()
                 return None
             self.num_preempted += plan.num_preempted
+            self.num_yielded += plan.num_yielded
             self.flights.append((plan, self._launch(plan)))
         is_late = self.now_s % 2 == 0
         if not is_late:
