@@ -160,10 +160,9 @@ class Models:
             model = await asyncio.get_running_loop().run_in_executor(
                 self._executor, build_model, bundle, self._executor, self._options
             )
-        except (
-            Exception
-        ) as error:  # WorkerError, TokenizerError, TemplateError, and what a strange bundle makes us raise
-            self._failed_until_s[key] = now_s + 5.0
+        except Exception as error:  # also what a strange bundle makes a library raise
+            kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}
+            self._failed_until_s = kept | {key: now_s + 5.0}
             log.error(
                 "worker %s at %s: its model %s is not usable: %s",
                 member.worker_id,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 
@@ -90,3 +93,41 @@ def test_an_aborted_prefix_is_computed_by_the_next() -> None:
     assert second.num_cached_tokens == 64
     engine.finish()
     assert engine.answer(second).tokens[0] == answer([1] * 201, 100, 4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 12)), min_size=2, max_size=10),
+    num_blocks=st.integers(20, 30),
+    num_tokens=st.sampled_from([8, 16, 64]),
+)
+def test_the_head_of_the_queue_joins_in_the_step_in_which_it_fits(
+    prompts: list[tuple[int, int, int]], num_blocks: int, num_tokens: int
+) -> None:
+    engine = HandEngine(
+        num_blocks=num_blocks, watermark=0.0, max_num_batched_tokens=num_tokens, max_num_seqs=4, prefix_cache="off"
+    )
+    admission, allocator = engine.scheduler._admission, engine.allocator
+    admit, num_fitting = admission.admit, 0
+
+    def checked(waiting, num_waiting, running, budget, *rest):
+        nonlocal num_fitting
+        waiting = list(waiting)
+        num_growing = sum(
+            max(0, -(-len(s.token_ids) // 4) - len(s.allocation.block_table)) for s in running if s.allocation
+        )
+        wanted = -(-len(waiting[0].token_ids) // 4)
+        fits = budget.left > 0 and len(running) < 4 and wanted <= allocator.num_free_blocks - num_growing
+        num_fitting += fits
+        admitted = admit(waiting, num_waiting, running, budget, *rest)
+        assert admitted or not fits
+        return admitted
+
+    admission.admit = checked
+    left = sorted(prompts)
+    while left or engine.scheduler.has_work:
+        while left and left[0][0] <= engine.now_s:
+            _, num_prompt, max_tokens = left.pop(0)
+            engine.submit(generate([len(left)] * num_prompt, max_tokens))
+        engine.step()
+    assert num_fitting > 0

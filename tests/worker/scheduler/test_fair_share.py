@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.worker.scheduler.engine import HandEngine, generate
+from worker.scheduler.fair_share import FairShare
 from worker.scheduler.request import Request
 from worker.wire import Failed
 
@@ -107,3 +110,37 @@ def test_suspects_are_computed_one_at_a_time() -> None:
         engine._run(plan)
     engine.finish()
     assert all(engine.answer(request).tokens for request in others)
+
+
+@settings(max_examples=40, deadline=None)
+@given(events=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=200, max_size=400))
+def test_those_who_have_gone_are_forgotten_as_soon_as_that_changes_nothing(events: list[tuple[int, int]]) -> None:
+    """One tenant is always here; the others come and go. Compared with counts that forget nobody."""
+    shares, open_now = FairShare(), ["always"]
+    shares.enter("always")
+    served = {"always": 0.0}
+    for number, num_tokens in events:
+        tenant = f"t{number}"
+        if tenant in open_now:
+            shares.leave(tenant)
+            open_now.remove(tenant)
+        else:
+            shares.enter(tenant)
+            served[tenant] = max(served.get(tenant, 0.0), min(served[other] for other in open_now))
+            open_now.append(tenant)
+        for other in open_now:
+            if len(served) > 1:
+                shares.charge(other, num_tokens, 1)
+                served[other] += num_tokens + 2.0
+        assert {other: shares._served[other] for other in open_now} == {other: served[other] for other in open_now}
+
+
+def test_a_busy_worker_does_not_remember_every_tenant() -> None:
+    shares = FairShare()
+    shares.enter("always")
+    for number in range(5000):
+        shares.enter(f"t{number}")
+        shares.charge(f"t{number}", 10, 1)
+        shares.charge("always", 30, 1)
+        shares.leave(f"t{number}")
+    assert len(shares._served) < 200

@@ -1,0 +1,173 @@
+"""What a request's lists do to logits: what a plain, slow reference does, for next to nothing a token."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.scheduler.engine import HandEngine, generate
+from worker.sampling import rules, sampler
+from worker.step import Draw, Kept, SequenceResult, Step
+from worker.wire import SamplingParams
+
+VOCAB = 24
+EOS = (2, 5)
+
+
+def reference(logits: list[float], draw: Draw) -> list[float]:
+    """The adjusted logits of one row, token by token."""
+    p, output, row = draw.params, list(draw.output_ids), [np.float32(value) for value in logits]
+    for token in range(VOCAB):
+        if draw.allowed is not None and not int(np.asarray(draw.allowed).view(np.uint32)[token // 32]) >> token % 32 & 1:
+            row[token] = np.float32(-math.inf)
+        if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
+            row[token] = np.float32(-math.inf)
+        for word in p.bad_words:
+            if word and word[-1] == token and (len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])):
+                row[token] = np.float32(-math.inf)
+    if len(output) < p.min_tokens:
+        others = [value for token, value in enumerate(row) if token not in (*EOS, *p.stop_token_ids)]
+        if any(value != -math.inf for value in others):
+            for token in {*EOS, *p.stop_token_ids}:
+                row[token] = np.float32(-math.inf)
+    counts = Counter(output)
+    for token in range(VOCAB):
+        if p.repetition_penalty != 1.0 and (token in counts or token in draw.prompt_ids):
+            penalty = np.float32(p.repetition_penalty)
+            row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        if counts[token]:
+            row[token] -= np.float32(p.frequency_penalty) * np.float32(counts[token]) + np.float32(p.presence_penalty)
+    for token, bias in p.logit_bias:
+        row[token] += np.float32(bias)
+    return [float(value) for value in row]
+
+
+tokens = st.integers(0, VOCAB - 1)
+eighths = st.integers(-16, 16).map(lambda number: number / 8)  # sums of which are exact
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.just(64),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.5, -0.25]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.5]),
+    logit_bias=st.dictionaries(tokens, eighths, max_size=VOCAB).map(lambda biases: tuple(biases.items())),
+    bad_words=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), max_size=8).map(tuple),
+    allowed_token_ids=st.none() | st.lists(tokens, min_size=1, max_size=60).map(tuple),
+    min_tokens=st.integers(0, 5),
+    stop_token_ids=st.lists(tokens, max_size=4).map(tuple),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_logits_are_those_of_the_reference(data: st.DataObject) -> None:
+    """Two requests, whose choices draw step by step; what they keep from step to step is never stale."""
+    drawn = [data.draw(params) for _ in range(2)]
+    prompts = [data.draw(st.lists(tokens, min_size=1, max_size=6)) for _ in range(2)]
+    of_request, owners = [Kept(), Kept()], [0, 0, 1]
+    of_choice, outputs = [Kept() for _ in owners], [data.draw(st.lists(st.integers(0, 4), max_size=80)) for _ in owners]
+    for step in range(3):
+        allowed = data.draw(st.none() | st.integers(1, 2**VOCAB - 1))
+        mask = None if allowed is None else np.array([allowed], dtype=np.int32)
+        draws = [
+            Draw(drawn[i], 0, 9, prompts[i], outputs[c], mask, of_request[i], of_choice[c])
+            for c, i in enumerate(owners)
+        ]
+        logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
+        got = sampler._adjust(logits, draws, range(3), EOS)
+        expected = [reference(row, draw) for row, draw in zip(logits.tolist(), draws, strict=True)]
+        np.testing.assert_array_max_ulp(got.numpy(), np.array(expected, dtype=np.float32), maxulp=2)
+        for output in outputs:
+            output += data.draw(st.lists(st.integers(0, 4), max_size=3))
+
+
+class CountedList(Sequence[int]):
+    """Counts how often it is read from its beginning."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items, self.num_reads = items, 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self):
+        self.num_reads += 1
+        return iter(self.items)
+
+    def __getitem__(self, index):
+        assert isinstance(index, int)
+        return self.items[index]
+
+
+class SamplingRunner:
+    """A `worker.step.Runner` with the true sampler over random logits."""
+
+    overlaps = False
+
+    def run(self, step: Step) -> list[SequenceResult]:
+        results = []
+        for sequence in step.sequences:
+            logits = torch.randn(len(sequence.draws), 50, generator=torch.Generator().manual_seed(sequence.start))
+            drawn = sampler.draw_tokens(logits, sequence.draws, EOS).tokens() if sequence.draws else ()
+            results.append(SequenceResult(tuple(drawn)))
+        return results
+
+    def launch(self, step: Step):
+        from worker.step import Done
+
+        return Done(self.run(step))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": tuple(range(50))},
+        {"logit_bias": tuple((token, 0.5) for token in range(50))},
+        {"bad_words": tuple((token, token + 1) for token in range(49))},
+        {"stop_token_ids": tuple(range(40, 50)), "min_tokens": 20},
+    ],
+)
+def test_lists_are_read_once_a_request(fields: dict[str, Any]) -> None:
+    """Whatever the number of choices and steps, and however often choices are preempted."""
+    engine = HandEngine(num_blocks=40, runner=SamplingRunner(), max_num_seqs=8)
+    (name, items), *_ = fields.items()
+    counted = CountedList(items)
+    wire = generate([1, 2, 3], 20, 8, **{**fields, name: counted})
+    engine.submit(wire)
+    num_read = counted.num_reads
+    engine.finish()
+    assert engine.num_preempted > 0
+    assert counted.num_reads - num_read <= 2  # once as it is, and bad_words once more for those of one token
+
+
+def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counter()
+    count_one = rules.Tally._count_one
+    monkeypatch.setattr(rules.Tally, "_count_one", lambda self, t: (counted.update([id(self)]), count_one(self, t))[1])
+    monkeypatch.setattr(rules.Tally, "_count_all", lambda self, output_ids: pytest.fail("counted as a whole"))
+    engine = HandEngine(num_blocks=400, runner=SamplingRunner(), max_num_seqs=4)
+    engine.submit(generate([1, 2, 3], 100, 4, repetition_penalty=1.2))
+    engine.finish()
+    assert list(counted.values()) == 4 * [99]
+
+
+
+def test_a_tally_of_many_is_that_of_one_after_the_other() -> None:
+    output = [int(token) for token in np.random.default_rng(1).integers(0, 60, 500)]
+    tally, whole = rules.Tally(50), rules.Tally(50)
+    for stop in range(0, 501, 7):
+        tally.count(output[:stop])
+    tally.count(output)
+    whole.count(output)
+    expected = {token: float(count) for token, count in Counter(output).items() if token < 50}
+    for one in (tally, whole):
+        ids, counts = one.seen(torch.device("cpu"))
+        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == expected
