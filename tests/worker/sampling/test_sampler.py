@@ -329,3 +329,30 @@ def test_params_are_what_the_wire_has() -> None:
         *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty"),
         *("presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "logprobs"),
     }
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.integers(1025, 2999),
+    top_p=st.floats(0.5, 0.999999),
+    typical_p=st.floats(0.1, 0.999),
+    flatness=st.sampled_from([0.01, 1.0]),
+)
+def test_truncations_that_keep_nearly_all_are_those_of_a_sort(
+    seed: int, top_k: int, top_p: float, typical_p: float, flatness: float
+) -> None:
+    """Beyond the candidates that a CPU looks at first."""
+    logits = random_logits(3, seed, vocab=3000) * flatness
+    for one in logits:
+        assert len(kept(one, top_k=top_k)) >= top_k
+        descending = one.sort(descending=True).values
+        assert kept(one, top_k=top_k) == set((one >= descending[top_k - 1]).nonzero().flatten().tolist())
+        shares, order = one.softmax(-1).sort(descending=True)
+        num_needed = int((shares.cumsum(0) - shares < torch.tensor(top_p)).sum())
+        assert len(kept(one, top_p=top_p) ^ set(order[:num_needed].tolist())) <= 2  # ties, and where sums are rounded
+        surprise = -one.log_softmax(-1)
+        near = (surprise - (surprise.exp().reciprocal() * surprise).sum()).abs().argsort()
+        typical = one.softmax(-1)[near]
+        num_needed = int((typical.cumsum(0) - typical < torch.tensor(typical_p)).sum())
+        assert len(kept(one, typical_p=typical_p) ^ set(near[:num_needed].tolist())) <= 4
