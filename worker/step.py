@@ -25,7 +25,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What a runner keeps of a request, or of a choice, from one draw to the next. The scheduler does not look inside."""
+    """What a runner keeps of a request, or of a choice, for the draws to come. The scheduler does not look inside."""
 
     value: object | None = None
 

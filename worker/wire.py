@@ -34,6 +34,10 @@ OLDEST_PROTOCOL: Final = 1
 """The oldest that this side still speaks, so that gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
+MAX_BAD_WORD_IDS: Final = 65_536
+"""Of all bad words of a request: they are compared with the end of every output."""
+MAX_LISTED_IDS: Final = 1 << 26
+"""Ids in a request's lists times its choices. A vocabulary of 262,144 tokens allowed and biased, for 128 choices."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -94,6 +98,25 @@ class SamplingParams(Struct, frozen=True):
         """Whether a draw depends on which tokens were drawn before, beside what the model makes of them."""
         penalises = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         return bool(penalises or self.bad_words or self.grammar is not None)
+
+
+def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
+    """What is wrong with the lengths of a request's lists, by field; None: nothing."""
+    lengths = {
+        "allowed_token_ids": len(sampling.allowed_token_ids or ()),
+        "logit_bias": len(sampling.logit_bias),
+        "bad_words": sum(map(len, sampling.bad_words)),
+        "stop_token_ids": len(sampling.stop_token_ids),
+    }
+    if (num_ids := lengths["bad_words"]) > MAX_BAD_WORD_IDS:
+        return f"bad_words: {num_ids} tokens in all, and at most {MAX_BAD_WORD_IDS} are taken; leave some out"
+    if (num_ids := sum(lengths.values())) * num_choices > MAX_LISTED_IDS:
+        names = sorted((name for name, length in lengths.items() if length), key=lambda name: -lengths[name])
+        return (
+            f"{', '.join(names)}: {num_ids} ids times n = {num_choices} choices exceed {MAX_LISTED_IDS};"
+            " shorten the lists or lower n (or best_of)"
+        )
+    return None
 
 
 class ChoiceState(Struct, frozen=True):

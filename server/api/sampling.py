@@ -14,7 +14,7 @@ from server.schema.fields import SamplingFields
 from server.schema.parts import ResponseFormat, StructuredOutputs
 from server.text.detokenizer import TextRules
 from server.text.models import ServedModel
-from worker.wire import Grammar, SamplingParams
+from worker.wire import Grammar, SamplingParams, too_many_ids
 
 _SEED_MASK: Final = 2**63 - 1
 
@@ -60,7 +60,7 @@ def sampling_params(
     vocab_size = model.bundle.vocab_size
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),
         top_p=_or(request.top_p, 1.0),
@@ -80,6 +80,9 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
         grammar=grammar,
     )
+    if (problem := too_many_ids(params, request.num_choices)) is not None:
+        raise InvalidRequestError(f"{problem}.", param=problem.partition(":")[0].partition(",")[0])
+    return params
 
 
 def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
@@ -164,7 +167,8 @@ def _bad_words(words: list[str] | None, model: ServedModel) -> tuple[tuple[int, 
 
 
 def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
-    return None if token_ids is None else _in_vocabulary(token_ids, vocab_size, "allowed_token_ids")
+    """Each once."""
+    return None if token_ids is None else _in_vocabulary(dict.fromkeys(token_ids), vocab_size, "allowed_token_ids")
 
 
 def _in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Protocol
 
 from cache.allocator import Allocator
 from cache.types import HASH_BYTES, BlockHash, BlockId
-from worker.scheduler.bounds import out_of_bounds
+from worker.scheduler.bounds import are_outside, out_of_bounds
 from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget
 from worker.scheduler.queue import OrderedSequences
 from worker.scheduler.request import Request, Sequence
@@ -50,7 +50,12 @@ class Admission:
         self._limits = limits
 
     def admit(
-        self, waiting: Iterable[Sequence], num_waiting: int, running: OrderedSequences, budget: PrefillBudget, slots: Slots
+        self,
+        waiting: Iterable[Sequence],
+        num_waiting: int,
+        running: OrderedSequences,
+        budget: PrefillBudget,
+        slots: Slots,
     ) -> list[Admitted]:
         """Allocate for the sequences that join, in the order given, and grant each the tokens of its first chunk.
 
@@ -301,7 +306,7 @@ def _invalid(message: str) -> Failed:
 
 def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> list[str]:
     sampling = request.sampling
-    problems = list(out_of_bounds(request))
+    problems = list(out_of_bounds(request, vocab_size))
     if len(request.root) != HASH_BYTES:
         problems.append(f"root: {HASH_BYTES} bytes expected, got {len(request.root)}")
     if not request.prompt_ids:
@@ -311,7 +316,7 @@ def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, v
     indices = [choice.index for choice in request.choices]
     if not indices or len(set(indices)) < len(indices):
         problems.append(f"choices: distinct indices expected, got {indices}")
-    if any(not 0 <= token_id < vocab_size for choice in request.choices for token_id in choice.output_ids):
+    if any(are_outside(choice.output_ids, vocab_size) for choice in request.choices):
         problems.append(f"output_ids: a token is outside the vocabulary of {vocab_size}")
     if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
         problems.append(f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens")

@@ -5,10 +5,12 @@ A number that a tensor cannot hold, or that is none, would fail the step of ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Final
 
-from worker.wire import GenerateRequest
+from worker.wire import GenerateRequest, too_many_ids
 
 MAX_PRIORITY: Final = 1000
 MAX_CHOICES: Final = 1024
@@ -36,7 +38,7 @@ _MAX_LENGTHS: Final = {
 MAX_BIAS: Final = 1e6
 
 
-def out_of_bounds(request: GenerateRequest) -> Iterator[str]:
+def out_of_bounds(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
     """What is wrong with a request's numbers, by field; the prompt's tokens are not among them."""
     sampling = request.sampling
     if abs(request.priority) > MAX_PRIORITY:
@@ -57,16 +59,21 @@ def out_of_bounds(request: GenerateRequest) -> Iterator[str]:
     for name, max_length in _MAX_LENGTHS.items():
         if len(getattr(sampling, name) or ()) > max_length:
             yield f"{name}: at most {max_length} entries"
-    if not all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias):
+    if (problem := too_many_ids(sampling, len(request.choices))) is not None:
+        yield problem
+    if not all(map(MAX_BIAS.__ge__, map(abs, map(itemgetter(1), sampling.logit_bias)))):
         yield f"logit_bias: -{MAX_BIAS:g} to {MAX_BIAS:g}"
-    for name, token_ids in _token_ids(request):
-        if not all(0 <= token_id <= _U32 for token_id in token_ids):
-            yield f"{name}: a token id is 0 to {_U32}"
+    for name, token_ids in (
+        ("logit_bias", list(map(itemgetter(0), sampling.logit_bias))),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if are_outside(token_ids, vocab_size):
+            yield f"{name}: token ids go from 0 to {vocab_size - 1}"
+    if are_outside(list(chain.from_iterable(sampling.bad_words)), _U32 + 1):  # what is never drawn does no harm
+        yield f"bad_words: a token id is 0 to {_U32}"
 
 
-def _token_ids(request: GenerateRequest) -> Iterator[tuple[str, Iterable[int]]]:
-    sampling = request.sampling
-    yield "logit_bias", (token_id for token_id, _ in sampling.logit_bias)
-    yield "bad_words", (token_id for word in sampling.bad_words for token_id in word)
-    yield "allowed_token_ids", sampling.allowed_token_ids or ()
-    yield "stop_token_ids", sampling.stop_token_ids
+def are_outside(token_ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether one of them is. Without a loop of our own: they may be many."""
+    return len(token_ids) > 0 and (min(token_ids) < 0 or max(token_ids) >= vocab_size)

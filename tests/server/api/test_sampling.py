@@ -142,3 +142,22 @@ async def test_the_best_of_more_than_are_wanted_are_told_apart(worker: ScriptedW
     assert status == 200
     assert [choice["index"] for choice in json.loads(raw)["choices"]] == [0, 1]
     assert [len(request.choices) for request in worker.received] == [3, 3]
+
+
+async def test_ids_that_are_repeated_travel_once(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        assert (await post(target.url, chat(allowed_token_ids=[8, 7] * 50_000)))[0] == 200
+    assert worker.received[-1].sampling.allowed_token_ids == (8, 7)
+
+
+async def test_lists_of_ids_are_bounded_times_the_choices(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.wire.MAX_LISTED_IDS", 100)
+    async with gateway(worker) as target:
+        fields: dict[str, Any] = {"allowed_token_ids": list(range(20)), "logit_bias": {"1": 1.0}}
+        assert (await post(target.url, chat(n=4, **fields)))[0] == 200
+        status, _, raw = await post(target.url, chat(n=5, **fields))
+    error = json.loads(raw)["error"]
+    assert (status, error["param"]) == (400, "allowed_token_ids")
+    assert "allowed_token_ids, logit_bias: 21 ids times n = 5 choices exceed 100" in error["message"]

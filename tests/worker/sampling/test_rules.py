@@ -26,7 +26,10 @@ def reference(logits: list[float], draw: Draw) -> list[float]:
     """The adjusted logits of one row, token by token."""
     p, output, row = draw.params, list(draw.output_ids), [np.float32(value) for value in logits]
     for token in range(VOCAB):
-        if draw.allowed is not None and not int(np.asarray(draw.allowed).view(np.uint32)[token // 32]) >> token % 32 & 1:
+        if (
+            draw.allowed is not None
+            and not int(np.asarray(draw.allowed).view(np.uint32)[token // 32]) >> token % 32 & 1
+        ):
             row[token] = np.float32(-math.inf)
         if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
             row[token] = np.float32(-math.inf)
@@ -157,7 +160,6 @@ def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.submit(generate([1, 2, 3], 100, 4, repetition_penalty=1.2))
     engine.finish()
     assert list(counted.values()) == 4 * [99]
-
 
 
 def test_a_tally_of_many_is_that_of_one_after_the_other() -> None:

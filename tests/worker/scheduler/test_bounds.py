@@ -54,6 +54,11 @@ def test_what_never_fits_is_refused() -> None:
         ("allowed_token_ids", (2**40,)),
         ("stop_token_ids", (-5,)),
         ("stop_token_ids", (1,) * 70_000),
+        ("logit_bias", ((1, float("nan")),)),
+        ("logit_bias", ((50, 1.0),)),
+        ("allowed_token_ids", (3, 50)),
+        ("stop_token_ids", (50,)),
+        ("bad_words", ((1,) * 65_537,)),
         ("priority", 1001),
         ("deadline_s", float("nan")),
     ],
@@ -68,6 +73,24 @@ def test_numbers_that_no_step_should_see_are_refused(name: str, value: object) -
     assert refused is not None
     assert refused.message.startswith(name)
     assert len(refused.message) < 200
+
+
+def test_lists_are_bounded_together_and_times_the_choices() -> None:
+    """The whole of a large vocabulary, allowed and biased, is nothing that a client has to do without."""
+    vocab_size = 262_144
+    whole = tuple(range(vocab_size))
+
+    def refused(n: int, num_allowed: int, num_biased: int) -> str | None:
+        biases = tuple((token, 0.5) for token in whole[:num_biased])
+        wire = generate([1], 4, n, logit_bias=biases, allowed_token_ids=whole[:num_allowed])
+        failed = refusal(wire, BatchLimits(), 1000, vocab_size)
+        return None if failed is None else failed.message
+
+    assert refused(128, vocab_size, vocab_size) is None
+    message = refused(129, vocab_size - 1, vocab_size)
+    assert message is not None
+    assert message.startswith("logit_bias, allowed_token_ids: 524287 ids times n = 129 choices exceed 67108864")
+    assert "lower n" in message
 
 
 def test_choices_that_no_step_should_see_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""One request holds most of the slots, and another tenant waits: choices give way, and go on later with the same tokens."""
+"""A request that holds most of the slots gives way to another tenant; its choices go on later with the same tokens."""
 
 from __future__ import annotations
 
