@@ -74,6 +74,26 @@ def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) 
     assert tight.num_preempted > 0
 
 
+@pytest.mark.parametrize("prefix_cache", ["hash", "off"])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.1, "repetition_penalty": 1.2}]
+)
+def test_choices_that_give_way_to_another_tenant(model: LoadedModel, prefix_cache, params) -> None:
+    wire = generate(SHARED, 24, 64, tenant="a", **params)
+    small = [generate([i, *SHARED[:9]], 3 + i % 4, tenant="b") for i in range(40)]
+    want, *want_small = run(engine(model, 800, max_num_seqs=64), [wire, *small])
+    contested = engine(model, 800, prefix_cache=prefix_cache, max_num_seqs=64)
+    large = contested.submit(wire)
+    requests = []
+    for i in range(10):
+        contested.step()
+        requests += [contested.submit(one) for one in small[4 * i : 4 * i + 4]]
+    contested.finish()
+    assert contested.num_yielded >= 8
+    assert contested.answer(large).tokens == want
+    assert [contested.answer(request).tokens for request in requests] == want_small
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])  # then what forks share is copied in steps run ahead, too
 def test_with_a_window_a_sequence_holds_no_more_than_that_and_a_chunk(tmp_path: Path, runs_ahead: bool) -> None:
     write_family("mistral_window", tmp_path)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cache.index import WorkerMember
 from cache.types import Epoch, WorkerId
+from server.text import models as models_module
 from server.text.models import ModelOptions, Models, namespace_of
+from server.workers.client import WorkerError
+from tests.server.scripted_worker import ScriptedWorker
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 
@@ -59,3 +63,27 @@ async def test_a_strange_bundle_ends_nothing(bundle: TokenizerBundle, odd: dict[
         for member in members:
             await models.admit(member)
     assert [name for name, _ in models.names()] == [bundle.model]
+
+
+async def test_workers_whose_bundles_fail_are_not_remembered_for_ever(
+    bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each restart is a new epoch, and a fleet may restart for weeks."""
+    now_s = 1000.0
+    monkeypatch.setattr(models_module.time, "monotonic", lambda: now_s)
+    asked: list[str] = []
+
+    class Client:
+        async def bundle(self, url: str) -> Any:
+            asked.append(url)
+            raise WorkerError("no")
+
+    member = ScriptedWorker(bundle).member()
+    with ThreadPoolExecutor(1) as executor:
+        models = Models(Client(), executor, ModelOptions())  # type: ignore[arg-type]
+        for number in range(200):
+            now_s += 1.0
+            assert await models.admit(replace(member, epoch=f"e{number}")) is None
+            assert await models.admit(replace(member, epoch=f"e{number}")) is None
+    assert len(asked) == 200, "it is asked again too soon"
+    assert len(models._failed_until_s) <= 5
