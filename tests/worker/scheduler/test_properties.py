@@ -31,6 +31,7 @@ class Arrival:
     priority: int
     abort_after: int | None
     prompt_logprobs: bool
+    tenant: str = ""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -42,12 +43,13 @@ arrivals = st.builds(
     step=st.integers(0, 12),
     prefix=st.integers(0, 24),
     prompt=st.lists(st.integers(0, 1), min_size=1, max_size=16).map(tuple),
-    n=st.integers(1, 3),
+    n=st.sampled_from([1, 1, 2, 3, 6]),
     max_tokens=st.integers(0, MAX_TOKENS),
     num_resumed=st.integers(0, 3),
     priority=st.integers(-1, 1),
     abort_after=st.none() | st.integers(0, 8),
     prompt_logprobs=st.booleans(),
+    tenant=st.sampled_from("aab"),
 )
 
 mixes = st.fixed_dictionaries(
@@ -101,6 +103,7 @@ def run_mix(mix, prefix_cache) -> None:
                 arrival.n,
                 resumed=resumed,
                 priority=arrival.priority,
+                tenant=arrival.tenant,
                 prompt_logprobs=0 if arrival.prompt_logprobs else None,
             )
             live.append((arrival, resumed, step, engine.submit(wire)))
