@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from worker.authentication import GatewayOnly
 from worker.debug_state import debug_state
 from worker.prefix_report import prefix_report
+from worker.recovery import EngineDeadError
 from worker.service import Refusal, WorkerService
 from worker.streams import Stream
 from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
@@ -44,7 +45,7 @@ def make_app(service: WorkerService, token: str = "") -> ASGIApp:
             Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
             *(Route(path, endpoint=endpoint, methods=[method]) for method, path, endpoint in _endpoints(service)),
         ],
-        exception_handlers={Refusal: _refused},
+        exception_handlers={Refusal: _refused, EngineDeadError: _engine_dead},
     )
     return GatewayOnly(app, token) if token else app
 
@@ -189,3 +190,7 @@ def _refusal_response(failed: Failed, status: int) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return _refusal_response(error.failed, error.status)
+
+
+async def _engine_dead(request: Request, error: Exception) -> Response:
+    return _refusal_response(Failed("worker_lost", str(error), retryable=True), 503)

@@ -117,11 +117,18 @@ class Engine:
         constraints: Mapping[int, Constraint],
         steps: StepLog | None = None,
     ) -> None:
-        """Queue a request that `refusal` has let pass; `key` is new and ascending. `steps` hears of its steps."""
+        """Queue a request that `refusal` has let pass; `key` is new and ascending. `steps` hears of its steps.
+
+        With the engine dead the request fails at once, and another worker may take it.
+        """
         arrival_s = time.monotonic()
         if steps is not None:
             self._inbox.put(lambda: self._step_logs.open(key, steps))
-        self._inbox.put(lambda: self._submit(key, wire, arrival_s, constraints))
+
+        def refuse(error: BaseException) -> None:
+            self._parts.deliver([Emission(key, Failed("worker_lost", str(error), retryable=True))])
+
+        self._inbox.put(lambda: self._submit(key, wire, arrival_s, constraints), refuse)
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
         """End a request, or one choice of it, before the next step. Unknown keys are no error: it may have ended."""
@@ -134,7 +141,8 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread, unless the future is cancelled before. A step may be in flight: its
-        blocks are held, what it computes is not yet committed."""
+        blocks are held, what it computes is not yet committed. As with all futures of this class, EngineDeadError is
+        raised when that thread has ended, or ends before it comes to this."""
         return self._inbox.call(function)
 
     def purge(self, epoch: Epoch) -> Future[None]:
@@ -193,11 +201,13 @@ class Engine:
                 self._turn()
             self._flights.land_all()
             self._outbox.flush()
+            self._inbox.close(EngineDeadError("the engine has stopped"))
         except BaseException as error:
             logger.critical("the engine died", exc_info=error)
             self._dead = error
             try:
                 self._outbox.flush()
+                self._inbox.close(EngineDeadError(f"the engine died: {error}"))
             finally:
                 self._parts.on_death(error)
 

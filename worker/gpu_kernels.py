@@ -29,10 +29,13 @@ def rotate(states: Tensor, positions: Tensor, table: Tensor, num_heads: int) -> 
     return out
 
 
-def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor, query: Tensor | None = None) -> None:
     """Write (num_tokens, kv_heads, head_dim) to `slots` (num_tokens,) int64 of two pools, each (slots, kv_heads,
-    head_dim) and contiguous. Entries of a head must lie side by side."""
+    head_dim) and contiguous. Entries of a head must lie side by side.
+
+    Where a `query` (num_tokens, heads, head_dim) that shares a key is not finite, NaN is stored of that key."""
     num_tokens, num_heads, head_dim = key.shape
+    queries = key if query is None else query
     _store[_grid(num_tokens, num_heads)](
         key,
         key.stride(0),
@@ -40,6 +43,9 @@ def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tenso
         value,
         value.stride(0),
         value.stride(1),
+        queries,
+        queries.stride(0),
+        queries.stride(1),
         slots,
         keys,
         values,
@@ -47,6 +53,7 @@ def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tenso
         head_dim,
         triton.next_power_of_2(head_dim),
         _HEADS,
+        queries.shape[1] // num_heads,
     )
 
 
@@ -89,6 +96,9 @@ def _store(
     value: tl.tensor,
     value_token: tl.tensor,
     value_head: tl.tensor,
+    queries: tl.tensor,
+    queries_token: tl.tensor,
+    queries_head: tl.tensor,
     slots: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -96,11 +106,16 @@ def _store(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
+    REPS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     place = tl.arange(0, WIDTH)[None, :]
     mask = (heads < num_heads) & (place < HEAD_DIM)
     target = (tl.load(slots + token) * num_heads + heads) * HEAD_DIM + place
-    tl.store(keys + target, tl.load(key + token * key_token + heads * key_head + place, mask=mask), mask=mask)
+    own = tl.load(key + token * key_token + heads * key_head + place, mask=mask, other=0.0).to(tl.float32)
+    for rep in range(REPS):  # adds 0, or NaN
+        sharing = queries + token * queries_token + (heads * REPS + rep) * queries_head + place
+        own += tl.load(sharing, mask=mask, other=0.0).to(tl.float32) * 0.0
+    tl.store(keys + target, own.to(keys.dtype.element_ty), mask=mask)
     tl.store(values + target, tl.load(value + token * value_token + heads * value_head + place, mask=mask), mask=mask)

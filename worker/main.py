@@ -63,10 +63,18 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(config.log_level, config.log_format)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
-        return asyncio.run(Worker(config, tracing, certificate).run())
+        status = asyncio.run(Worker(config, tracing, certificate).run())
     finally:
         if tracing is not None:
             tracing.close()
+    if any(thread.daemon for thread in threading.enumerate()):
+        # It loads, or hangs in a step. The interpreter would end it under frames of C++, which aborts the process.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    return status
 
 
 class _Server(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from cache.types import Epoch
 from worker.engine_loop import Engine
 from worker.grammar import GrammarCompiler, GrammarError
 from worker.metrics import WorkerMetrics
+from worker.recovery import EngineDeadError
 from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
 from worker.streams import Stream, Streams
@@ -108,6 +110,8 @@ class WorkerService:
             constraints = await parts.grammars.constraints(request)
         except GrammarError as error:
             raise self._refusal(Failed("invalid_grammar", str(error), retryable=False)) from error
+        if request.sampling.grammar is not None:  # compiled meanwhile, while the engine may have died, or others come
+            self._check(parts, request)
         stream = parts.streams.open(request)
         if self._tracing is not None:
             stream.trace = self._tracing.begin(request)
@@ -155,11 +159,12 @@ class WorkerService:
                 await streams.wait_empty()
         except TimeoutError:
             logger.warning("%d requests are given up after %.0f s", len(streams), grace_s)
-            await asyncio.wrap_future(engine.fail_all(Failed("draining", "the worker stops", retryable=True)))
+            with contextlib.suppress(EngineDeadError):  # then the streams have been told
+                await asyncio.wrap_future(engine.fail_all(Failed("draining", "the worker stops", retryable=True)))
             await asyncio.sleep(0)
 
     async def purge(self) -> Epoch:
-        """Forget the cache, under a new epoch."""
+        """Forget the cache, under a new epoch. Raises EngineDeadError."""
         epoch = new_epoch()
         await asyncio.wrap_future(self.parts.engine.purge(epoch))
         return epoch

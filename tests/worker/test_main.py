@@ -44,6 +44,18 @@ def lost(self, step):
 ModelRunner.launch = lost
 sys.exit(main(sys.argv[1:]))
 """
+LOADS_FOR_EVER = """
+import sys
+import torch
+from worker import assembly
+from worker.main import main
+def assemble(config, url, worker_id, report):
+    report("loading for ever")
+    while True:
+        torch.randn(2000).sort()
+assembly.assemble = assemble
+sys.exit(main(sys.argv[1:]))
+"""
 HANGS = LOSES_ITS_DEVICE.replace('raise RuntimeError("device lost")', "__import__('time').sleep(600)")
 
 
@@ -217,6 +229,14 @@ def test_sigterm_while_loading_ends_at_once(start, model: Path) -> None:
     code, stderr = process.end(signal.SIGTERM)
     assert code == 0, stderr
     assert "Traceback" not in stderr
+
+
+def test_sigterm_while_torch_loads_in_its_own_code_is_no_abort(start) -> None:
+    process = start(entry=("-c", LOADS_FOR_EVER))
+    while "loading for ever" not in process.process.stderr.readline():
+        pass
+    code, stderr = process.end(signal.SIGTERM)
+    assert (code, stderr) == (0, "")
 
 
 async def test_sampling_is_a_function_of_seed_and_position_whatever_the_mix(start, model: Path) -> None:

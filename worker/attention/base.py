@@ -79,5 +79,12 @@ class Attention(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """(num_tokens, heads, head_dim) and twice (num_tokens, kv_heads, head_dim) -> (num_tokens, heads * head_dim).
 
-        Rotary embedding is already applied.
+        Rotary embedding is already applied. A query that is not finite leaves NaN in its token's row, or in the key
+        that is stored of it: the kernels alone would take it for one that sees nothing, and give zeros.
         """
+
+
+def show_nonfinite(attended: Tensor, query: Tensor) -> Tensor:
+    """NaN in (num_tokens, heads * head_dim), in place, where `query` (num_tokens, heads, head_dim) is not finite."""
+    attended.view_as(query).add_(query, alpha=0)
+    return attended

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfinite
 from worker.attention.kv_cache import KVCache
 
 TILE: Final = 16
@@ -86,7 +86,7 @@ class InvariantAttention:
                     enable_gqa=True,
                 )
                 out[tile.first : tile.stop] = attended[0].transpose(0, 1)[rows]
-        return out.flatten(1)
+        return show_nonfinite(out.flatten(1), query)
 
     def _mask(self, layer: int, tile: int) -> Tensor:
         """(TILE, keys) additive: what each position of the tile sees."""

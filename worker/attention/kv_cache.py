@@ -1,11 +1,16 @@
 """The memory behind the block ids: per layer one pool of keys and one of values.
 
 keys[layer]   (num_blocks, block_size, kv_heads, head_dim)     slot = block id * block_size + offset
+
+Every entry is finite whenever no step runs. A step looks at what it has written once it has written all of it, in all
+layers at once (`find_extremes`); if any of it is not finite, the step fails and its slots are cleared (`clear`). So
+nothing that is not finite is ever committed, and whoever gets the blocks next may read the rest of them as padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,11 +18,18 @@ from torch import Tensor
 from cache.allocator import BlockCopy
 from worker.attention.base import AttentionShape
 
+_CHECKED_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Of written entries that are gathered at a time: on a CPU what stays in its cache, on a GPU few launches."""
+
+
+class NonFiniteKV(RuntimeError):
+    """A step has written keys or values that are not numbers, or has read some."""
+
 
 class KVCache:
     """Owner of the pools. Block 0 is the null block: it pads block tables and is never a real sequence's."""
 
-    __slots__ = ("block_size", "keys", "num_blocks", "values")
+    __slots__ = ("_rows", "block_size", "keys", "num_blocks", "values")
 
     def __init__(
         self, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -28,18 +40,24 @@ class KVCache:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        pool = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        pool = (2 * shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         # Zeroed: padding is masked by a weight of 0, and 0 * NaN of uninitialised memory would not be 0.
-        self.keys = [torch.zeros(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        self.values = [torch.zeros(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        pools = torch.zeros(pool, dtype=dtype, device=device)
+        self._rows = pools.view(len(pools), num_blocks * block_size, -1)
+        """(2 * layers, slots, kv_heads * head_dim): the same memory"""
+        self.keys: list[Tensor] = list(pools[: shape.num_layers])
+        self.values: list[Tensor] = list(pools[shape.num_layers :])
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store (num_tokens, kv_heads, head_dim) at `slots` (num_tokens,)."""
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor, query: Tensor | None = None) -> None:
+        """Store (num_tokens, kv_heads, head_dim) at `slots` (num_tokens,).
+
+        On a GPU a `query` (num_tokens, heads, head_dim) that is not finite makes the key that is stored NaN.
+        """
         keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
         if keys.is_cuda:
             from worker.gpu_kernels import store
 
-            store(key, value, slots, keys, values)
+            store(key, value, slots, keys, values, query)
         else:
             keys.index_copy_(0, slots, key)
             values.index_copy_(0, slots, value)
@@ -50,8 +68,13 @@ class KVCache:
             for pool in (*self.keys, *self.values):
                 pool[copy.destination] = pool[copy.source]
 
-    def scrub(self, block_table: Sequence[int]) -> None:
-        """Zero what is not finite in these blocks, so that a broken step cannot reach their next owner."""
-        blocks = torch.tensor(list(block_table), dtype=torch.int64, device=self.keys[0].device)
-        for pool in (*self.keys, *self.values):
-            pool[blocks] = pool[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    def find_extremes(self, slots: Tensor) -> Tensor:
+        """(any number,) the lowest and highest entries at `slots`, over all layers: finite only if all entries are."""
+        row_bytes = self._rows[:, 0].nbytes
+        part = max(1, _CHECKED_BYTES.get(slots.device.type, 4 << 20) // row_bytes)
+        found = [self._rows.index_select(1, some).aminmax() for some in torch.split(slots, part)]
+        return torch.stack([extreme for pair in found for extreme in pair])
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Zero what lies at `slots`."""
+        self._rows.index_fill_(1, torch.tensor(slots, dtype=torch.int64, device=self._rows.device), 0.0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfinite
 from worker.attention.kv_cache import KVCache
 from worker.attention.merge import merge_partials
 from worker.transfer import to_device
@@ -153,7 +153,7 @@ class TorchPagedAttention:
         out = functional.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=group.mask, scale=self._shape.scale
         )
-        return out.reshape(rows, shape.num_heads * shape.head_dim)
+        return show_nonfinite(out.reshape(rows, shape.num_heads * shape.head_dim), query[group.first : group.stop])
 
     def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, chunk: _Chunk) -> Tensor:
         rows = slice(chunk.first, chunk.stop)
@@ -174,7 +174,7 @@ class TorchPagedAttention:
             own = _flash(queries, keys, values, 0.0, True, scale=self._shape.scale)
             earlier = _flash(queries, *self._prefix(layer, chunk), 0.0, False, scale=self._shape.scale)
             out = merge_partials(*own, *earlier)
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        return show_nonfinite(out.squeeze(0).transpose(0, 1).flatten(1), query[rows])
 
     def _prefix(self, layer: int, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         """Keys and values before the chunk, (1, kv_heads, num_prefix, head_dim)."""

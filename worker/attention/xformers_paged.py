@@ -93,7 +93,7 @@ class XformersPagedAttention:
         self._fill(plan.decodes, spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        self._cache.write(layer, batch.slots, key, value)
+        self._cache.write(layer, batch.slots, key, value, query)
         plan = batch.plan
         assert isinstance(plan, _Plan)
         shape = self._shape

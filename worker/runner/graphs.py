@@ -88,8 +88,8 @@ class DecodeGraphs:
 
                 self._recordings[num_rows, length] = _Recording(num_rows, inputs, plan, record(run))
 
-    def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> Tensor | None:
-        """(sequences, vocab_size); None: no recording holds this step.
+    def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """(sequences, vocab_size), and the slots written (sequences,); None: no recording holds this step.
 
         `token_ids` (sequences,), if given, are the tokens, and what the sequences say is not.
         """
@@ -107,7 +107,7 @@ class DecodeGraphs:
             recording.inputs[0, : len(token_ids)].copy_(token_ids)
         spans = [Span(sequence.start, 1, sequence.block_table) for sequence in sequences]
         self._attention.refill(recording.plan, spans)
-        return self._decoder.logits(recording.replay()[: len(sequences)])
+        return self._decoder.logits(recording.replay()[: len(sequences)]), recording.inputs[2, : len(sequences)]
 
 
 def rerun(run: Replay) -> Replay:

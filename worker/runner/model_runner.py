@@ -1,13 +1,14 @@
 """Runs steps: block copies, one forward over all sequences, logits where they are needed, and the draws.
 
-launch:   inputs -> model -> logits -> draws -> to the host     queued on the device, no result is looked at
-collect:  wait -> check -> one result a sequence
+launch:   inputs -> model -> logits -> draws, extremes of what was written -> to the host     queued on the device
+collect:  wait -> check -> one result a sequence                                              here results are looked at
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -15,18 +16,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.attention.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.select import select_attention
 from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.runner.stream import Stream, stream_of
-from worker.sampling.errors import NonFiniteLogits
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.sampler import DrawnTokens, draw_tokens
 from worker.step import Launch, SequenceResult, SequenceStep, Step
-from worker.transfer import current_device, to_device
+from worker.transfer import current_device, to_device, to_host
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,10 @@ class ModelRunner:
         return self._stream.overlaps
 
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        """Results: one per sequence of the step, in its order. To collect them may raise SamplingError."""
-        return _StepLaunch(self._cache, step, self._stream.enqueue(partial(self._compute, step)))
+        """Results: one per sequence of the step, in its order. To collect them may raise SamplingError, and NonFiniteKV
+        whether the step draws or not."""
+        with _cleared_if_raises(self._cache, step):
+            return _StepLaunch(self._cache, step, self._stream.enqueue(partial(self._compute, step)))
 
     def run(self, step: Step) -> list[SequenceResult]:
         return self.launch(step).collect()
@@ -103,10 +105,12 @@ class ModelRunner:
     def _outputs(self, step: Step, last: _Outputs | None) -> _Outputs:
         token_ids = _followed(step, last)
         if not step.sequences:
-            return _Outputs((), None, None, ())
-        if (drawn := self._replay(step.sequences, token_ids)) is not None:
+            return _Outputs((), None, None, (), None)
+        if (replayed := self._replay(step.sequences, token_ids)) is not None:
+            tokens, slots = replayed
             places = [(place, sequence) for place, sequence in enumerate(step.sequences)]
-            return _Outputs(places, drawn.token_ids, drawn.to_host(), [()] * len(places))
+            extremes = to_host(self._cache.find_extremes(slots))
+            return _Outputs(places, tokens.token_ids, tokens.to_host(), [()] * len(places), extremes)
         batch = build_batch(step, self._attention, self._device, self._cache.block_size)
         if token_ids is not None:
             order = to_device([sequence.index for sequence in batch.sequences], torch.int64, self._device)
@@ -118,6 +122,7 @@ class ModelRunner:
             None if drawn is None else drawn.token_ids,
             None if drawn is None else drawn.to_host(),
             [self._prompt_logprobs(sequence, hidden) for sequence in batch.sequences],
+            to_host(self._cache.find_extremes(batch.forward.slots)),
         )
 
     def _draw(self, batch: Batch, hidden: Tensor) -> DrawnTokens | None:
@@ -153,13 +158,14 @@ class ModelRunner:
             logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
             return None
 
-    def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> DrawnTokens | None:
-        """A step of decodes alone through its recording; None: it has to be run."""
+    def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> tuple[DrawnTokens, Tensor] | None:
+        """A step of decodes alone through its recording, and the slots that it writes; None: it has to be run."""
         if self._graphs is None or any(len(s.draws) != 1 or s.num_prompt_logprobs is not None for s in sequences):
             return None
-        if (logits := self._graphs.logits(sequences, token_ids)) is None:
+        if (replayed := self._graphs.logits(sequences, token_ids)) is None:
             return None
-        return draw_tokens(logits, [sequence.draws[0] for sequence in sequences], self._eos_token_ids)
+        logits, slots = replayed
+        return draw_tokens(logits, [sequence.draws[0] for sequence in sequences], self._eos_token_ids), slots
 
     def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> Sequence[LogprobRows]:
         num_top = sequence.step.num_prompt_logprobs
@@ -185,6 +191,8 @@ class _Outputs:
     """What was drawn, on the device."""
     drawn: DrawnTokens | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
+    extremes: Tensor | None
+    """Of the keys and values that were written."""
 
     def rows(self) -> dict[int, int]:
         """For each place in the step the row of `token_ids` with its first token."""
@@ -195,7 +203,10 @@ class _Outputs:
         return rows
 
     def results(self) -> list[SequenceResult]:
+        """Raises SamplingError, NonFiniteKV."""
         tokens = iter(() if self.drawn is None else self.drawn.tokens())
+        if self.extremes is not None and not bool(self.extremes.isfinite().all()):
+            raise NonFiniteKV("keys or values of the step are not finite")
         results = [SequenceResult()] * len(self.sequences)
         for (place, sequence), logprobs in zip(self.sequences, self.prompt_logprobs, strict=True):
             drawn = tuple(next(tokens) for _ in sequence.draws)
@@ -227,10 +238,17 @@ class _StepLaunch:
         return self.work.is_done()
 
     def collect(self) -> list[SequenceResult]:
-        outputs = self.work.collect()
-        try:
-            return outputs.results()
-        except NonFiniteLogits:
-            for sequence in self.step.sequences:
-                self.cache.scrub(sequence.block_table)
-            raise
+        with _cleared_if_raises(self.cache, self.step):
+            return self.work.collect().results()
+
+
+@contextmanager
+def _cleared_if_raises(cache: KVCache, step: Step) -> Iterator[None]:
+    """Zeroes what the step was to write when it raises, for whatever reason: it may have written some of it, and the
+    blocks' next owner may read it as padding. What the step has only read is not touched."""
+    try:
+        yield
+    except Exception:
+        with suppress(RuntimeError):  # of a device that is gone
+            cache.clear([slot for sequence in step.sequences for slot in sequence.slots])
+        raise

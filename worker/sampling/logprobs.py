@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from worker.sampling.errors import NonFiniteLogits
 from worker.transfer import to_host
 from worker.wire import TokenLogprobs
 
@@ -28,7 +29,9 @@ class LogprobRows:
         return LogprobRows(to_host(self.chosen), to_host(self.values), to_host(self.ids), self.num_top)
 
     def rows(self) -> list[TokenLogprobs]:
-        """Of tensors on the host."""
+        """Of tensors on the host. Raises NonFiniteLogits: one logit that is not a number makes all of its row NaN."""
+        if broken := self.chosen.isnan().nonzero().flatten().tolist():
+            raise NonFiniteLogits("the model's logits are not finite", broken)
         ids, values = self.ids.tolist(), self.values.tolist()
         return [
             TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final
 
 import torch
@@ -56,8 +57,8 @@ class DrawnTokens:
     def tokens(self) -> list[Drawn]:
         """Of tensors on the host. Raises NonFiniteLogits when the model's output is not a number, NoTokenLeft when a
         draw forbids every token."""
-        for highest in self.highest:
-            _check(highest)
+        for stage, highest in enumerate(self.highest):
+            _check(highest, is_adjusted=stage > 0)
         found = [] if self.logprobs is None else self.logprobs.rows()
         logprobs = dict(zip(self.logprob_rows, found, strict=True))
         return [Drawn(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
@@ -99,14 +100,16 @@ def _best_in_bfloat16(logits: Tensor) -> Tensor:
     return found
 
 
-def _check(highest: Tensor) -> None:
+def _check(highest: Tensor, *, is_adjusted: bool) -> None:
+    """-inf is the request's doing once its limits have been applied, and the model's before."""
     if not bool(highest.isfinite().all()):
         values = highest.tolist()
         empty = [row for row, value in enumerate(values) if value == float("-inf")]
-        if empty:
+        if empty and is_adjusted:
             raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw", empty)
-        broken = [row for row, value in enumerate(values) if value != value or value == float("inf")]
-        raise NonFiniteLogits("the model's logits are not finite", broken)
+        raise NonFiniteLogits(
+            "the model's logits are not finite", [row for row, value in enumerate(values) if not isfinite(value)]
+        )
 
 
 def _adjusted_rows(draws: Sequence[Draw]) -> list[int]:
