@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+import cache  # noqa: F401 - which refuses to run without assertions, before any part is started
+
 
 def _serve(argv: Sequence[str]) -> int:
     from server.serve.command import main

@@ -20,7 +20,7 @@ from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import generate
 from worker.metrics import WorkerMetrics
 from worker.runner.stream import HostStream, Stream
-from worker.scheduler.request import Choice, Request
+from worker.scheduler.request import Choice, Constraint, Request
 from worker.scheduler.request import Sequence as TokenSequence
 from worker.service import WorkerService
 from worker.step import SequenceResult, Step
@@ -28,6 +28,8 @@ from worker.wire import (
     End,
     Failed,
     FrameReader,
+    GenerateRequest,
+    Grammar,
     PrefixReport,
     Started,
     TokenizerBundle,
@@ -266,6 +268,63 @@ async def test_a_dead_engine_fails_every_stream_and_is_seen(worker: LiveWorker, 
         assert response.status == 503
         assert "does not compute" in (await response.json())["reason"]
     assert (await worker.generate(generate(range(4), 2)))[0] == 503
+
+
+async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_error(
+    worker: LiveWorker, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever answer its stream, nor end the drain that waits for it."""
+    entered, compiled = asyncio.Event(), asyncio.Event()
+
+    async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
+        if request.sampling.grammar is not None:
+            entered.set()
+            await compiled.wait()
+        return {}
+
+    monkeypatch.setattr(worker.service.parts.grammars, "constraints", constraints)
+    late = asyncio.create_task(worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a"))))
+    await entered.wait()
+    runner.fails = lambda step: True
+    await worker.generate(generate([1, 2, 3], 5))
+    compiled.set()
+    async with asyncio.timeout(20):
+        status, got = await late
+        assert (status, type(got.last)) == (503, Failed)
+        assert got.last.retryable
+        await worker.service.drained(0.01)
+        for method, path in (("POST", "/purge"), ("GET", "/debug/state"), ("GET", "/prefixes")):
+            async with worker.http.request(method, worker.url + path) as response:
+                assert response.status == 503
+                (failed,) = FrameReader().feed(await response.read())
+                assert failed.code == "worker_lost"
+                assert "the engine died" in failed.message
+
+
+async def test_streams_that_a_dead_engine_has_left_open_do_not_hold_up_the_end(
+    worker: LiveWorker, runner: SlowRunner
+) -> None:
+    runner.fails = lambda step: True
+    await worker.generate(generate([1, 2, 3], 5))
+    await worker.until(lambda: worker.service.draining)  # buried
+    stream = worker.service.parts.streams.open(generate([4, 5, 6], 5))
+    worker.service.parts.engine.submit(stream.key, stream.request, {})
+    async with asyncio.timeout(20):
+        await worker.service.drained(10.0)
+    assert stream.ended
+
+
+async def test_a_grammar_that_is_compiled_while_the_worker_drains_is_refused(
+    worker: LiveWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
+        worker.service.drain()
+        return {}
+
+    monkeypatch.setattr(worker.service.parts.grammars, "constraints", constraints)
+    status, got = await worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a")))
+    assert status == 503
+    assert got.last == Failed("draining", "the worker is draining", retryable=True)
 
 
 async def test_what_a_gateway_reads(worker: LiveWorker) -> None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
@@ -431,6 +432,52 @@ def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngi
     inline.engine._inbox.put(break_down)
     assert isinstance(inline.deaths.get(timeout=TIMEOUT_S), ZeroDivisionError)
     assert inline.frames.get(timeout=TIMEOUT_S) == emission
+
+
+@pytest.mark.parametrize("ends", ["dies", "stops"])
+def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: ThreadedEngine, ends: str) -> None:
+    engine, blocked = threaded.engine, threading.Event()
+
+    def break_down() -> None:
+        assert blocked.wait(TIMEOUT_S)
+        if ends == "dies":
+            raise ZeroDivisionError
+
+    def ask(key: int) -> list[Future[None]]:
+        threaded.submit(key, generate([1, 2, 3]))
+        engine.abort(RequestKey(key))
+        engine.drain()
+        failed = Failed("draining", "the worker stops", retryable=True)
+        return [engine.call(lambda: None), engine.purge(Epoch("second")), engine.fail_all(failed), engine.probe()]
+
+    engine._inbox.put(break_down)
+    if ends == "stops":
+        engine._stopping = True
+    before = ask(0) if ends == "dies" else []  # behind what ends it; what came before a stop is still done
+    blocked.set()
+    engine._thread.join(TIMEOUT_S)
+    given_up = engine.call(lambda: None)
+    assert not given_up.cancel()  # it has ended
+    for future in before + ask(1):
+        with pytest.raises(EngineDeadError, match=r"the engine (died|has stopped)"):
+            future.result(TIMEOUT_S)
+    for key in (0, 1) if ends == "dies" else (1,):
+        last = threaded.wait(RequestKey(key)).last
+        assert isinstance(last, Failed)
+        assert (last.code, last.retryable) == ("worker_lost", True)
+
+
+def test_what_waits_for_a_step_that_breaks_the_engine_is_told(beside: ThreadedEngine) -> None:
+    """The command is at work: it has left the inbox, and lands the step first."""
+    beside.runner.fails = lambda step: True
+    beside.runner.gate.clear()
+    beside.submit(0, generate(range(10), 5))
+    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    purged = beside.engine.purge(Epoch("second"))
+    beside.runner.gate.set()
+    with pytest.raises(EngineDeadError, match="does not compute"):
+        purged.result(TIMEOUT_S)
+    assert beside.deaths.get(timeout=TIMEOUT_S)
 
 
 def test_the_step_that_runs_is_waited_for_at_the_end(beside: ThreadedEngine) -> None:
