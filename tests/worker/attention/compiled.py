@@ -86,7 +86,9 @@ def main() -> None:
     positions = slots = torch.zeros(2, dtype=torch.int64)
     heads = gpu_kernels.rotate(fused, positions, torch.zeros(50, 2, 128, dtype=torch.bfloat16), 40)
     value = fused[:, 40 * 128 :].view(2, 8, 128)
-    gpu_kernels.store(heads[:, 32:], value, slots, cache.keys[0].flatten(0, 1), cache.values[0].flatten(0, 1))
+    gpu_kernels.store(
+        heads[:, 32:], value, slots, cache.keys[0].flatten(0, 1), cache.values[0].flatten(0, 1), heads[:, :32]
+    )
     plan = attention.plan([Span(3, 1, [1]), Span(5, 1, [2])])
     attention.attend(0, heads[:, :32], heads[:, 32:], value, ForwardBatch(positions, positions, slots, plan))
     print(json.dumps(sizes))

@@ -147,7 +147,15 @@ def fused_differences(head_dim: int, num_heads: int, num_kv_heads: int) -> dict[
     pools[1] = pools[0]
     for pool, states in zip(pools[0], (key, value), strict=True):
         pool.index_copy_(0, slots, states)
-    gpu_kernels.store(key, value, slots, pools[1, 0], pools[1, 1])
+    gpu_kernels.store(key, value, slots, pools[1, 0], pools[1, 1], got[:, :num_heads])
+    shown = torch.zeros_like(pools[1])
+    query, reps, broken = got[:, :num_heads].clone(), num_heads // num_kv_heads, []
+    for token, (head, bad) in enumerate(((0, float("nan")), (num_heads - 1, float("inf")), (1, float("-inf")))):
+        query[token, head, 3] = bad
+        broken.append((int(slots[token]), head // reps, 3))
+    gpu_kernels.store(key, value, slots, shown[0], shown[1], query)
+    assert sorted(map(tuple, shown[0].isnan().nonzero().tolist())) == sorted(broken)
+    assert bool(shown[1].isfinite().all())
     return {
         f"rotation of {num_rotated} heads of {head_dim}": float((want.float() - got.float()).abs().max()),
         f"store of {num_kv_heads} heads of {head_dim}": float((pools[0] - pools[1]).abs().max()),
