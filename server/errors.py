@@ -15,7 +15,8 @@
     |-- WorkerLostError       503   the worker died and nobody could take over
     |-- UnavailableError      503   nothing can serve
     |   |-- ShuttingDownError   503   the gateway stops, and its grace is over
-    +-- DeadlineError         504
+    |-- DeadlineError         504
+    +-- HttpVersionError      505
 
 Source: the OpenAI specification's `Error` schema: message, type, param and code are all required.
 """
@@ -172,6 +173,12 @@ class ShuttingDownError(UnavailableError):
 class DeadlineError(ApiError):
     status = 504
     default_code = "timeout"
+
+
+class HttpVersionError(ApiError):
+    status = 505
+    type = "invalid_request_error"
+    default_code = "http_version_not_supported"
 
 
 def as_api_error(error: BaseException) -> ApiError:

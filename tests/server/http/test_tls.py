@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
 from server.http.server import SPARE_FILES, HttpLimits, HttpServer, affordable_connections
@@ -38,10 +39,10 @@ async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
 class Port:
     """One HTTPS port of a gateway in this process."""
 
-    def __init__(self, tls: ssl.SSLContext | None, limits: HttpLimits = LIMITS) -> None:
+    def __init__(self, tls: ssl.SSLContext | None, limits: HttpLimits = LIMITS, app: ASGIApp = hello) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self._server = HttpServer(hello, limits, tls)
+        self._server = HttpServer(app, limits, tls)
 
     async def __aenter__(self) -> Port:
         self._task = asyncio.create_task(self._server.serve([self.listener]))

@@ -1,0 +1,255 @@
+"""A port goes on reading while it answers: only so does it see that a client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.api.endpoint import read_body
+from server.http import protocol
+from server.http.stream import AnswerGuard, ClientGoneError, client_of
+from server.http.tls import ServerCertificate
+from tests.certificates import Authority
+from tests.server.http.test_tls import Port
+from tests.server.scripted_worker import until
+
+HANG_S = 20.0
+MIB = 1 << 20
+SIZES = [1024, 65_536, 100_000, 160_000, MIB, 16 * MIB]
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def post(body: bytes, *, chunked: bool = False, path: str = "/") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+    if not chunked:
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    pieces = [body[start : start + 50_000] for start in range(0, len(body), 50_000)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n"
+
+
+class Desk:
+    """An app that reads bodies and then answers when it is let to: `/now` at once, `/stream` a first part at once."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.num_left = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        client, path = client_of(scope), scope["path"]
+        try:
+            body = await read_body(receive)
+            self.sizes.append(len(body))
+            with AnswerGuard(client):
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"x-path", path.encode())]})
+                if path == "/stream":
+                    await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                if path != "/now":
+                    await self.go.wait()
+            await send({"type": "http.response.body", "body": b"%d" % len(body)})
+        except ClientGoneError:
+            self.num_left += 1
+
+
+def run(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(scenario)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_client_that_leaves_is_seen_whatever_it_has_sent(loop: str, tls: bool, authority: Authority) -> None:
+    async def scenario() -> None:
+        desk = Desk()
+        shown, trusted = None, None
+        if tls:
+            shown = ServerCertificate(*map(str, authority.issue("gateway", "127.0.0.1"))).context
+            trusted = authority.trust()
+        async with Port(shown, app=desk) as port:
+            for size in SIZES:
+                for chunked in (False, True):
+                    for path in ("/wait", "/stream"):
+                        num_read, num_left = len(desk.sizes), desk.num_left
+                        await leave_after(port, trusted, post(b" " * size, chunked=chunked, path=path), desk, num_read)
+                        await until(lambda n=num_left: desk.num_left == n + 1, HANG_S)
+                        assert desk.sizes[-1] == size
+
+    async def leave_after(port: Port, trusted: ssl.SSLContext | None, data: bytes, desk: Desk, num_read: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port.port, ssl=trusted)
+        writer.write(data)
+        await until(lambda: len(desk.sizes) > num_read, HANG_S)
+        writer.close()
+
+    run(loop, scenario())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "behind",
+    [post(b""), post(b"x" * 300_000), post(b"x" * 300_000)[:-1], post(b"")[:20], post(b"x" * 4000) * 5],
+    ids=["one", "large", "large and not whole", "half a head", "five"],
+)
+def test_what_is_sent_ahead_hides_nobody_that_leaves(loop: str, behind: bytes) -> None:
+    async def scenario() -> None:
+        desk = Desk()
+        async with Port(None, app=desk) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(post(b"first", path="/wait") + behind)
+            await until(lambda: desk.sizes, HANG_S)
+            await writer.drain()
+            writer.close()
+            await until(lambda: desk.num_left == 1, HANG_S)
+            assert desk.sizes == [5], "and nobody is there to be answered"
+
+    run(loop, scenario())
+
+
+async def test_requests_sent_ahead_are_answered_in_turn() -> None:
+    desk = Desk()
+    async with Port(None, app=desk) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        sizes = [0, 200_000, 1, 70_000, 5]
+        writer.write(post(b"first", path="/wait") + b"".join(post(b"x" * size) for size in sizes))
+        await until(lambda: desk.sizes, HANG_S)
+        desk.go.set()
+        async with asyncio.timeout(HANG_S):
+            for size in [5, *sizes]:
+                answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+                assert answer.endswith(b"\r\n%d\r\n0\r\n\r\n" % size)
+        writer.close()
+
+
+async def test_who_sends_without_end_gets_the_answers_due_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_AHEAD_BYTES", 100_000)
+    desk = Desk()
+    async with Port(None, app=desk) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(post(b"first", path="/wait") + post(b"second"))
+        await until(lambda: desk.sizes, HANG_S)
+        for _ in range(100):
+            writer.write(post(b"x" * 50_000))
+            await writer.drain()
+        desk.go.set()
+        async with asyncio.timeout(HANG_S):
+            data = await reader.read()
+        writer.close()
+        assert 2 <= data.count(b"HTTP/1.1 200 OK") < 10
+        assert data.endswith(b"\r\n0\r\n\r\n"), "none is cut"
+
+
+BROKEN = {
+    "chunk size": (b"5\r\nhello\r\nzz\r\n", 400),
+    "chunk end": (b"5\r\nhello!!5\r\n", 400),
+    "negative": (b"-1\r\n", 400),
+    "too large": (b"fffffffffffffffff\r\n", 400),
+    "trailers": (b"0\r\nno colon\r\n\r\n", 400),
+}
+CHUNKED = b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("apart", [False, True])
+async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    broken, status = BROKEN[name]
+    desk = Desk()
+    async with Port(None, app=desk) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(CHUNKED + b"5\r\nhello\r\n")
+        if apart:
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(broken)
+        async with asyncio.timeout(HANG_S):
+            data = await reader.read()
+        writer.close()
+        assert data.startswith(b"HTTP/1.1 %d Bad Request\r\n" % status), data
+        assert data.count(b"HTTP/1.1 ") == 1
+        assert json.loads(data.rpartition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        await until(lambda: desk.num_left == 1, HANG_S)
+        assert desk.sizes == [], "no part of a body is taken for the whole"
+
+
+@pytest.mark.parametrize("rubbish", [b"rubbish\r\n\r\n", CHUNKED + b"zz\r\n", b"GET / HTTP/2.0\r\nHost: h\r\n\r\n"])
+async def test_rubbish_behind_a_request_costs_it_nothing(rubbish: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    desk = Desk()
+    async with Port(None, app=desk) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(post(b"first", path="/wait") + post(b"second") + rubbish + post(b"never"))
+        await until(lambda: desk.sizes, HANG_S)
+        desk.go.set()
+        async with asyncio.timeout(HANG_S):
+            data = await reader.read()
+        writer.close()
+        first, second, refusal = re.findall(rb"HTTP/1.1 (\d+)", data)
+        assert (first, second) == (b"200", b"200")
+        assert refusal in (b"400", b"505")
+        assert desk.sizes == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/2.0\r\nHost: h\r\n\r\n", 505),
+        (b"GET / HTTP/0.9\r\n\r\n", 505),
+        (b"GET / HTTP/1.2\r\nHost: h\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET / HTTP/3.0\r\nHost: h\r\n\r\n", 400),
+        (b"GET /\r\n\r\n", 505),
+        (b"POST /now HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 400),
+        (b"GET / HTTP/x\r\n\r\n", 400),
+        (b"POST /now HTTP/1.0\r\nContent-Length: 5\r\n\r\nhello", 200),
+        (b"POST /now HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 5\r\n\r\nhello", 200),
+    ],
+)
+async def test_other_versions_of_http(head: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    desk = Desk()
+    async with Port(None, app=desk) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(head)
+        async with asyncio.timeout(HANG_S):
+            data = await reader.read()
+        writer.close()
+        assert data.startswith(b"HTTP/1.1 %d " % status), data
+        assert len(desk.sizes) == (status == 200)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 1000, 70_000, 300_000]), min_size=1, max_size=4),
+    chunked=st.lists(st.booleans(), min_size=4, max_size=4),
+    cut=st.integers(0, 50),
+)
+def test_any_requests_in_a_row_left_at_any_time(sizes: list[int], chunked: list[bool], cut: int) -> None:
+    async def scenario() -> None:
+        desk = Desk()
+        async with Port(None, app=desk) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            rest = b"".join(post(b"x" * size, chunked=c) for size, c in zip(sizes[1:], chunked, strict=False))
+            writer.write(post(b"x" * sizes[0], chunked=chunked[-1], path="/wait") + rest[: len(rest) * cut // 50])
+            await until(lambda: desk.sizes, HANG_S)
+            writer.close()
+            await until(lambda: desk.num_left == 1, HANG_S)
+
+    run("uvloop", scenario())
