@@ -20,6 +20,7 @@ from server.trust.limit_table import MAX_PROCESSES
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -31,6 +32,7 @@ class GatewayConfig:
     port: int = 8000
     ops_host: str = "127.0.0.1"
     ops_port: int = 8001
+    ops_hosts: tuple[str, ...] = ()
     processes: int = 1
     redis: str | None = None
     redis_prefix: str = "headstart"
@@ -95,6 +97,9 @@ class GatewayConfig:
         if not 1 <= self.processes < MAX_PROCESSES:
             raise ValueError(f"--processes must be 1 to {MAX_PROCESSES - 1}, got {self.processes}")
         WorkerNetworks(self.worker_networks)
+        for name in self.ops_hosts:
+            if _HOST_NAME.fullmatch(name) is None:
+                raise ValueError(f"--ops-hosts takes names without scheme and port, got {name!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together: give both or none")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
@@ -168,6 +173,13 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--port", type=int, default=defaults.port, help="the OpenAI API and health (default 8000)")
     net.add_argument("--ops-host", default=defaults.ops_host, help="address of the ops port (default 127.0.0.1)")
     net.add_argument("--ops-port", type=int, default=defaults.ops_port, help="metrics, workers, explain (default 8001)")
+    net.add_argument(
+        "--ops-hosts",
+        type=lambda text: tuple(text.split(",")),
+        default=defaults.ops_hosts,
+        metavar="NAME,...",
+        help="names that the ops port answers to, beside addresses and localhost (default: --ops-host)",
+    )
     net.add_argument("--processes", type=int, default=defaults.processes, metavar="N", help="on the public port (1)")
     net.add_argument("--max-body", type=num_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="default 32M")
     net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")

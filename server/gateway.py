@@ -46,6 +46,7 @@ from server.generation.full_queues import FullQueues
 from server.generation.retry import RetryBudget
 from server.generation.waiting_room import WaitingRoom
 from server.http.front import Front, SocketFront, is_loopback, listen
+from server.http.hosts import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
 from server.http.stream import Heart
 from server.index.report import index_report
@@ -162,6 +163,7 @@ class Gateway:
                 public=self.public,
                 key=config.ops_key(),
                 local=is_loopback(config.ops_host),
+                has_tenants=self._keys is not None,
             )
         )
         self._fronts: tuple[Front, ...] = ()
@@ -175,7 +177,7 @@ class Gateway:
 
         `patience_s`: how long clients may wait for a first worker to be known, before they are told that there is none.
         """
-        ops_front = SocketFront(self._server(self.ops, ops), ops)
+        ops_front = SocketFront(self._server(self._known_hosts_only(self.ops, ops), ops), ops)
         self._fronts = (public, ops_front)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -214,6 +216,13 @@ class Gateway:
         for name, files in (("keys", self._keys), ("certificate", self._certificate), ("worker CA", self._worker_ca)):
             if files is not None:
                 yield name, files.follow
+
+    def _known_hosts_only(self, app: ASGIApp, listener: socket.socket) -> ASGIApp:
+        """The ops port answers to names that it was bound to or told."""
+        if listener.family == socket.AF_UNIX:  # between the processes of one gateway
+            return app
+        names = (self._config.ops_host, *self._config.ops_hosts)
+        return KnownHostsMiddleware(app, listener.getsockname()[0], names, "--ops-hosts")
 
     async def _know_workers(self, patience_s: float) -> None:
         until_s = time.monotonic() + patience_s

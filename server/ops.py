@@ -63,6 +63,8 @@ class OpsServices:
     """What a change through this port needs."""
     local: bool = True
     """Only this machine reaches this port."""
+    has_tenants: bool = False
+    """API keys keep clients apart."""
 
 
 class OpsApi:
@@ -144,7 +146,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def ops_app(services: OpsServices) -> ASGIApp:
     app: ASGIApp = Router(routes=OpsApi(services).routes(), redirect_slashes=False)
     app = BodyLimitMiddleware(app, MAX_BODY_BYTES)
-    app = OpsKeyMiddleware(app, services.key, local=services.local)
+    app = OpsKeyMiddleware(app, services.key, local=services.local, has_tenants=services.has_tenants)
     app = ErrorMiddleware(app, services.metrics)
     app = RequestContextMiddleware(app, services.metrics)
     return SameOriginMiddleware(ForwardMiddleware(app, services.public))

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from worker.authentication import GatewayOnly
 from worker.debug_state import debug_state
+from worker.hosts import ProgramsOnly
 from worker.prefix_report import prefix_report
 from worker.recovery import EngineDeadError
 from worker.service import Refusal, WorkerService
@@ -38,8 +39,13 @@ _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: WorkerService, token: str = "") -> ASGIApp:
-    """The ASGI application over one worker, for those who show `token`, unless that is empty."""
+def make_app(
+    service: WorkerService, token: str = "", host: str = "127.0.0.1", advertise_url: str | None = None
+) -> ASGIApp:
+    """The ASGI application over one worker, for those who show `token`; without one, for programs, never for pages.
+
+    `host` and `advertise_url` say to which names it answers then.
+    """
     app = Starlette(
         routes=[
             Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
@@ -47,7 +53,7 @@ def make_app(service: WorkerService, token: str = "") -> ASGIApp:
         ],
         exception_handlers={Refusal: _refused, EngineDeadError: _engine_dead},
     )
-    return GatewayOnly(app, token) if token else app
+    return GatewayOnly(app, token) if token else ProgramsOnly(app, host, advertise_url)
 
 
 class GenerateEndpoint:

@@ -128,8 +128,9 @@ class Worker:
         return self._exit_code
 
     def _uvicorn_config(self) -> uvicorn.Config:
+        token = gateway_token(self._config.cluster_secret())
         config = uvicorn.Config(
-            make_app(self._service, gateway_token(self._config.cluster_secret())),
+            make_app(self._service, token, self._config.host, self._config.advertise_url),
             http="h11",
             ws="none",
             lifespan="off",

@@ -35,13 +35,20 @@ def decode_json(body: bytes, decoder: Callable[[bytes], Any]) -> Any:
 
 
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises MediaTypeError for a body that says that it is something else: text and forms are what a page of another
-    site can send without asking first."""
-    for name, value in headers:
-        if name == b"content-type" and value != _JSON:
-            essence = value.partition(b";")[0].strip().lower()
-            if essence != _JSON and not (essence.startswith(b"application/") and essence.endswith(b"+json")):
-                raise MediaTypeError("The body must be JSON: send it with `content-type: application/json`.")
+    """Raises MediaTypeError for a body that does not say that it is JSON.
+
+    A page of another site can send text, forms, and bodies without a type (a Blob) without asking first.
+    """
+    types = [value for name, value in headers if name == b"content-type"]
+    if not types or not all(map(_is_json, types)):
+        raise MediaTypeError("The body must be JSON: send it with `content-type: application/json`.")
+
+
+def _is_json(media_type: bytes) -> bool:
+    if media_type == _JSON:
+        return True
+    essence = media_type.partition(b";")[0].strip().lower()
+    return essence == _JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
 
 
 def is_deeper(body: bytes, depth: int) -> bool:

@@ -328,6 +328,7 @@ async def test_body_limit(worker: ScriptedWorker) -> None:
         ("application/json; charset=utf-8", 200),
         ("Application/JSON", 200),
         ("application/vnd.api+json", 200),
+        ("", 415),
         ("text/plain", 415),
         ("application/x-www-form-urlencoded", 415),
         ("multipart/form-data; boundary=x", 415),

@@ -31,7 +31,7 @@ def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
 
 
 def head(*lines: str, target: str = "/v1/chat/completions", host: str = "h") -> bytes:
-    fields = [f"Host: {host}", "Connection: close", *lines]
+    fields = [f"Host: {host}", "Connection: close", "Content-Type: application/json", *lines]
     return f"POST {target} HTTP/1.1\r\n{''.join(field + chr(13) + chr(10) for field in fields)}\r\n".encode()
 
 
@@ -272,3 +272,16 @@ async def test_changes_need_the_ops_key(
     for method, path in (("GET", "/metrics"), ("POST", "/route/explain")):
         await guard({"type": "http", "method": method, "path": path, "headers": []}, None, None)  # type: ignore[arg-type]
     assert passed[-2:] == ["/metrics", "/route/explain"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
+async def test_a_body_without_a_type_is_not_taken(worker: ScriptedWorker, path: str) -> None:
+    """A page of another site can send one, as a Blob, without asking first."""
+    body = json.dumps(chat()).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with gateway(worker) as target:
+        status, data = await raw(target.url, head.encode() + body)
+        assert (status, b"content-type: application/json" in data) == (415, True)
+        assert worker.received == []

@@ -165,6 +165,10 @@ VALUES: Final = group(
             "Networks in which pods are, where gateways may look for workers; empty: the private ones of RFC 1918.",
             text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),
         ),
+        opsHosts=array(
+            "Further names that the ops port answers to, beside those of its Service; addresses need not be named.",
+            text("A name, without scheme and port.", pattern=r"^[A-Za-z0-9._-]{1,253}$"),
+        ),
         drain=drain("a gateway", "Load balancers notice meanwhile that it leaves, while it still serves."),
         resources=resources("a gateway"),
         **pod(),

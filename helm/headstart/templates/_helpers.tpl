@@ -149,6 +149,14 @@ preStop:
 {{- end -}}
 {{- end -}}
 
+{{- /* The names that gateways' ops ports answer to: those of their Service, and what values add. */ -}}
+{{- define "headstart.opsHosts" -}}
+{{- $name := printf "%s-gateway-ops" (include "headstart.fullname" .) -}}
+{{- $space := .Release.Namespace -}}
+{{- $names := list $name (printf "%s.%s" $name $space) (printf "%s.%s.svc" $name $space) (printf "%s.%s.svc.cluster.local" $name $space) -}}
+{{- join "," (concat $names (compact (list .Values.tls.gateway.name)) .Values.gateway.opsHosts) -}}
+{{- end -}}
+
 {{- define "headstart.opsKeySecretName" -}}
 {{- default (printf "%s-ops" (include "headstart.fullname" .)) .Values.opsKey.existingSecret -}}
 {{- end -}}

@@ -1,0 +1,103 @@
+"""Ports without a password answer only to names that they know: a page can make its own name lead here."""
+
+from __future__ import annotations
+
+import socket
+
+import aiohttp
+import pytest
+
+from server.config import GatewayConfig
+from server.http.hosts import KnownHostsMiddleware
+from worker.hosts import ProgramsOnly
+
+CASES = [
+    ("127.0.0.1", "localhost:8001", True),
+    ("127.0.0.1", "LOCALHOST.", True),
+    ("127.0.0.1", "127.0.0.1", True),
+    ("127.0.0.1", "127.0.0.1:8001", True),
+    ("127.0.0.1", "[::1]:8001", True),
+    ("127.0.0.1", "10.1.2.3:8001", False),
+    ("127.0.0.1", "evil.example", False),
+    ("127.0.0.1", "evil.example:8001", False),
+    ("127.0.0.1", "127.0.0.1.evil.example", False),
+    ("127.0.0.1", "localhost.evil.example", False),
+    ("127.0.0.1", "evil-localhost", False),
+    ("127.0.0.1", "127.1", False),
+    ("127.0.0.1", "2130706433", False),
+    ("127.0.0.1", "", False),
+    ("10.1.2.3", "10.1.2.3:8001", True),
+    ("10.1.2.3", "10.1.2.4:8001", False),
+    ("10.1.2.3", "evil.example", False),
+    ("0.0.0.0", "10.1.2.3:8001", True),
+    ("0.0.0.0", "[fd00::1]:8001", True),
+    ("0.0.0.0", "evil.example", False),
+    ("::", "10.1.2.3:8001", True),
+    ("::", "[fd00::1]", True),
+    ("::", "evil.example", False),
+    ("0.0.0.0", "told.example", True),
+    ("0.0.0.0", "TOLD.example.:80", True),
+    ("0.0.0.0", "not.told.example", False),
+]
+
+
+async def answered(app, headers: dict[str, str], method: str = "GET") -> bool:  # type: ignore[no-untyped-def]
+    statuses = []
+
+    async def send(message) -> None:  # type: ignore[no-untyped-def]
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await app({"type": "http", "method": method, "path": "/drain", "headers": raw}, None, send)
+    assert statuses in ([200], [403])
+    return statuses == [200]
+
+
+async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+@pytest.mark.parametrize(("bound", "host", "known"), CASES)
+async def test_hosts_that_a_port_was_bound_to_or_told(bound: str, host: str, known: bool) -> None:
+    ops = KnownHostsMiddleware(hello, bound, ["told.example"], "--ops-hosts")
+    assert await answered(ops, {"host": host}) is known
+    assert await answered(ops, {}), "HTTP/1.0"
+    worker = ProgramsOnly(hello, bound, "http://told.example:8100")
+    assert await answered(worker, {"host": host}) is known
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({}, True),
+        ({"sec-fetch-site": "none"}, True),
+        ({"sec-fetch-site": "cross-site"}, False),
+        ({"sec-fetch-site": "same-origin"}, False),
+        ({"origin": "http://127.0.0.1:8100"}, False),
+        ({"origin": "null"}, False),
+    ],
+)
+async def test_a_worker_speaks_to_programs_alone(method: str, headers: dict[str, str], allowed: bool) -> None:
+    app = ProgramsOnly(hello, "127.0.0.1", None)
+    assert await answered(app, {"host": "127.0.0.1:8100", **headers}, method) is allowed
+
+
+async def test_a_worker_knows_its_machines_name_and_a_name_that_it_is_bound_to() -> None:
+    assert await answered(ProgramsOnly(hello, "0.0.0.0", None), {"host": f"{socket.gethostname()}:8100"})
+    assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "gpu-1:8100"})
+    assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "10.0.0.1:8100"})
+
+
+@pytest.mark.parametrize("name", ["http://x", "x:80", "", "a b", "[::1]"])
+def test_told_names_are_names(name: str) -> None:
+    with pytest.raises(ValueError, match="--ops-hosts"):
+        GatewayConfig(workers=("http://unused",), ops_hosts=("ok.example", name))
+
+
+async def rebound(url: str, host: str) -> int:
+    """As a page of `host`, whose name leads to `url` now: of one origin for the browser."""
+    headers = {"host": host, "origin": f"http://{host}"}
+    async with aiohttp.ClientSession() as session, session.post(url + "/drain", headers=headers) as response:
+        return response.status
