@@ -45,6 +45,7 @@ class GatewayConfig:
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     tool_parser: ToolFormat | None = None
     reasoning: bool | None = None
+    control_tokens_in_content: bool = False
     cluster_secret_file: str | None = None
     worker_networks: tuple[str, ...] = DEFAULT_NETWORKS
     worker_ca: str | None = None
@@ -238,6 +239,11 @@ def parser() -> argparse.ArgumentParser:
         "--reasoning",
         action=argparse.BooleanOptionalAction,
         help="split <think> ... </think> from the answer (default: by template)",
+    )
+    api.add_argument(
+        "--control-tokens-in-content",
+        action="store_true",
+        help="control tokens that messages hold are control tokens: clients can forge turns (default: they are text)",
     )
 
     watch = p.add_argument_group("observability")

@@ -103,7 +103,7 @@ class Gateway:
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient.open(gateway_token(secret), networks, tls)
-        options = ModelOptions(config.aliases, config.tool_parser, config.reasoning)
+        options = ModelOptions(config.aliases, config.tool_parser, config.reasoning, config.control_tokens_in_content)
         self.models = Models(self._client, self._executor, options)
         self._index = self._open_index()
         settings = FleetSettings(workers=config.workers, cluster_secret=secret, networks=networks)

@@ -17,6 +17,7 @@ from server.generation.choice import ChoiceDelta, TokenEntry
 from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
 from server.schema.types import ChatRequest
+from server.text.control_tokens import Rendered
 from server.text.models import ServedModel
 from server.text.parsing.messages import ChoiceMessage
 from server.text.parsing.output import END_THINK, OutputRules
@@ -41,8 +42,8 @@ async def chat_spec(
 
     Raises ApiError.
     """
-    text = await render_chat(request, model)
-    prompt_ids = truncated(await model.tokenizer.encode(text), request)
+    prompt, text = await rendered_ids(request, model)
+    prompt_ids = truncated(prompt, request)
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
     max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
@@ -66,8 +67,15 @@ async def chat_spec(
     return spec, rules
 
 
-async def render_chat(request: ChatRequest, model: ServedModel) -> str:
-    """The prompt's text; long conversations are rendered in a thread. Raises InvalidRequestError."""
+async def rendered_ids(request: ChatRequest, model: ServedModel) -> tuple[list[int], str]:
+    """The prompt's ids and its text. Raises InvalidRequestError."""
+    rendered = await render_chat(request, model)
+    client_at = None if model.allows_control_tokens else rendered.client_at
+    return await model.tokenizer.encode(rendered.text, client_at=client_at), rendered.text
+
+
+async def render_chat(request: ChatRequest, model: ServedModel) -> Rendered:
+    """Long conversations are rendered in a thread. Raises InvalidRequestError."""
     if model.template is None:
         message = "This model has no chat template: use /v1/completions."
         raise InvalidRequestError(message, param="messages")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from server.api.chat import render_chat
+from server.api.chat import rendered_ids
 from server.api.job import encode_json
 from server.api.logprobs import token_text
 from server.api.sampling import check_vocabulary
@@ -48,7 +48,7 @@ class TextApi:
                 fields["model"] = self._only(None, identity).name
             chat = decode(encode_json(fields), ChatRequest)
             model = self._models.allowed(chat.model, identity)
-            ids = await model.tokenizer.encode(await render_chat(chat, model))
+            ids, _ = await rendered_ids(chat, model)
             with_texts = bool(fields.get("return_token_strs"))
         else:
             request: TokenizeText = decode_json(body, _TEXT.decode)

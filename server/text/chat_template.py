@@ -7,7 +7,7 @@ given, its time and its output are bounded, and a request can pass it known swit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from server.errors import InvalidRequestError
 from server.schema.parts import FunctionCall, Message, TextPart
 from server.schema.types import ChatRequest
+from server.text.control_tokens import Marker, Rendered, new_mark, without
 from server.text.parsing.hermes_prompt import with_tools
 from server.text.template_sandbox import BoundedEnvironment, bounded
 
@@ -74,18 +75,39 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         try:
-            self._template = template_environment().bounded_template(source)
+            environment = template_environment()
+            self._template = environment.bounded_template(source)
+            constants = [node.value for node in environment.parse(source).find_all(jinja2.nodes.Const)]
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
         self.source = source
+        self._constants = [value for value in constants if isinstance(value, str)]
+        self._marker: Marker | None = None
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
         self._takes_tools = "tools" in source
 
-    def render(self, request: ChatRequest) -> str:
+    def keep_as_text(self, control_tokens: Collection[str]) -> None:
+        """Tell apart, from now on, which of these a request has written."""
+        self._marker = Marker(control_tokens, self._constants)
+
+    def turns(self) -> str:
+        """What it writes around a plain conversation; empty when it refuses that."""
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": "-"} for role in roles]
+        try:
+            return self._run({**self._tokens, **bounded(), "messages": messages, "add_generation_prompt": False})
+        except InvalidRequestError:
+            return ""
+
+    def render(self, request: ChatRequest) -> Rendered:
         """The prompt of a checked request. Raises InvalidRequestError when the template refuses the messages."""
+        mark = new_mark()
         messages = [self._message(message) for message in request.messages]
         tools = _tools(request)
+        kwargs = _template_kwargs(request)
+        if self._marker is not None:
+            messages, tools, kwargs = self._marker.mark([messages, tools, kwargs], mark)
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
         continued = bool(request.continue_final_message)
@@ -93,18 +115,21 @@ class ChatTemplate:
             messages[-1]["content"] += _CONTINUATION_MARK
         variables: dict[str, Any] = {
             **self._tokens,
-            **_template_kwargs(request),
+            **kwargs,
             **bounded(),
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": not continued and request.add_generation_prompt is not False,
         }
-        text = self._run(variables)
+        try:
+            rendered = without(mark, self._run(variables))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
         if not continued:
-            return text
-        before, mark, _ = text.rpartition(_CONTINUATION_MARK)
-        if not mark:
+            return rendered
+        before = rendered.before(_CONTINUATION_MARK)
+        if before is None:
             message = "this model's template cannot continue a message."
             raise InvalidRequestError(message, param="continue_final_message")
         return before

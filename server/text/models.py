@@ -49,6 +49,8 @@ class ServedModel:
     created: int
     fingerprint: str
     """Of the namespace: what its workers announce."""
+    allows_control_tokens: bool = False
+    """In what clients say."""
     _roots: dict[bytes, BlockHash] = field(default_factory=dict)
 
     @property
@@ -80,6 +82,8 @@ class ModelOptions:
     """None: by the template."""
     thinks: bool | None = None
     """None: by the template."""
+    control_tokens_in_content: bool = False
+    """Control tokens that clients write are control tokens."""
 
 
 def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
@@ -90,17 +94,21 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
     template = None
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
+    tokenizer = Tokenizer(bundle, executor, "" if template is None else template.turns())
+    if template is not None and not options.control_tokens_in_content:
+        template.keep_as_text(tokenizer.control_tokens)
     namespace = namespace_of(bundle)
     return ServedModel(
         name=bundle.model,
         namespace=namespace,
         fingerprint=namespace.fingerprint,
         bundle=bundle,
-        tokenizer=Tokenizer(bundle, executor),
+        tokenizer=tokenizer,
         template=template,
         tool_format=options.tool_format or format_of(bundle.chat_template or "") or "hermes",
         thinks=THINK in (bundle.chat_template or "") if options.thinks is None else options.thinks,
         created=int(time.time()),
+        allows_control_tokens=options.control_tokens_in_content,
     )
 
 

@@ -15,12 +15,13 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import tokenizers
 
+from server.text.control_tokens import NOTHING, TextTokenizer, template_tokens
 from server.text.pieces import PieceTable
 from server.text.words import words_of
 from worker.wire import TokenizerBundle
@@ -71,7 +72,8 @@ class SegmentCache:
 class Tokenizer:
     """One model's tokenizer. The synchronous methods are thread-safe; `executor` runs the long texts."""
 
-    def __init__(self, bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, bundle: TokenizerBundle, executor: ThreadPoolExecutor, turns: str = "") -> None:
+        """`turns`: what the chat template writes around a plain conversation."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json)
             layout: dict[str, Any] = json.loads(bundle.tokenizer_json)
@@ -86,25 +88,43 @@ class Tokenizer:
         self.pieces = PieceTable(self._tokenizer, layout)
         self._cache = SegmentCache()
         self._special_ids, self._cut = _cutter(layout)
+        added: list[dict[str, Any]] = layout.get("added_tokens", [])
+        control = [token for token in added if token["content"] and (token["special"] or token["content"] in turns)]
+        self.control_tokens = frozenset(token["content"] for token in control)
+        """Those that clients' texts shall not hold: what the tokenizer calls special, and what marks turns."""
+        self._texts = TextTokenizer(self._tokenizer, added, self.control_tokens)
+        normalized = any(token["normalized"] for token in control)
+        self._renders_whole = self._cut is None or normalized
+        """A prompt with control tokens of a client is encoded at once."""
+        self._may_spell = normalized and layout.get("normalizer") is not None
+        """A normalizer may make control tokens of other texts."""
         self._words = None if self._cut is None else words_of(layout, self._encode_texts)
 
     @property
     def caches_segments(self) -> bool:
         return self._cut is not None
 
-    def encode_text(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """The ids of a text; special tokens in it are special, as in the model's own tokenizer."""
-        ids = self._encode_whole(text) if self._cut is None else self._encode_segments(self._cut, text)
+    def encode_text(self, text: str, *, add_bos: bool = False, client_at: Collection[int] | None = None) -> list[int]:
+        """The ids of a text; special tokens in it are special, as in the model's own tokenizer.
+
+        But in a rendered prompt, for which `client_at` is given, those of clients are text (`Rendered`).
+        """
+        if client_at is not None and (self._may_spell or (client_at and self._renders_whole)):
+            ids = self._texts.encode_rendered(text, client_at)
+        else:
+            ids = self._encode_whole(text) if self._cut is None else self._encode_segments(text, client_at or NOTHING)
         if add_bos and self.bos_id is not None and (not ids or ids[0] != self.bos_id):
             ids.insert(0, self.bos_id)
         return ids
 
-    async def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+    async def encode(self, text: str, *, add_bos: bool = False, client_at: Collection[int] | None = None) -> list[int]:
         """`encode_text`, in a thread when the text is long."""
-        if len(text) <= INLINE_CHARS or self._is_cached(text):
-            return self.encode_text(text, add_bos=add_bos)
+        if len(text) <= INLINE_CHARS or self._is_cached(text, client_at or NOTHING):
+            return self.encode_text(text, add_bos=add_bos, client_at=client_at)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.executor, lambda: self.encode_text(text, add_bos=add_bos))
+        return await loop.run_in_executor(
+            self.executor, lambda: self.encode_text(text, add_bos=add_bos, client_at=client_at)
+        )
 
     def token_id(self, token: str) -> int | None:
         """The id of one token by its text, None when the vocabulary has no such token."""
@@ -118,12 +138,12 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _encode_segments(self, cut: re.Pattern[str], text: str) -> list[int]:
-        parts = cut.split(text)
+    def _encode_segments(self, text: str, client_at: Collection[int]) -> list[int]:
+        parts = self._parts(text, client_at)
         segments = [part for part in parts[::2] if part]
         found = self._cache.get_many(segments)
         missing = [segment for segment, ids in zip(segments, found, strict=True) if ids is None]
-        fresh = iter(self._encode_missing(missing))
+        fresh = iter(self._encode_missing(missing, with_control=bool(client_at)))
         cached = iter(found)
         ids: list[int] = []
         for index, part in enumerate(parts):
@@ -137,11 +157,29 @@ class Tokenizer:
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         return [item.ids for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _encode_missing(self, segments: list[str]) -> list[list[int]]:
+    def _parts(self, text: str, client_at: Collection[int]) -> list[str]:
+        """Segments with the tokens between them."""
+        assert self._cut is not None
+        if not client_at:
+            return self._cut.split(text)
+        parts, end = [], 0
+        for token in template_tokens(text, self._cut, self.control_tokens, client_at):
+            parts += [text[end : token.start()], token[0]]
+            end = token.end()
+        return [*parts, text[end:]]
+
+    def _encode_missing(self, segments: list[str], *, with_control: bool = False) -> list[list[int]]:
         if not segments:
             return []
         words = self._words
-        if words is not None and all(map(str.isascii, segments)):
+        if with_control and any(map(self._texts.pattern.search, segments)):
+            encoded = [
+                self._texts.encode(segment)
+                if self._texts.pattern.search(segment)
+                else self._encode_missing([segment])[0]
+                for segment in segments
+            ]
+        elif words is not None and all(map(str.isascii, segments)):
             encoded = [words.ids(segment) for segment in segments]
         else:
             encoded = self._encode_texts(segments)
@@ -149,11 +187,11 @@ class Tokenizer:
             self._cache.put(segment, ids)
         return encoded
 
-    def _is_cached(self, text: str) -> bool:
+    def _is_cached(self, text: str, client_at: Collection[int]) -> bool:
         """Whether little enough is new to tokenise it here."""
         if self._cut is None:
             return False
-        segments = [part for part in self._cut.split(text)[::2] if part]
+        segments = [part for part in self._parts(text, client_at)[::2] if part]
         found = self._cache.get_many(segments)
         new_chars = sum(len(segment) for segment, ids in zip(segments, found, strict=True) if ids is None)
         return new_chars <= INLINE_CHARS

@@ -7,7 +7,6 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest

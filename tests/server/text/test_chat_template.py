@@ -25,25 +25,27 @@ USER = {"role": "user", "content": "Hi"}
 
 def test_generation_prompt_and_its_absence() -> None:
     chatml = template(CHATML)
-    assert chatml.render(request(USER)) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert chatml.render(request(USER, add_generation_prompt=False)) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert chatml.render(request(USER)).text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert chatml.render(request(USER, add_generation_prompt=False)).text == "<|im_start|>user\nHi<|im_end|>\n"
 
 
 def test_continue_final_message_keeps_its_trailing_space() -> None:
-    text = template(CHATML).render(
+    rendered = template(CHATML).render(
         request(USER, {"role": "assistant", "content": "Well, "}, continue_final_message=True)
     )
-    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell, "
+    assert rendered.text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell, "
 
 
 @pytest.mark.parametrize(("source", "role"), [(CHATML, "system"), (CHATML + "{# developer #}", "developer")])
 def test_developer_is_system_unless_the_template_knows_it(source: str, role: str) -> None:
-    assert template(source).render(request({"role": "developer", "content": "x"})).startswith(f"<|im_start|>{role}\n")
+    assert (
+        template(source).render(request({"role": "developer", "content": "x"})).text.startswith(f"<|im_start|>{role}\n")
+    )
 
 
 def test_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "user\na\nb<|im_end|>" in template(CHATML).render(request({"role": "user", "content": parts}))
+    assert "user\na\nb<|im_end|>" in template(CHATML).render(request({"role": "user", "content": parts})).text
 
 
 def test_tools_and_their_calls_as_objects() -> None:
@@ -51,7 +53,7 @@ def test_tools_and_their_calls_as_objects() -> None:
         "{{ tools | tojson }}|{{ messages[1].tool_calls[0].function.arguments.city }}|{{ messages[2].tool_call_id }}"
     )
     call = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": '{"city": "Köln <b>"}'}}
-    text = template(source).render(
+    rendered = template(source).render(
         request(
             USER,
             {"role": "assistant", "tool_calls": [call]},
@@ -59,17 +61,19 @@ def test_tools_and_their_calls_as_objects() -> None:
             tools=[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}],
         )
     )
-    assert text == ('[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]|Köln <b>|c1')
+    assert rendered.text == (
+        '[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]|Köln <b>|c1'
+    )
 
 
 def test_tool_choice_none_hides_the_tools() -> None:
     tools = [{"type": "function", "function": {"name": "w"}}]
-    assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")) == "True"
+    assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")).text == "True"
 
 
 def test_generation_blocks_and_loop_controls() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
-    assert template(source).render(request(USER, USER)) == "Hi"
+    assert template(source).render(request(USER, USER)).text == "Hi"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +101,8 @@ def test_a_broken_template_is_refused_by_name() -> None:
 
 def test_switches_pass_and_variables_do_not() -> None:
     source = "{{ enable_thinking }}{{ reasoning_effort }}"
-    assert template(source).render(request(USER, chat_template_kwargs={"enable_thinking": False})) == "False"
-    assert template(source).render(request(USER, reasoning_effort="none")) == "Falsenone"
+    assert template(source).render(request(USER, chat_template_kwargs={"enable_thinking": False})).text == "False"
+    assert template(source).render(request(USER, reasoning_effort="none")).text == "Falsenone"
     for name in ("messages", "tools", "bos_token", "raise_exception"):
         with pytest.raises(InvalidRequestError) as raised:
             template(source).render(request(USER, chat_template_kwargs={name: 1}))
@@ -131,4 +135,4 @@ def test_loops_are_what_they_were() -> None:
         "{% for m in messages recursive %}{{ loop.index }}{{ m.content }}{% if loop.last %}!{% endif %}"
         "{% else %}none{% endfor %}{{ 3 * 'ab' }}{{ 2 ** 10 }}"
     )
-    assert template(source).render(request(USER, USER)) == "1Hi2Hi!ababab1024"
+    assert template(source).render(request(USER, USER)).text == "1Hi2Hi!ababab1024"
