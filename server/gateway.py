@@ -91,6 +91,7 @@ class Gateway:
         """`members`: the processes that this one only speaks for."""
         self._config = config
         self._members = members
+        self._max_connections = affordable_connections(config.max_connections)
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         self._tracing = open_tracing(config.otlp_endpoint, gateway_id)
         secret = config.cluster_secret()
@@ -122,7 +123,7 @@ class Gateway:
                 self.router.num_booked,
             )
         )
-        self._watch = StallWatch(self._client, silent_s=config.stall_s)
+        self._watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s)
         self._heart = Heart(config.keepalive_s)
         self._keys = self._open_keys()
         identities: Identities = SingleTenant(secret)
@@ -338,7 +339,7 @@ class Gateway:
             max_header_bytes=config.max_header_bytes,
             header_timeout_s=config.header_timeout_s,
             body_timeout_s=config.body_timeout_s,
-            max_connections=affordable_connections(config.max_connections),
+            max_connections=self._max_connections,
             drain_grace_s=config.drain_grace_s,
         )
         is_private = listener.family == socket.AF_UNIX  # between the processes of one gateway

@@ -2,7 +2,7 @@
 
 Seconds are tokens over the measured prefill rate. A request counts from its arrival to its first token, with what is
 left of it to compute, so the one in service shrinks with every chunk.
-Source: docs/architecture.md, "The router"; the books of a gateway take `queued_prefill_s` less its own share.
+Source: docs/routing.md; the books of a gateway take `queued_prefill_s` less its own share.
 """
 
 from __future__ import annotations

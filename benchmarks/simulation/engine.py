@@ -5,7 +5,7 @@
 
 A prompt's blocks are looked up when its prefill begins, findable when it ends, pinned until the decode has ended, and
 evicted tail first. Generated tokens are not cached.
-Source: the model of docs/architecture.md, "Routing", which the reference figures were made with.
+Source: the model of docs/routing.md, which the reference figures were made with.
 """
 
 from __future__ import annotations

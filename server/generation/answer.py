@@ -95,14 +95,17 @@ class Answer:
         }
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Where the request went and what the index promised, as far as it is known."""
+        """Where the request went and what was reused there, as `usage` says it.
+
+        A stream whose keep-alive comes before its prefill has only the index' promise, in whole blocks.
+        """
         workers = dict.fromkeys(g.worker.worker_id for g in self.generations if g.worker is not None)
         if not workers:
             return []
-        promised = sum(generation.promised_tokens for generation in self.generations)
+        cached_tokens = sum(generation.num_reused_tokens for generation in self.generations)
         return [
             (b"x-headstart-worker", ",".join(workers).encode("latin-1", "replace")),
-            (b"x-headstart-cached-tokens", b"%d" % promised),
+            (b"x-headstart-cached-tokens", b"%d" % cached_tokens),
         ]
 
     async def _merged(self) -> AsyncGenerator[list[ChoiceDelta]]:

@@ -6,7 +6,7 @@
       +---------+ elsewhere           | without such a worker: from the start if the client has seen nothing,
       +-------------------------------+ else an explicit error
 
-Source: docs/architecture.md, "Resume".
+Source: docs/reliability.md, "How it works".
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ class Generation:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(choice.output_ids) for choice in self.choices)
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Cached prompt tokens: what the worker found or, until it has looked, whole blocks that were promised."""
+        if self.num_cached_tokens is not None:
+            return self.num_cached_tokens
+        return self.promised_tokens - self.promised_tokens % self.spec.model.bundle.block_size
 
     @property
     def num_reasoning_tokens(self) -> int:

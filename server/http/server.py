@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 import ssl
@@ -16,8 +17,14 @@ from starlette.types import ASGIApp
 from server.http.connection_limit import ConnectionLimit
 from server.http.protocol import protocol_with
 
+log = logging.getLogger(__name__)
+
 SPARE_FILES: Final = 256
 """For what is no client's connection and no worker's."""
+
+
+MIN_CONNECTIONS: Final = 16
+"""A port with fewer would serve hardly anybody, and nobody would know why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,8 @@ class HttpServer(uvicorn.Server):
 def affordable_connections(wanted: int) -> int:
     """As many of `wanted` as this process may have files for: one for the client and one for the worker.
 
-    Raises the soft limit on open files as far as it may.
+    Raises the soft limit on open files as far as it may. Raises ValueError for a limit that leaves next to none, and
+    warns of one that leaves fewer than wanted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + SPARE_FILES
@@ -87,4 +95,18 @@ def affordable_connections(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    return max(1, (soft - SPARE_FILES) // 2)
+    affordable = (soft - SPARE_FILES) // 2
+    if affordable < min(wanted, MIN_CONNECTIONS):
+        least = 2 * MIN_CONNECTIONS + SPARE_FILES
+        raise ValueError(
+            f"this process may open {soft} files, too few for {min(wanted, MIN_CONNECTIONS)} connections: allow "
+            f"{least} at least, {needed} for --max-connections {wanted} (ulimit -n, LimitNOFILE=, --ulimit nofile=)"
+        )
+    log.warning(
+        "this process may open %d files, which is enough for %d connections: --max-connections %d needs %d (ulimit -n)",
+        soft,
+        affordable,
+        wanted,
+        needed,
+    )
+    return affordable

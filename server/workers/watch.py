@@ -1,29 +1,47 @@
 """Finds hung workers: a stream that is silent for long makes us ask its worker whether it still lives.
 
-Silence alone proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open.
+Silence alone proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open. A worker
+that does not answer loses its streams when another lives that could take them. When none does, the fleet may be paused
+(a machine suspended, a network cut): the streams wait for `alone_s`, for nobody could do better.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from cache.index import WorkerMember
 from server.workers.client import GenerateStream, WorkerClient
 
 SILENT_S: Final = 5.0
 INTERVAL_S: Final = 1.0
 NUM_PROBES: Final = 2
+ALONE_S: Final = 60.0
+MAX_ASKED: Final = 8
+"""Of the workers that could take a stream, at a time."""
 
 
 class StallWatch:
     """Knows the open streams of this process. One task calls `run`."""
 
-    def __init__(self, client: WorkerClient, *, silent_s: float = SILENT_S, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        client: WorkerClient,
+        workers: Callable[[], Sequence[WorkerMember]] = tuple,
+        *,
+        silent_s: float = SILENT_S,
+        interval_s: float = INTERVAL_S,
+        alone_s: float = ALONE_S,
+    ) -> None:
+        """`workers`: all that are known."""
         self._client = client
+        self._workers = workers
+        self._alone_s = alone_s
         self._silent_s = silent_s
         self._interval_s = interval_s
         self._streams: set[GenerateStream] = set()
@@ -57,5 +75,26 @@ class StallWatch:
         for _ in range(NUM_PROBES):
             if await self._client.is_alive(url):
                 return
+        before_s = time.monotonic() - self._alone_s
+        has_heir = await self._any_lives(self._heirs(url))
         for stream in streams:
-            stream.give_up()
+            if has_heir or stream.last_read_s < before_s:
+                stream.give_up()
+
+    def _heirs(self, url: str) -> list[str]:
+        """Those that could go on with a stream of the worker at `url`."""
+        workers = self._workers()
+        kinds = {(worker.model, worker.numerics) for worker in workers if worker.url == url}
+        heirs = [worker.url for worker in workers if worker.url != url and (worker.model, worker.numerics) in kinds]
+        return random.sample(heirs, min(len(heirs), MAX_ASKED))
+
+    async def _any_lives(self, urls: Sequence[str]) -> bool:
+        checks = [asyncio.create_task(self._client.is_alive(url)) for url in urls]
+        try:
+            for check in asyncio.as_completed(checks):
+                if await check:
+                    return True
+            return False
+        finally:
+            for task in checks:
+                task.cancel()

@@ -83,6 +83,7 @@ async def gateway(
     *workers: ScriptedWorker,
     keepalive_s: float = 15.0,
     silent_s: float = 5.0,
+    alone_s: float = 60.0,
     request_timeout_s: float = 60.0,
     max_body_bytes: int = 1024 * 1024,
     aliases: dict[str, str] | None = None,
@@ -101,7 +102,7 @@ async def gateway(
         models = Models(client, executor, ModelOptions(aliases or {}))
         for member in router.members:
             await models.admit(member)
-        watch = StallWatch(client, silent_s=silent_s, interval_s=silent_s / 5)
+        watch = StallWatch(client, router.workers, silent_s=silent_s, interval_s=silent_s / 5, alone_s=alone_s)
         heart = Heart(keepalive_s)
         backend = Backend(
             GatewayId("g0"),

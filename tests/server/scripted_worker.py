@@ -72,6 +72,7 @@ class ScriptedWorker:
     num_running: int = 0
     url: str = ""
     hung: bool = False
+    num_probed: int = 0
     namespace: str = ""
 
     def member(self) -> WorkerMember:
@@ -162,6 +163,7 @@ class ScriptedWorker:
         return Response(b"")
 
     async def _live(self, http: Request) -> Response:
+        self.num_probed += 1
         if self.hung:
             await asyncio.Event().wait()
         return Response(b"{}")

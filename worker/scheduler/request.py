@@ -62,7 +62,7 @@ class Request:
     choices: list[Choice]
     arrival_s: float
     order_s: float
-    """Place in every queue: the arrival, moved by the priority (see `WaitingQueue`)."""
+    """Place in every queue: the arrival, moved by the priority (see `worker.scheduler.queue`)."""
     sequences: list[Sequence] = field(default_factory=list)
     """Those that still compute something, waiting or running."""
     num_cached_tokens: int = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 
 from tests.server.gateway_app import gateway
 from tests.server.generation.failing_workers import MakeWorker
+from tests.server.scripted_worker import ScriptedWorker, until
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import ANSWER, chat, post
 from worker.wire import Failed, Frame, GenerateRequest, Started, Tokens
@@ -29,6 +30,55 @@ async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
         assert len(healthy.received[0].choices[0].output_ids) == 4
+
+
+async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker) -> None:
+    workers = [make(), make()]
+    pause, num_paused = asyncio.Event(), 0
+
+    def behaviour(worker: ScriptedWorker) -> Callable[[GenerateRequest], AsyncIterator[Frame]]:
+        async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+            nonlocal num_paused
+            num_sent = 0
+            async for frame in worker.answer(request):
+                if num_sent == 4:
+                    num_paused += 1
+                    for each in workers:
+                        each.hung = True
+                    await pause.wait()
+                num_sent += 1
+                yield frame
+
+        return behave
+
+    for worker in workers:
+        worker.behave = behaviour(worker)
+    async with gateway(*workers, silent_s=0.1) as target:
+        asked = asyncio.create_task(post(target.url, chat(stream=True)))
+        await until(lambda: num_paused, 20.0)
+        await until(lambda: workers[0].num_probed >= 4 and workers[1].num_probed >= 2, 20.0)
+        assert not asked.done()
+        for worker in workers:
+            worker.hung = False
+        pause.set()
+        _, _, raw = await asked
+        assert check_chat(raw) == [ANSWER]
+        assert [len(worker.received) for worker in workers] == [1, 0], "it was never taken elsewhere"
+
+
+async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:4]))
+        worker.hung = True
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    async with gateway(worker, silent_s=0.1, alone_s=0.5) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert "error" in events(raw)[-1]
 
 
 async def test_a_slow_but_living_worker_is_waited_for(make: MakeWorker) -> None:

@@ -219,14 +219,30 @@ async def test_idle_connections_make_room() -> None:
         (1024, 1024, (1024 - SPARE_FILES) // 2, 1024),
         (1 << 20, 1 << 20, 8192, None),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8192, None),
-        (64, 64, 1, 64),
+        (300, 300, (300 - SPARE_FILES) // 2, 300),
     ],
 )
 def test_no_more_connections_than_files(
-    soft: int, hard: int, allowed: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch
+    soft: int,
+    hard: int,
+    allowed: int,
+    raised_to: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
     assert affordable_connections(8192) == allowed
     assert limits[1:] == ([] if raised_to is None else [(raised_to, hard)])
+    warned = [record.getMessage() for record in caplog.records]
+    assert bool(warned) == (allowed < 8192)
+    assert all(f"enough for {allowed} connections" in text and "ulimit" in text for text in warned)
+
+
+@pytest.mark.parametrize("files", [64, 128, SPARE_FILES, SPARE_FILES + 31])
+def test_a_port_for_next_to_nobody_is_refused(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: None)
+    with pytest.raises(ValueError, match=f"may open {files} files.*ulimit -n"):
+        affordable_connections(8192)
