@@ -144,18 +144,18 @@ PATHS: Final = [
     "{path}%0d%0aX: y",
 ]
 HEADERS: Final = [
-    "Host: h",
-    "Host: h/metrics",
-    "Host: h/route/explain?",
-    "Host: h\r\nX-HTTP-Method-Override: GET",
-    "Host: h\r\nX-Original-URL: /route/explain",
-    "Host: h\r\nX-Rewrite-URL: /metrics",
-    "Host: h\r\nX-Forwarded-For: 127.0.0.1",
-    "Host: h\r\nAuthorization: Bearer " + KEY,
-    "Host: h\r\nAuthorization: Bearer " + OPS_KEY + "x",
-    "Host: h\r\nAuthorization: Bearer " + OPS_KEY + "\r\nAuthorization: Bearer x",
-    "Host: h\r\nAuthorization: Basic " + OPS_KEY,
-    "Host: h\r\nCookie: authorization=" + OPS_KEY,
+    "Host: localhost",
+    "Host: localhost/metrics",
+    "Host: localhost/route/explain?",
+    "Host: localhost\r\nX-HTTP-Method-Override: GET",
+    "Host: localhost\r\nX-Original-URL: /route/explain",
+    "Host: localhost\r\nX-Rewrite-URL: /metrics",
+    "Host: localhost\r\nX-Forwarded-For: 127.0.0.1",
+    "Host: localhost\r\nAuthorization: Bearer " + KEY,
+    "Host: localhost\r\nAuthorization: Bearer " + OPS_KEY + "x",
+    "Host: localhost\r\nAuthorization: Bearer " + OPS_KEY + "\r\nAuthorization: Bearer x",
+    "Host: localhost\r\nAuthorization: Basic " + OPS_KEY,
+    "Host: localhost\r\nCookie: authorization=" + OPS_KEY,
 ]
 
 
@@ -170,7 +170,8 @@ async def test_no_trick_changes_anything_through_the_ops_port(cluster: Cluster, 
     assert process.is_running()
     assert cluster.gateway.num_ready() == 1
     (before,) = cluster.gateway.workers()
-    request = f"POST /workers/w0/purge HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer {OPS_KEY}\r\n"
+    fields = f"Host: localhost\r\nConnection: close\r\nAuthorization: Bearer {OPS_KEY}\r\n"
+    request = f"POST /workers/w0/purge HTTP/1.1\r\n{fields}"
     status, data = await ask_raw(port, f"{request}Content-Length: 0\r\n\r\n".encode())
     assert status == 200
     assert json.loads(data.partition(b"\r\n\r\n")[2])["epoch"] != before["epoch"]
