@@ -24,7 +24,7 @@ from server.api.text_api import TextApi
 from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
-from server.schema.decoding import require_json
+from server.schema.decoding import MAX_VALUES, inspect, require_json
 from server.schema.types import ChatRequest, CompletionRequest, decode
 from server.text.models import Models, ServedModel
 from server.tracing import stage
@@ -33,6 +33,8 @@ from server.trust.identity import Identities, Identity, identity_of
 from server.trust.rate_limits import RateLimits
 
 OWNED_BY: Final = "headstart"
+ID_BYTES: Final = 8
+"""Of a token id in a body, with its comma and a space: up to 999,999."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,27 +86,32 @@ class PublicApi:
     async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request = decode(body, ChatRequest)
+            request = decode(body, ChatRequest, inspected=await inspect(body, self._models.max_text_bytes()))
         with stage("tokenise"):
             return await chat_job(request, self._model(request.model, identity), identity)
 
     async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request = decode(body, CompletionRequest)
+            request = decode(body, CompletionRequest, inspected=await inspect(body, self._models.max_text_bytes()))
         with stage("tokenise"):
             return await completion_job(request, self._model(request.model, identity), identity)
 
     async def prepare_response(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request, chat = decode_responses(body)
+            request, chat = decode_responses(body, inspected=await inspect(body, self._models.max_text_bytes()))
         id_ = f"resp_{uuid.uuid4().hex}"
         model = self._model(chat.model, identity)
         with stage("tokenise"), errors_renamed():
             spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
         presenter = ResponsesPresenter(id_, request, rules, model.tokenizer.pieces)
         return Job((spec,), presenter, bool(request.stream))
+
+    def max_body_bytes(self) -> int | None:
+        """What the largest context of the models served here can need, token ids in the longest spelling included."""
+        text = self._models.max_text_bytes()
+        return None if text is None else text + ID_BYTES * MAX_VALUES
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""
@@ -192,7 +199,7 @@ class HotPaths:
 def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
     app: ASGIApp = HotPaths(api.endpoints(), Router(routes=api.routes(), redirect_slashes=False))
-    app = BodyLimitMiddleware(app, admission.max_body_bytes)
+    app = BodyLimitMiddleware(app, admission.max_body_bytes, api.max_body_bytes)
     app = AuthenticationMiddleware(app, admission.identities, admission.limits)
     app = ErrorMiddleware(app, metrics)
     return RequestContextMiddleware(app, metrics, access_log=access_log)

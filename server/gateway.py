@@ -53,6 +53,7 @@ from server.index.report import index_report
 from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.ops import OpsServices, ops_app
+from server.pace import sample_delay
 from server.processes.members import Members
 from server.router.dispatch import DispatchSettings
 from server.router.router import HeadstartRouter, RouterSettings
@@ -212,6 +213,7 @@ class Gateway:
         yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
         yield "stall watch", self._watch.run
         yield "heart", self._heart.run
+        yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run
         for name, files in (("keys", self._keys), ("certificate", self._certificate), ("worker CA", self._worker_ca)):

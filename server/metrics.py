@@ -14,6 +14,7 @@ from cache.types import WorkerId
 
 _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
+_DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -108,6 +109,19 @@ class GatewayMetrics:
             ("task",),
             registry=self.registry,
         )
+        self.loop_delay_s = Histogram(
+            "headstart_event_loop_delay_seconds",
+            "How late the event loop woke a task that sleeps for 10 ms, one observation a sleep.",
+            buckets=_DELAY_S,
+            registry=self.registry,
+        )
+        self._longest_delay = Gauge(
+            "headstart_event_loop_longest_delay_seconds",
+            "The longest of those delays since the last scrape.",
+            registry=self.registry,
+        )
+        self._longest_delay_s = 0.0
+        self._longest_delay.set_function(self._take_longest_delay)
         self._key_reloads = Counter(
             "headstart_api_key_reloads", "Times the key file changed.", ("outcome",), registry=self.registry
         )
@@ -121,6 +135,15 @@ class GatewayMetrics:
     def follow_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count the loop's tasks at every scrape."""
         self.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+
+    def delayed(self, delay_s: float) -> None:
+        """The loop woke a sleeper so much too late."""
+        self.loop_delay_s.observe(delay_s)
+        self._longest_delay_s = max(self._longest_delay_s, delay_s)
+
+    def _take_longest_delay(self) -> float:
+        longest_s, self._longest_delay_s = self._longest_delay_s, 0.0
+        return longest_s
 
     def answered(self, route: str, status: int, elapsed_s: float) -> None:
         """`status` 0: the response never began."""

@@ -31,7 +31,7 @@ from server.generation.spec import prompt_hashes, route_request
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
 from server.router.placement import RouteRequest
-from server.schema.decoding import decode_json
+from server.schema.decoding import decode_json, inspect
 from server.trust.identity import DEFAULT_TENANT, Identity
 from server.trust.ops_key import OpsKeyMiddleware
 from server.workers.actions import ACTIONS, WorkerActions
@@ -118,7 +118,7 @@ class OpsApi:
         `?tenant=NAME` asks about that tenant's cache.
         """
         body = await request.body()
-        fields = decode_json(body, msgspec.json.decode)
+        fields = decode_json(body, msgspec.json.decode, inspected=await inspect(body))
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body is that of a chat or a completion request.")
         prepare = self._services.api.prepare_chat if "messages" in fields else self._services.api.prepare_completion

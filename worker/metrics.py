@@ -51,6 +51,8 @@ class WorkerMetrics:
         self.batch_tokens = histogram("batch_tokens", "Tokens in a step, by kind", _SIZES, ["kind"])
         self.batch_growth = counter("batch_growth", "Steps in which the batch grew, by reason", ["reason"])
         self.step_s = histogram("step_seconds", "Forward and sampling of a step, by what it held", _SECONDS, ["kind"])
+        self._longest_step_s = 0.0
+        gauge("longest_step_seconds", "The longest of those since the last scrape").set_function(self._take_longest_step)
         self.host_s = histogram("host_seconds", "Scheduling before and bookkeeping after a step", _SECONDS, ["phase"])
         self.between_tokens_s = histogram(
             "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS
@@ -113,6 +115,11 @@ class WorkerMetrics:
             self.between_tokens_s.observe(interval_s)
         kind = "decode" if not num_prefill else "mixed" if num_decodes else "prefill"
         self.step_s.labels(kind).observe(step_s)
+        self._longest_step_s = max(self._longest_step_s, step_s)
+
+    def _take_longest_step(self) -> float:
+        longest_s, self._longest_step_s = self._longest_step_s, 0.0
+        return longest_s
 
     def count_emissions(self, emissions: Sequence[Emission]) -> None:
         num_tokens = 0

@@ -18,9 +18,9 @@ from __future__ import annotations
 import hmac
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, overload
 
 import msgpack
 import msgspec
@@ -183,7 +183,7 @@ class Finished(_Frame, frozen=True, tag=2):
 class PromptLogprobs(_Frame, frozen=True, tag=3):
     """Sent once after the prefill when asked for; entry i is the logprob of prompt token i (None for the first)."""
 
-    positions: tuple[TokenLogprobs | None, ...]
+    positions: Sequence[TokenLogprobs | None]
 
 
 class End(_Frame, frozen=True, tag=4):
@@ -265,6 +265,10 @@ class WorkerState:
 
 T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
+_decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
+_POSITIONS_HEAD: Final = b"\x92\x03"
+"""An array of two: the tag of PromptLogprobs, and its positions."""
+_POSITIONS_AT_ONCE: Final = 256
 
 
 def pack(message: object) -> bytes:
@@ -317,28 +321,111 @@ def pack_frame(frame: Frame) -> bytes:
     return _encode(frame)
 
 
+class PackedPositions(Sequence[TokenLogprobs | None]):
+    """The positions of PromptLogprobs, kept as msgpack: as objects they take ten times the room."""
+
+    __slots__ = ("_len", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._len = 0
+
+    def extend(self, positions: Sequence[TokenLogprobs | None]) -> None:
+        for start in range(0, len(positions), _POSITIONS_AT_ONCE):
+            self._parts.append(_encode(positions[start : start + _POSITIONS_AT_ONCE]))
+        self._len += len(positions)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        """Quick in order; `[]` is not."""
+        for part in self._parts:
+            yield from _decode_positions(part)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _PositionsReader:
+    """Reads the positions of one PromptLogprobs, megabytes of a long prompt, as they arrive."""
+
+    __slots__ = ("_num_fed", "_num_missing", "_unpacker", "positions")
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, use_list=False)
+        self._num_fed = 0
+        self._num_missing: int | None = None
+        self.positions = PackedPositions()
+
+    def feed(self, data: bytes) -> bytes | None:
+        """What follows the frame; None while it is incomplete."""
+        self._num_fed += len(data)
+        if self._num_fed > MAX_FRAME_BYTES:
+            raise WireError("not a frame: PromptLogprobs without an end")
+        self._unpacker.feed(data)
+        found: list[Any] = []
+        try:
+            if self._num_missing is None:
+                self._num_missing = self._unpacker.read_array_header()
+            while len(found) < self._num_missing:
+                found.append(self._unpacker.unpack())
+        except msgpack.OutOfData:
+            pass
+        if found:
+            assert self._num_missing is not None
+            self._num_missing -= len(found)
+            self.positions.extend(msgspec.convert(found, list[TokenLogprobs | None]))
+        if self._num_missing != 0:
+            return None
+        return data[len(data) - (self._num_fed - self._unpacker.tell()) :]
+
+
 class FrameReader:
     """Cuts a byte stream into frames: `feed` what has arrived, take what is complete. Raises WireError."""
 
-    __slots__ = ("_num_fed", "_unpacker")
+    __slots__ = ("_num_fed", "_positions", "_unpacker")
 
     def __init__(self) -> None:
         self._unpacker: msgpack.Unpacker | None = None
         """Kept only while a frame is incomplete: it takes 41 KB, and a thousand streams are open at once."""
         self._num_fed = 0
+        self._positions: _PositionsReader | None = None
+        """While a PromptLogprobs is incomplete."""
 
     def feed(self, data: bytes) -> list[Frame]:
-        unpacker = self._unpacker
-        if unpacker is None:
-            unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=4096, use_list=False)
-            self._num_fed = 0
         try:
+            frames: list[Frame] = []
+            if self._positions is not None:
+                rest = self._positions.feed(data)
+                if rest is None:
+                    return frames
+                frames.append(PromptLogprobs(self._positions.positions))
+                self._positions, data = None, rest
+            unpacker = self._unpacker
+            if unpacker is None:
+                unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=4096, use_list=False)
+                self._num_fed = 0
             unpacker.feed(data)
             self._num_fed += len(data)
-            frames, end = [], 0
+            end = 0
             for message in unpacker:
                 frames.append(_frame(message))
                 end = unpacker.tell()
+            begun = data[len(data) - (self._num_fed - end) :] if self._num_fed - end <= len(data) else b""
+            if begun.startswith(_POSITIONS_HEAD):
+                self._positions, self._unpacker = _PositionsReader(), None
+                self._positions.feed(begun[len(_POSITIONS_HEAD) :])
+                return frames
         except WireError:
             raise
         except (ValueError, TypeError, LookupError, msgpack.UnpackException, RecursionError) as error:
@@ -354,5 +441,10 @@ def _frame(message: Any) -> Frame:
             return Tokens(choice, token_ids)
     match message:
         case (int(tag), *_) if 0 <= tag < len(_FRAMES):
-            return msgspec.convert(message, _FRAMES[tag])
+            frame = msgspec.convert(message, _FRAMES[tag])
+            if type(frame) is PromptLogprobs:
+                packed = PackedPositions()
+                packed.extend(frame.positions)
+                return PromptLogprobs(packed)
+            return frame
     raise WireError(f"not a frame: {message!r:.80}")

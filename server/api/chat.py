@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from server.api.job import AnswerHead, Job, answer_id, encode_json, stream_format
+from server.api.job import AnswerHead, Job, Spread, answer_id, encode_json, json_parts, stream_format
 from server.api.logprobs import chat_logprobs, prompt_logprobs
-from server.api.sampling import choice_seeds, sampling_params, text_rules, token_budget, truncated
+from server.api.sampling import (
+    MAX_SCHEMA_BYTES,
+    TEXT_ROOM,
+    choice_seeds,
+    prompt_tokens,
+    sampling_params,
+    text_rules,
+    token_budget,
+)
 from server.api.tools import chat_grammar, output_rules
-from server.errors import ApiError, InvalidRequestError
+from server.errors import ApiError, ContextLengthError, InvalidRequestError
 from server.generation.answer import Answer, CollectedChoice
 from server.generation.choice import ChoiceDelta, TokenEntry
 from server.generation.spec import GenerationSpec, ParamNames
@@ -23,7 +30,6 @@ from server.text.parsing.messages import ChoiceMessage
 from server.text.parsing.output import END_THINK, OutputRules
 from server.trust.identity import Identity, allowed_priority, request_salt
 
-INLINE_RENDER_CHARS: Final = 16_384
 _SAME_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -42,8 +48,11 @@ async def chat_spec(
 
     Raises ApiError.
     """
-    prompt, text = await rendered_ids(request, model)
-    prompt_ids = truncated(prompt, request)
+    rendered = await render_chat(request, model)
+    text = rendered.text
+    prompt_ids = await prompt_tokens(
+        text, request, model, limit=request.token_limit, param="messages", client_at=client_at(rendered, model)
+    )
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
     max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
@@ -56,7 +65,7 @@ async def chat_spec(
         prompt_ids=prompt_ids,
         root=model.root(request_salt(identity, request.cache_salt)),
         seeds=choice_seeds(request.seed, request.num_choices),
-        sampling=sampling_params(request, model, max_tokens=max_tokens, logprobs=num_top, grammar=grammar),
+        sampling=await sampling_params(request, model, max_tokens=max_tokens, logprobs=num_top, grammar=grammar),
         rules=text_rules(request, model, rules.markers()),
         params=ParamNames(prompt=field_names.get("messages", "messages"), grammar=field_names.get(blamed, blamed)),
         priority=allowed_priority(identity, request.priority),
@@ -67,36 +76,40 @@ async def chat_spec(
     return spec, rules
 
 
-async def rendered_ids(request: ChatRequest, model: ServedModel) -> tuple[list[int], str]:
-    """The prompt's ids and its text. Raises InvalidRequestError."""
-    rendered = await render_chat(request, model)
-    client_at = None if model.allows_control_tokens else rendered.client_at
-    return await model.tokenizer.encode(rendered.text, client_at=client_at), rendered.text
+def client_at(rendered: Rendered, model: ServedModel) -> Collection[int] | None:
+    """Where control tokens of clients are text; None where they are control tokens."""
+    return None if model.allows_control_tokens else rendered.client_at
 
 
 async def render_chat(request: ChatRequest, model: ServedModel) -> Rendered:
-    """Long conversations are rendered in a thread. Raises InvalidRequestError."""
+    """The prompt's text, in slices. Raises InvalidRequestError."""
     if model.template is None:
         message = "This model has no chat template: use /v1/completions."
         raise InvalidRequestError(message, param="messages")
-    if num_chars(request) <= INLINE_RENDER_CHARS:
-        return model.template.render(request)
-    return await asyncio.get_running_loop().run_in_executor(model.tokenizer.executor, model.template.render, request)
+    if request.tools and len(encode_json(request.tools)) > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(f"tools take at most {MAX_SCHEMA_BYTES} bytes of JSON.", param="tools")
+    longest = model.prompt_bytes
+    if longest is not None and (count := num_chars(request)) > TEXT_ROOM * longest:
+        message = f"The messages hold {count} characters, and {TEXT_ROOM * longest} at most are taken for this model"
+        raise ContextLengthError(f"{message}: send less of the conversation.", param="messages")
+    return await model.template.render_in_slices(request, model.tokenizer.executor)
 
 
 def num_chars(request: ChatRequest) -> int:
-    """About how much text there is to render."""
+    """How much text there is to render."""
     total = 0
     for message in request.messages:
         content = message.content
-        total += 64
         if isinstance(content, str):
             total += len(content)
         elif content is not None:
-            total += sum(len(part.text or "") for part in content)
+            total += sum(len(part.text or part.refusal or "") for part in content)
+        total += len(message.reasoning_content or message.reasoning or "")
         for call in message.tool_calls or ():
-            total += len(call.function.arguments)
-    return total + 1024 * len(request.tools or ())
+            total += len(call.function.arguments) + len(call.function.name)
+        if message.function_call is not None:
+            total += len(message.function_call.arguments)
+    return total
 
 
 class ChatPresenter:
@@ -117,9 +130,9 @@ class ChatPresenter:
         self._plain = rules.plain and not annotated
         self._usage_tail = b',"usage":null}\n\n' if self._format.include_usage else b"}\n\n"
 
-    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> bytes:
-        fields = self._fields(answer)
-        fields["choices"] = [self._choice(choice) for choice in choices]
+    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> Iterator[bytes]:
+        fields = Spread(self._fields(answer))
+        fields["choices"] = (self._choice(choice) for choice in choices)
         fields["usage"] = answer.usage()
         spec = answer.first.spec
         if self._num_prompt_logprobs is not None:
@@ -128,7 +141,7 @@ class ChatPresenter:
             )
         if self._format.token_ids:
             fields["prompt_token_ids"] = list(spec.prompt_ids)
-        return encode_json(fields)
+        return json_parts(fields)
 
     def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes:
         if not self._prefix:
@@ -226,12 +239,16 @@ class ChatPresenter:
         return fields
 
     def _choice(self, choice: CollectedChoice) -> dict[str, Any]:
+        message = self._message(choice.index).whole(choice.text)
         fields: dict[str, Any] = {
             "index": choice.index,
-            "message": self._message(choice.index).whole(choice.text),
-            "logprobs": self._logprobs(choice.entries) if self._num_top is not None else None,
+            "message": message,
+            "logprobs": None,
             "finish_reason": self._finish_reason(choice),
         }
+        if self._num_top is not None:
+            content = chat_logprobs(self._pieces, choice.entries, self._num_top)
+            fields = Spread(fields, logprobs=Spread(content=content, refusal=None))
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
         if self._format.token_ids:
@@ -239,4 +256,4 @@ class ChatPresenter:
         return fields
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
-        return chat_logprobs(self._pieces, entries, self._num_top or 0)
+        return {"content": list(chat_logprobs(self._pieces, entries, self._num_top or 0)), "refusal": None}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,11 +23,15 @@ from server.generation.backend import Backend
 from server.generation.generation import Generation
 from server.http.middleware import RequestContext, context_of
 from server.http.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of
+from server.pace import Pace
 from server.tracing import Tracing
 from server.trust.authentication import lease_of
 from server.trust.identity import Identity, identity_of
 
 log = logging.getLogger(__name__)
+
+PART_BYTES: Final = 1 << 18
+"""Of an unstreamed answer; a longer one goes out in chunks, as they are written."""
 
 Prepare = Callable[[bytes, Identity], Awaitable[Job]]
 """A body's way to a job. Raises ApiError."""
@@ -62,7 +67,11 @@ class GenerateEndpoint:
         num_prompt_tokens = sum(len(spec.prompt_ids) for spec in job.specs)
         if lease is not None:
             lease.take_tokens(num_prompt_tokens)
-        answer = Answer([Generation(spec, self._services.backend, deadline_s) for spec in job.specs], deadline_s)
+        generations, pace = [], Pace()
+        for spec in job.specs:  # each hashes its prompt
+            generations.append(Generation(spec, self._services.backend, deadline_s))
+            await pace.rest()
+        answer = Answer(generations, deadline_s)
         self._services.backend.metrics.prompt_tokens.inc(num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         self._services.open_answers.add(answer)
@@ -73,7 +82,6 @@ class GenerateEndpoint:
                 await self._answer(job, answer, client_of(scope), send)
         finally:
             self._services.open_answers.discard(answer)
-            generations = answer.generations
             num_tokens = sum(generation.num_output_tokens for generation in generations)
             self._services.backend.metrics.output_tokens.inc(num_tokens)
             if lease is not None:
@@ -85,14 +93,23 @@ class GenerateEndpoint:
     async def _answer(self, job: Job, answer: Answer, client: ClientConnection, send: Send) -> None:
         with answer.guard(client):
             choices = await answer.collect()
-        body = job.presenter.body(answer, choices)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            *answer.headers(),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        headers = [(b"content-type", b"application/json"), *answer.headers()]
+        parts: list[bytes] = []
+        begun, num_bytes, pace = False, 0, Pace()
+        for part in job.presenter.body(answer, choices):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > PART_BYTES:
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts, num_bytes = [], 0
+            await pace.rest()
+        if not begun:
+            headers.append((b"content-length", b"%d" % num_bytes))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"".join(parts)})
 
     async def _stream(
         self, job: Job, answer: Answer, context: RequestContext, client: ClientConnection, send: Send
@@ -120,6 +137,8 @@ class GenerateEndpoint:
         async with aclosing(answer.deltas()) as batches:
             async for batch in batches:
                 events = job.presenter.events(answer, batch)
+                if not isinstance(events, bytes):
+                    events = await _joined(events)
                 if not events:
                     continue
                 if not answer.first.committed:
@@ -130,6 +149,15 @@ class GenerateEndpoint:
         num_gaps = sum(generation.num_output_tokens - len(generation.choices) for generation in answer.generations)
         if first_s and num_gaps > 0:
             metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
+
+
+async def _joined(parts: Iterable[bytes]) -> bytes:
+    pace = Pace()
+    joined = []
+    for part in parts:
+        joined.append(part)
+        await pace.rest()
+    return b"".join(joined)
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -24,14 +24,38 @@ from server.schema.parts import StreamOptions
 encode_json = msgspec.json.Encoder().encode
 
 
+class Spread(dict[str, Any]):
+    """A JSON object that is written field by field: it holds iterators, which become arrays, or other such objects."""
+
+
+def json_parts(value: object) -> Iterator[bytes]:
+    """A value as JSON, in parts that take little time each where it is a `Spread` or an iterator."""
+    if isinstance(value, Spread):
+        mark = b"{"
+        for key, item in value.items():
+            yield mark + encode_json(key) + b":"
+            yield from json_parts(item)
+            mark = b","
+        yield b"}"
+    elif isinstance(value, Iterator):
+        mark = b"["
+        for item in value:
+            yield mark
+            yield from json_parts(item)
+            mark = b","
+        yield b"[]" if mark == b"[" else b"]"
+    else:
+        yield encode_json(value)
+
+
 class Presenter(Protocol):
     """Writes one request's answer in its endpoint's shapes. Stateful: one presenter, one answer."""
 
-    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> bytes:
-        """The unstreamed answer."""
+    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> Iterator[bytes]:
+        """The unstreamed answer, in parts that take little time each."""
 
-    def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes:
-        """Server-sent events for what is new; may be empty."""
+    def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        """Server-sent events for what is new; may be empty. In parts where they are long."""
 
     def last_events(self, answer: Answer) -> bytes:
         """Everything after the last delta, [DONE] included."""

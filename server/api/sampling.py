@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
+from server.pace import Steps, paced
 from server.schema.fields import SamplingFields
 from server.schema.parts import ResponseFormat, StructuredOutputs
 from server.text.detokenizer import TextRules
 from server.text.models import ServedModel
+from server.text.tokenizer import TooManyTokensError
 from worker.wire import Grammar, SamplingParams, too_many_ids
 
+MAX_BAD_WORDS_CHARS: Final = 1 << 18
+"""Of a request's bad words in all."""
+MAX_SCHEMA_BYTES: Final = 1 << 20
+"""Of a schema, or of all tools: templates and grammars write them in one go."""
+TEXT_ROOM: Final = 4
+"""Times the model's context: tokens of a text that is only counted, or cut to `truncate_prompt_tokens`."""
+_BATCH_CHARS: Final = 1 << 14
 _SEED_MASK: Final = 2**63 - 1
 
 
@@ -30,24 +39,57 @@ def _derived(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little") & _SEED_MASK
 
 
+async def prompt_tokens(
+    text: str,
+    request: SamplingFields,
+    model: ServedModel,
+    *,
+    limit: int | None,
+    param: str,
+    add_bos: bool = False,
+    client_at: Collection[int] | None = None,
+) -> list[int]:
+    """A prompt's ids, cut if the request asks for that. Raises ContextLengthError, before they are all made.
+
+    `client_at`: see `Tokenizer.encode`.
+    """
+    keep = request.truncate_prompt_tokens
+    keep_last = keep if request.truncation_side != "right" else None
+    room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
+    try:
+        ids = await model.tokenizer.encode(text, add_bos=add_bos, client_at=client_at, room=room, keep_last=keep_last)
+    except TooManyTokensError as error:
+        if keep is None:
+            raise _too_long(model, error.at_least, limit, param, at_least="at least ") from None
+        message = f"A prompt that is to be truncated may have {room} tokens; this one has more: send less text."
+        raise ContextLengthError(message, param=param) from None
+    return truncated(ids, request)
+
+
 def token_budget(
     model: ServedModel, num_prompt_tokens: int, limit: int | None, *, default: int | None, param: str
 ) -> int:
     """How many tokens may be generated. Raises ContextLengthError when what was asked for does not fit."""
     room = model.max_model_len - num_prompt_tokens
     if room < 1 or (limit is not None and limit > room):
-        asked = f" and {limit} for the answer" if limit is not None else ""
-        message = (
-            f"This model's context holds {model.max_model_len} tokens; "
-            f"the request has {num_prompt_tokens} in the prompt{asked}."
-        )
-        raise ContextLengthError(message, param=param)
+        raise _too_long(model, num_prompt_tokens, limit, param)
     if limit is not None:
         return limit
     return room if default is None else min(default, room)
 
 
-def sampling_params(
+def _too_long(
+    model: ServedModel, num_prompt_tokens: int, limit: int | None, param: str, *, at_least: str = ""
+) -> ContextLengthError:
+    asked = f" and {limit} for the answer" if limit is not None else ""
+    message = (
+        f"This model's context holds {model.max_model_len} tokens; "
+        f"the request has {at_least}{num_prompt_tokens} in the prompt{asked}."
+    )
+    return ContextLengthError(message, param=param)
+
+
+async def sampling_params(
     request: SamplingFields,
     model: ServedModel,
     *,
@@ -58,8 +100,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Raises InvalidRequestError."""
     vocab_size = model.bundle.vocab_size
-    if request.min_tokens is not None and request.min_tokens > max_tokens:
-        raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
+    if request.min_tokens is not None:
+        check_min_tokens(request.min_tokens, max_tokens)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),
@@ -70,8 +112,8 @@ def sampling_params(
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        logit_bias=_logit_bias(request.logit_bias, vocab_size),
-        bad_words=_bad_words(request.bad_words, model),
+        logit_bias=await paced(_logit_bias(request.logit_bias, vocab_size)),
+        bad_words=await _bad_words(request.bad_words, model),
         allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
@@ -83,6 +125,12 @@ def sampling_params(
     if (problem := too_many_ids(params, request.num_choices)) is not None:
         raise InvalidRequestError(f"{problem}.", param=problem.partition(":")[0].partition(",")[0])
     return params
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """Raises InvalidRequestError."""
+    if min_tokens > max_tokens:
+        raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
 
 
 def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
@@ -115,12 +163,14 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
         return Grammar("json_object", "")
     if formatted is not None and formatted.json_schema is not None:
         schema = formatted.json_schema.schema
-        return Grammar("json_object", "") if schema is None else Grammar("json_schema", _json(schema))
+        if schema is None:
+            return Grammar("json_object", "")
+        return Grammar("json_schema", _json(schema, "response_format.json_schema.schema"))
     if structured is None:
         return None
     if structured.json is not None:
         schema_ = structured.json
-        return Grammar("json_schema", schema_ if isinstance(schema_, str) else _json(schema_))
+        return Grammar("json_schema", _bounded(schema_) if isinstance(schema_, str) else _json(schema_))
     if structured.regex is not None:
         return Grammar("regex", structured.regex)
     if structured.grammar is not None:
@@ -135,35 +185,59 @@ def grammar_param(request: SamplingFields) -> str:
     return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+def _json(value: object, param: str = "structured_outputs") -> str:
+    return _bounded(msgspec.json.encode(value).decode(), param)
+
+
+def _bounded(text: str, param: str = "structured_outputs") -> str:
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(f"{param} takes at most {MAX_SCHEMA_BYTES} characters of JSON.", param=param)
+    return text
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if not bias:
-        return ()
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> Steps[tuple[tuple[int, float], ...]]:
     pairs = []
-    for key, value in bias.items():
+    for number, (key, value) in enumerate((bias or {}).items(), 1):
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             message = f"logit_bias: a key is a token id from 0 to {vocab_size - 1}, as a string."
             raise InvalidRequestError(message, param="logit_bias")
         pairs.append((int(key), value))
+        if number % 1024 == 0:
+            yield
     return tuple(pairs)
 
 
-def _bad_words(words: list[str] | None, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(words: list[str] | None, model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Each word as it begins a text and as it follows a space."""
+    if not words:
+        return ()
+    if any(not 1 <= len(word) <= 1024 for word in words):
+        raise InvalidRequestError("bad_words holds strings of 1 to 1024 characters.", param="bad_words")
+    if sum(map(len, words)) > MAX_BAD_WORDS_CHARS:
+        message = f"bad_words holds at most {MAX_BAD_WORDS_CHARS} characters in all."
+        raise InvalidRequestError(message, param="bad_words")
+    texts = [text for word in words for text in (word, " " + word.lstrip())]
     banned: dict[tuple[int, ...], None] = {}
-    for word in words or ():
-        if not 1 <= len(word) <= 1024:
-            raise InvalidRequestError("bad_words holds strings of 1 to 1024 characters.", param="bad_words")
-        for text in (word, " " + word.lstrip()):
-            banned[tuple(model.tokenizer.encode_text(text))] = None
+    for batch in _batches(texts):
+        encoded = await model.tokenizer.encode_batch(batch)
+        banned |= dict.fromkeys(map(tuple, encoded))
     return tuple(ids for ids in banned if ids)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        batch.append(text)
+        num_chars += len(text)
+        if num_chars >= _BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    yield batch
 
 
 def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:

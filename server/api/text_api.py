@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
-from server.api.chat import rendered_ids
+from server.api.chat import client_at, render_chat
 from server.api.job import encode_json
 from server.api.logprobs import token_text
 from server.api.sampling import check_vocabulary
-from server.errors import InvalidRequestError
-from server.schema.decoding import decode_json
+from server.errors import ContextLengthError, InvalidRequestError
+from server.pace import Steps, paced
+from server.schema.decoding import decode_json, inspect
 from server.schema.fields import TokenId
 from server.schema.types import ChatRequest, decode
 from server.text.models import Models, ServedModel
+from server.text.pieces import PieceTable
+from server.text.tokenizer import TooManyTokensError
 from server.trust.identity import Identity
 
 
@@ -31,6 +35,8 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=1024)] | None = None
 
 
+MOST_TOKENS: Final = 1 << 16
+"""Of one text to or from ids, or the model's context where that is more."""
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 _TEXT: Final = msgspec.json.Decoder(TokenizeText)
 _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
@@ -42,29 +48,55 @@ class TextApi:
 
     async def tokenize(self, body: bytes, identity: Identity) -> bytes:
         """A prompt, or messages through the chat template. Raises ApiError."""
-        fields = decode_json(body, _OBJECT.decode)
+        inspected = await inspect(body, self._models.max_text_bytes())
+        fields = decode_json(body, _OBJECT.decode, inspected=inspected)
         if "messages" in fields:
             if fields.get("model") is None:
                 fields["model"] = self._only(None, identity).name
-            chat = decode(encode_json(fields), ChatRequest)
+            chat = decode(encode_json(fields), ChatRequest, inspected=inspected)
             model = self._models.allowed(chat.model, identity)
-            ids, _ = await rendered_ids(chat, model)
+            rendered = await render_chat(chat, model)
+            ids = await self._ids(rendered.text, model, param="messages", client_at=client_at(rendered, model))
             with_texts = bool(fields.get("return_token_strs"))
         else:
-            request: TokenizeText = decode_json(body, _TEXT.decode)
+            del fields
+            request: TokenizeText = decode_json(body, _TEXT.decode, inspected=inspected)
             model = self._only(request.model, identity)
-            ids = await model.tokenizer.encode(request.prompt, add_bos=request.add_special_tokens is not False)
+            add_bos = request.add_special_tokens is not False
+            ids = await self._ids(request.prompt, model, param="prompt", add_bos=add_bos)
             with_texts = bool(request.return_token_strs)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
-        answer["token_strs"] = [token_text(model.tokenizer.pieces, id_) for id_ in ids] if with_texts else None
+        answer["token_strs"] = await paced(_texts(model.tokenizer.pieces, ids)) if with_texts else None
         return encode_json(answer)
 
     async def detokenize(self, body: bytes, identity: Identity) -> bytes:
         """The text of ids, special tokens included. Raises ApiError."""
-        request: DetokenizeRequest = decode_json(body, _IDS.decode)
+        inspected = await inspect(body, self._models.max_text_bytes())
+        request: DetokenizeRequest = decode_json(body, _IDS.decode, inspected=inspected)
         model = self._only(request.model, identity)
+        if len(request.tokens) > (most := _most_tokens(model)):
+            message = f"tokens holds {len(request.tokens)} ids, at most {most} are taken: send them in parts."
+            raise InvalidRequestError(message, param="tokens")
         check_vocabulary(request.tokens, model, "tokens")
         return encode_json({"prompt": model.tokenizer.decode(request.tokens, skip_special=False)})
+
+    async def _ids(
+        self,
+        text: str,
+        model: ServedModel,
+        *,
+        param: str,
+        add_bos: bool = False,
+        client_at: Collection[int] | None = None,
+    ) -> list[int]:
+        """Also of more than a context. Raises ContextLengthError."""
+        most = _most_tokens(model)
+        try:
+            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_at=client_at, room=most)
+        except TooManyTokensError:
+            message = f"At most {most} tokens are counted in one request; this text has more: send it in parts."
+            raise ContextLengthError(message, param=param) from None
+        return ids
 
     def _only(self, name: str | None, identity: Identity) -> ServedModel:
         """The model named, or the only one there is for this key."""
@@ -75,3 +107,16 @@ class TextApi:
         if len(models) != 1:
             raise InvalidRequestError("model is required.", param="model")
         return next(iter(models.values()))
+
+
+def _most_tokens(model: ServedModel) -> int:
+    return max(MOST_TOKENS, model.max_model_len)
+
+
+def _texts(pieces: PieceTable, ids: Sequence[int]) -> Steps[list[str]]:
+    texts = []
+    for number, id_ in enumerate(ids, 1):
+        texts.append(token_text(pieces, id_))
+        if number % 1024 == 0:
+            yield
+    return texts

@@ -15,6 +15,8 @@ from server.generation.generation import Generation
 from server.http.stream import AnswerGuard, ClientConnection
 
 MAX_QUEUED_BATCHES: Final = 64
+MAX_AT_ONCE: Final = 64
+"""Prompts of one request that are at workers; the next begins when one has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,9 +75,15 @@ class Answer:
         """Every choice in full, by index. Raises ApiError."""
         if len(self.generations) == 1:
             return await _collect(self.first)
+        places = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def collect(generation: Generation) -> list[CollectedChoice]:
+            async with places:
+                return await _collect(generation)
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_collect(generation)) for generation in self.generations]
+                tasks = [group.create_task(collect(generation)) for generation in self.generations]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         return [choice for task in tasks for choice in task.result()]
@@ -110,7 +118,8 @@ class Answer:
 
     async def _merged(self) -> AsyncGenerator[list[ChoiceDelta]]:
         queue: asyncio.Queue[list[ChoiceDelta] | Exception | None] = asyncio.Queue(MAX_QUEUED_BATCHES)
-        pumps = [asyncio.create_task(_pump(generation, queue)) for generation in self.generations]
+        places = asyncio.Semaphore(MAX_AT_ONCE)
+        pumps = [asyncio.create_task(_pump(generation, queue, places)) for generation in self.generations]
         try:
             num_open = len(pumps)
             while num_open:
@@ -149,9 +158,11 @@ class OpenAnswers:
         return sum(generation.num_output_tokens for answer in self._answers for generation in answer.generations)
 
 
-async def _pump(generation: Generation, queue: asyncio.Queue[list[ChoiceDelta] | Exception | None]) -> None:
+async def _pump(
+    generation: Generation, queue: asyncio.Queue[list[ChoiceDelta] | Exception | None], places: asyncio.Semaphore
+) -> None:
     try:
-        async with aclosing(generation.deltas()) as batches:
+        async with places, aclosing(generation.deltas()) as batches:
             async for batch in batches:
                 await queue.put(batch)
     except Exception as error:  # handed to the reader, which raises it

@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,6 +27,8 @@ access = logging.getLogger("server.access")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 CONTEXT: Final = "headstart.context"
 CLIENT_GONE_STATUS: Final = 499
+ALWAYS_TAKEN_BYTES: Final = 1 << 20
+"""Bodies up to here, if they are allowed at all: nobody looks what can be needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,11 +125,13 @@ def new_request_id() -> str:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies above `max_bytes` by their announced length, and by counting where there is none."""
+    """Refuses bodies above `max_bytes`, or above what can be `needed` if that is less (None: anything), by their
+    announced length, and by counting where there is none."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = lambda: None) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._needed = needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,8 +140,7 @@ class BodyLimitMiddleware:
         announced = False
         for name, value in scope["headers"]:
             if name == b"content-length":
-                if int(value) > self._max_bytes:
-                    raise self._too_large()
+                self._check(int(value))
                 announced = True
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise MediaTypeError("Compressed bodies are not accepted.")
@@ -150,14 +154,18 @@ class BodyLimitMiddleware:
             message = await receive()
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_bytes:
-                    raise self._too_large()
+                self._check(num_bytes)
             return message
 
         return counted
 
-    def _too_large(self) -> ApiError:
-        return BodyTooLargeError(f"The body must not be larger than {self._max_bytes} bytes.")
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise BodyTooLargeError(f"The body must not be larger than {self._max_bytes} bytes.")
+        needed = self._needed() if num_bytes > ALWAYS_TAKEN_BYTES else None
+        if needed is not None and num_bytes > needed:
+            message = f"No request for a model served here needs a body of more than {needed} bytes: send less text."
+            raise BodyTooLargeError(message)
 
 
 class ErrorMiddleware:

@@ -216,8 +216,8 @@ _DECODERS: Final[dict[type, Callable[[bytes], Any]]] = {
 }
 
 
-def decode(body: bytes, kind: type[RequestT]) -> RequestT:
-    """A checked request. Raises InvalidRequestError, whatever the bytes are."""
-    request: RequestT = decode_json(body, _DECODERS[kind])
+def decode(body: bytes, kind: type[RequestT], *, inspected: bool = False) -> RequestT:
+    """A checked request. Raises InvalidRequestError, whatever the bytes are. `inspected`: by `decoding.inspect`."""
+    request: RequestT = decode_json(body, _DECODERS[kind], inspected=inspected)
     request.check()
     return request

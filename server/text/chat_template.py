@@ -6,8 +6,10 @@ given, its time and its output are bounded, and a request can pass it known swit
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -17,13 +19,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from server.errors import InvalidRequestError
+from server.pace import Steps, at_once, paced
 from server.schema.parts import FunctionCall, Message, TextPart
 from server.schema.types import ChatRequest
 from server.text.control_tokens import Marker, Rendered, new_mark, without
 from server.text.parsing.hermes_prompt import with_tools
-from server.text.template_sandbox import BoundedEnvironment, bounded
+from server.text.template_sandbox import BoundedEnvironment, HeldTooLongError, RenderClock
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
+MAX_HOLD_S: Final = 0.03
+"""On the event loop, without a part of the text."""
 ALLOWED_KWARGS: Final = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
 )
@@ -96,18 +101,36 @@ class ChatTemplate:
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": "-"} for role in roles]
         try:
-            return self._run({**self._tokens, **bounded(), "messages": messages, "add_generation_prompt": False})
+            clock = RenderClock()
+            variables = {**self._tokens, **clock.variables(), "messages": messages, "add_generation_prompt": False}
+            return at_once(self._run(variables, clock))
         except InvalidRequestError:
             return ""
 
     def render(self, request: ChatRequest) -> Rendered:
         """The prompt of a checked request. Raises InvalidRequestError when the template refuses the messages."""
+        return at_once(self._rendering(request, RenderClock()))
+
+    async def render_in_slices(self, request: ChatRequest, executor: Executor) -> Rendered:
+        """`render` on the event loop as long as the template writes as it goes, else in a thread."""
+        try:
+            return await paced(self._rendering(request, RenderClock(hold_s=MAX_HOLD_S)))
+        except HeldTooLongError:
+            return await asyncio.get_running_loop().run_in_executor(executor, self.render, request)
+
+    def _rendering(self, request: ChatRequest, clock: RenderClock) -> Steps[Rendered]:
         mark = new_mark()
-        messages = [self._message(message) for message in request.messages]
+        messages = []
+        for number, message in enumerate(request.messages, 1):
+            messages.append(self._message(message))
+            if number % 256 == 0:
+                yield
+        clock.rest()
         tools = _tools(request)
         kwargs = _template_kwargs(request)
         if self._marker is not None:
-            messages, tools, kwargs = self._marker.mark([messages, tools, kwargs], mark)
+            messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
+            clock.rest()
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
         continued = bool(request.continue_final_message)
@@ -116,25 +139,26 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             **self._tokens,
             **kwargs,
-            **bounded(),
+            **clock.variables(),
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": not continued and request.add_generation_prompt is not False,
         }
         try:
-            rendered = without(mark, self._run(variables))
+            text = yield from self._run(variables, clock)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
+        rendered = without(mark, text)
         if not continued:
             return rendered
         before = rendered.before(_CONTINUATION_MARK)
         if before is None:
-            message = "this model's template cannot continue a message."
-            raise InvalidRequestError(message, param="continue_final_message")
+            refusal = "this model's template cannot continue a message."
+            raise InvalidRequestError(refusal, param="continue_final_message")
         return before
 
-    def _run(self, variables: Mapping[str, Any]) -> str:
+    def _run(self, variables: Mapping[str, Any], clock: RenderClock) -> Steps[str]:
         parts: list[str] = []
         num_chars = 0
         try:
@@ -143,6 +167,9 @@ class ChatTemplate:
                 num_chars += len(part)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise InvalidRequestError("the rendered messages are too long.", param="messages")
+                if len(parts) % 16 == 0:
+                    yield
+                    clock.rest()
         except InvalidRequestError:
             raise
         except jinja2.TemplateError as error:

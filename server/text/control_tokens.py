@@ -22,8 +22,10 @@ from typing import Any, Final, cast
 import tokenizers
 
 from server.errors import InvalidRequestError
+from server.pace import Steps
 
 NOTHING: Final[frozenset[int]] = frozenset()
+PART_CHARS: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,29 @@ class Marker:
         if isinstance(value, dict):
             return {self._key(key, mark): self.mark(item, mark) for key, item in value.items()}
         return [self.mark(item, mark) for item in value] if isinstance(value, list) else value
+
+    def marking(self, value: Any, mark: str) -> Steps[Any]:
+        """`mark` in steps: long texts part by part, each of which begins where a token could."""
+        if isinstance(value, dict):
+            marked = {}
+            for key, item in value.items():
+                marked[self._key(key, mark)] = yield from self.marking(item, mark)
+            return marked
+        if isinstance(value, list):
+            items = []
+            for item in value:
+                items.append((yield from self.marking(item, mark)))
+            return items
+        if not isinstance(value, str) or len(value) <= PART_CHARS:
+            return self.mark(value, mark)
+        parts, start = [], 0
+        while start < len(value):
+            nexts = [value.find(first, start + PART_CHARS) for first in self._firsts]
+            end = min((at for at in nexts if at >= 0), default=len(value))
+            parts.append(self.mark(value[start:end], mark))
+            start = end
+            yield
+        return "".join(parts)
 
     def _key(self, key: str, mark: str) -> str:
         marked: str = key if key.isidentifier() else self.mark(key, mark)
@@ -133,12 +158,18 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises InvalidRequestError for a vocabulary that has no other ids for a control token's text."""
-        [found] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
-        if not self._control_ids.isdisjoint(ids):
-            message = "The messages hold a control token of this model, for which its vocabulary has no other spelling."
-            raise InvalidRequestError(message, param="messages", code="control_token")
+        [ids] = self.encode_texts([text])
         return ids
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each."""
+        encoded: list[list[int]] = []
+        for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            if not self._control_ids.isdisjoint(found.ids):
+                message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
+                raise InvalidRequestError(message, param="messages", code="control_token")
+            encoded.append(found.ids)
+        return encoded
 
     def encode_rendered(self, text: str, client_at: Collection[int]) -> list[int]:
         """Of a whole prompt, at once: a client's control tokens as text, the template's as themselves."""

@@ -29,6 +29,10 @@ from worker.wire import TokenizerBundle
 
 log = logging.getLogger(__name__)
 
+ESCAPED_BYTES: Final = 6
+"""Of JSON, for a byte of text: `\\u0061` is the longest way to write `a`, and a letter of four bytes takes twelve."""
+BESIDE_TEXT_BYTES: Final = 12 << 20
+"""For all strings of a body but those of its prompts: schemas, grammars, bad words, thoughts that a template drops."""
 UNPIN_AFTER_S: Final = 10.0
 MAX_ROOTS: Final = 10_000
 
@@ -56,6 +60,12 @@ class ServedModel:
     @property
     def max_model_len(self) -> int:
         return self.bundle.max_model_len
+
+    @property
+    def prompt_bytes(self) -> int | None:
+        """No prompt of more bytes fits; None: that cannot be told."""
+        bound = self.tokenizer.bound
+        return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
 
     def root(self, salt: bytes) -> BlockHash:
         """The tenant's root, kept: a few microseconds a request."""
@@ -143,6 +153,15 @@ class Models:
         """Every name a request may use, aliases last."""
         named = list(self._by_name.items())
         return named + [(a, self._by_name[m]) for a, m in self._aliases.items() if m in self._by_name]
+
+    def max_text_bytes(self) -> int | None:
+        """No body needs more in its strings, whichever model it is for; None: that cannot be told."""
+        longest = 0
+        for model in self._by_name.values():
+            if model.prompt_bytes is None:
+                return None
+            longest = max(longest, model.prompt_bytes)
+        return ESCAPED_BYTES * longest + BESIDE_TEXT_BYTES if longest else None
 
     def namespaces(self) -> dict[str, str]:
         """Model name to the fingerprint that its workers must announce."""

@@ -25,7 +25,7 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_ALPHABET: Final = _byte_alphabet()
+BYTE_ALPHABET: Final = _byte_alphabet()
 
 
 class PieceTable:
@@ -50,7 +50,7 @@ class PieceTable:
             return b""
         if self.kind == "byte_level":
             try:
-                return bytes([_ALPHABET[char] for char in token])
+                return bytes([BYTE_ALPHABET[char] for char in token])
             except KeyError:
                 return token.encode("utf-8", "replace")
         if self.kind == "sentencepiece":

@@ -21,7 +21,7 @@ _LOOK: Final = "headstart_look"
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders with `bounded()` among the variables."""
+    """Renders with the variables of a `RenderClock` among its own."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -46,12 +46,31 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
 
-def bounded(max_s: float = MAX_RENDER_S) -> dict[str, Callable[[], None]]:
-    """The variables of one rendering; its time begins now."""
-    deadline_s = time.monotonic() + max_s
+class HeldTooLongError(Exception):
+    """The template has written nothing for a while."""
 
-    def look() -> None:
-        if time.monotonic() > deadline_s:
-            raise jinja2.TemplateRuntimeError(f"it took more than {max_s:g} s")
 
-    return {_LOOK: look}
+class RenderClock:
+    """Of one rendering, which begins now. Every loop of the template looks at it."""
+
+    __slots__ = ("_held_until_s", "_hold_s", "_max_s", "_until_s")
+
+    def __init__(self, max_s: float = MAX_RENDER_S, hold_s: float = float("inf")) -> None:
+        """`hold_s`: the longest time from one `rest` to the next."""
+        self._max_s, self._hold_s = max_s, hold_s
+        self._until_s = time.monotonic() + max_s
+        self.rest()
+
+    def rest(self) -> None:
+        self._held_until_s = time.monotonic() + self._hold_s
+
+    def variables(self) -> dict[str, Callable[[], None]]:
+        return {_LOOK: self._look}
+
+    def _look(self) -> None:
+        """Raises TemplateRuntimeError after `max_s`, HeldTooLongError after `hold_s`."""
+        now_s = time.monotonic()
+        if now_s > self._until_s:
+            raise jinja2.TemplateRuntimeError(f"it took more than {self._max_s:g} s")
+        if now_s > self._held_until_s:
+            raise HeldTooLongError

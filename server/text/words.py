@@ -16,14 +16,21 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
 MAX_WORDS: Final = 100_000
-"""About 20 MB, and as many chunks. All are forgotten when there are more."""
+"""And as many chunks. All are forgotten when there are more."""
+MAX_KEPT_BYTES: Final = 24 << 20
+"""Of the words, and of the chunks, with their ids."""
 MAX_WORD_CHARS: Final = 48
 """Longer ones are no words, and are not kept."""
+WINDOW_CHARS: Final = 8192
+"""Of a long text, looked at together: about a millisecond when every word is new."""
+_NUM_BYTES_OF_ENTRY: Final = 200
+"""A string, a list and their place in a table; an id takes 40 more."""
+_CUT: Final = re.compile(r"\S(?= )")
 _NUM_PROBES: Final = 48
 
 Encode = Callable[[list[str]], list[list[int]]]
@@ -44,19 +51,51 @@ _BY_SPLIT: Final = {
 }
 
 
+class Kept(dict[str, list[int]]):
+    """Ids by text, bounded by entries and by bytes."""
+
+    __slots__ = ("num_bytes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def keep(self, text: str, ids: list[int]) -> None:
+        """Unless it is too long to be met again."""
+        if len(text) > MAX_WORD_CHARS:
+            return
+        if len(self) >= MAX_WORDS or self.num_bytes >= MAX_KEPT_BYTES:
+            self.clear()
+            self.num_bytes = 0
+        self[text] = ids
+        self.num_bytes += _NUM_BYTES_OF_ENTRY + 40 * len(ids)
+
+
+def windows(text: str, num_chars: int = WINDOW_CHARS) -> Iterator[str]:
+    """A text in parts of about so many characters whose ids in a row are its own, by every pattern known here.
+
+    A part ends before a space that follows no white space. So it is longer where there is no such space.
+    """
+    start = 0
+    while len(text) - start > num_chars and (cut := _CUT.search(text, start + num_chars - 1)) is not None:
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:] if start else text
+
+
 class Words:
     """Thread-safe: what two threads add at once is the same."""
 
     def __init__(self, pattern: str, encode: Encode) -> None:
         self._cut = re.compile(pattern, re.ASCII).findall
         self._encode = encode
-        self._known: dict[str, list[int]] = {}
+        self._known = Kept()
         """The ids of words, and of chunks that are not in `_spaced`."""
-        self._spaced: dict[str, list[int]] = {}
+        self._spaced = Kept()
         """Of chunks, by what follows their space. None ends in whitespace: no chunk would begin with the next space."""
 
     def ids(self, text: str) -> list[int]:
-        """Of an ASCII text."""
+        """Of an ASCII text, at once: a long one comes in `windows`."""
         parts = text.split(" ")
         found: list[Sequence[int]] = list(map(self._spaced.get, parts, repeat(())))
         found[0] = ()  # no space stands before it
@@ -78,9 +117,9 @@ class Words:
             for start, (chunk, words) in fresh.items():
                 found[start] = ids = list(chain.from_iterable(map(known.__getitem__, words)))
                 if chunk == " " + parts[start] and not chunk[-1].isspace():
-                    _keep(self._spaced, parts[start], ids)
+                    self._spaced.keep(parts[start], ids)
                 else:
-                    _keep(self._known, chunk, ids)
+                    self._known.keep(chunk, ids)
         return list(chain.from_iterable(found))
 
     def _of_words(self, words: Sequence[str]) -> dict[str, list[int]]:
@@ -89,20 +128,13 @@ class Words:
         if missing:
             for word, ids in zip(missing, self._encode(missing), strict=True):
                 known[word] = ids
-                _keep(self._known, word, ids)
+                self._known.keep(word, ids)
         return known
 
 
 def _ends_in_whitespace(part: str) -> bool:
     """Or is empty: then the space before it is what the next one follows."""
     return not part or part[-1].isspace()
-
-
-def _keep(table: dict[str, list[int]], text: str, ids: list[int]) -> None:
-    if len(text) <= MAX_WORD_CHARS:
-        if len(table) >= MAX_WORDS:
-            table.clear()
-        table[text] = ids
 
 
 def words_of(layout: dict[str, Any], encode: Encode) -> Words | None:

@@ -13,13 +13,19 @@ from tokenizers import Tokenizer
 
 from server.http import protocol
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
-from server.schema.decoding import is_deeper
+from server.pace import at_once
+from server.schema.decoding import measure
 from server.trust.ops_key import OpsKeyMiddleware
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.server.trust.test_authentication import raw
 from worker.wire import TokenizerBundle
+
+
+def depth(body: bytes) -> int:
+    return at_once(measure(body)).depth
+
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 BODY = json.dumps(chat()).encode()
@@ -207,10 +213,10 @@ async def test_deep_json_is_a_400(worker: ScriptedWorker, opening: str, depth: i
 
 
 def test_depth_is_that_of_brackets_outside_of_texts() -> None:
-    assert not is_deeper(json.dumps({"text": '[{"' * 500 + "\\" * 33}).encode(), 4)
-    assert not is_deeper(json.dumps([{"a": ["\\"]}] * 500).encode(), 4)
-    assert is_deeper(json.dumps([[[[["]"]]]]]).encode() * 100, 4)
-    assert not is_deeper(json.dumps([[[["]"]]]]).encode() * 100, 4)
+    assert depth(json.dumps({"text": '[{"' * 500 + "\\" * 33}).encode()) == 1
+    assert depth(json.dumps([{"a": ["\\"]}] * 500).encode()) == 3
+    assert depth(json.dumps([[[[["]"]]]]]).encode() * 100) == 5
+    assert depth(json.dumps([[[["]"]]]]).encode() * 100) == 4
 
 
 @pytest.mark.parametrize(

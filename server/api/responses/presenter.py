@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -32,12 +32,12 @@ class ResponsesPresenter:
         self._begun = False
         self._incomplete = False
 
-    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> bytes:
+    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> Iterator[bytes]:
         (choice,) = choices
         pieces = self._parser.feed(choice.text) + self._parser.finish()
         self._items.add(pieces, self._logprobs(choice.entries))
         self._finish(choice.finish_reason)
-        return encode_json(self._response(self._status, answer))
+        yield encode_json(self._response(self._status, answer))
 
     def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes:
         events: list[Event] = []
@@ -65,8 +65,7 @@ class ResponsesPresenter:
         if self._num_top is None:
             return []
         shown = [entry for entry in entries if entry.start >= self._parser.answer_start]
-        content: list[dict[str, Any]] = chat_logprobs(self._pieces, shown, self._num_top)["content"]
-        return content
+        return list(chat_logprobs(self._pieces, shown, self._num_top))
 
     @property
     def _status(self) -> str:

@@ -137,9 +137,9 @@ FIELD_NAMES: Final = {
 """What chats call it, and what it is called here."""
 
 
-def decode_responses(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
+def decode_responses(body: bytes, *, inspected: bool = False) -> tuple[ResponsesRequest, ChatRequest]:
     """The request and the chat request that it stands for. Raises InvalidRequestError."""
-    request: ResponsesRequest = decode_json(body, _DECODER.decode)
+    request: ResponsesRequest = decode_json(body, _DECODER.decode, inspected=inspected)
     request.check_fields()
     if request.truncation == "auto":
         raise unsupported("truncation", "can only be disabled")

@@ -73,10 +73,11 @@ def test_a_broken_bundle_is_refused_by_name(bundle: TokenizerBundle, executor: T
 
 
 def test_segment_cache_is_bounded_and_drops_the_oldest() -> None:
-    cache = SegmentCache(max_tokens=100)
+    cache = SegmentCache(max_bytes=6000)
     for index in range(50):
         cache.put(str(index), [1] * 9)
     found = cache.get_many([str(index) for index in range(50)])
     assert [index for index, ids in enumerate(found) if ids] == list(range(40, 50))
-    cache.put("huge", [1] * 90)
-    assert cache.get_many(["huge"]) == [None]
+    cache.put("huge", [1] * 45)
+    cache.put("long" * 500, [1])
+    assert cache.get_many(["huge", "long" * 500]) == [None, None]
