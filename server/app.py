@@ -25,7 +25,7 @@ from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
 from server.schema.decoding import MAX_VALUES, inspect, require_json
-from server.schema.types import ChatRequest, CompletionRequest, decode
+from server.schema.types import ChatRequest, CompletionRequest, read
 from server.text.models import Models, ServedModel
 from server.tracing import stage
 from server.trust.authentication import AuthenticationMiddleware
@@ -86,14 +86,14 @@ class PublicApi:
     async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request = decode(body, ChatRequest, inspected=await inspect(body, self._models.max_text_bytes()))
+            request = await read(body, ChatRequest, self._models.max_text_bytes())
         with stage("tokenise"):
             return await chat_job(request, self._model(request.model, identity), identity)
 
     async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request = decode(body, CompletionRequest, inspected=await inspect(body, self._models.max_text_bytes()))
+            request = await read(body, CompletionRequest, self._models.max_text_bytes())
         with stage("tokenise"):
             return await completion_job(request, self._model(request.model, identity), identity)
 

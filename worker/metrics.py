@@ -52,7 +52,9 @@ class WorkerMetrics:
         self.batch_growth = counter("batch_growth", "Steps in which the batch grew, by reason", ["reason"])
         self.step_s = histogram("step_seconds", "Forward and sampling of a step, by what it held", _SECONDS, ["kind"])
         self._longest_step_s = 0.0
-        gauge("longest_step_seconds", "The longest of those since the last scrape").set_function(self._take_longest_step)
+        gauge("longest_step_seconds", "The longest of those since the last scrape").set_function(
+            self._take_longest_step
+        )
         self.host_s = histogram("host_seconds", "Scheduling before and bookkeeping after a step", _SECONDS, ["phase"])
         self.between_tokens_s = histogram(
             "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS

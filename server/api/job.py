@@ -36,7 +36,7 @@ def json_parts(value: object) -> Iterator[bytes]:
             yield mark + encode_json(key) + b":"
             yield from json_parts(item)
             mark = b","
-        yield b"}"
+        yield b"}" if value else b"{}"
     elif isinstance(value, Iterator):
         mark = b"["
         for item in value:

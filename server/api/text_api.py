@@ -16,7 +16,7 @@ from server.errors import ContextLengthError, InvalidRequestError
 from server.pace import Steps, paced
 from server.schema.decoding import decode_json, inspect
 from server.schema.fields import TokenId
-from server.schema.types import ChatRequest, decode
+from server.schema.types import ChatRequest, read
 from server.text.models import Models, ServedModel
 from server.text.pieces import PieceTable
 from server.text.tokenizer import TooManyTokensError
@@ -53,7 +53,7 @@ class TextApi:
         if "messages" in fields:
             if fields.get("model") is None:
                 fields["model"] = self._only(None, identity).name
-            chat = decode(encode_json(fields), ChatRequest, inspected=inspected)
+            chat = await read(encode_json(fields), ChatRequest, None)
             model = self._models.allowed(chat.model, identity)
             rendered = await render_chat(chat, model)
             ids = await self._ids(rendered.text, model, param="messages", client_at=client_at(rendered, model))

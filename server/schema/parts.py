@@ -51,22 +51,22 @@ class Message(Struct, kw_only=True):
     refusal: str | None = None
     audio: Any = None
 
-    def check(self, param: str) -> None:
-        """Raises InvalidRequestError; `param` is where the message stands."""
+    def check(self) -> None:
+        """Raises InvalidRequestError; its `param` is a field of the message."""
         if self.role not in ROLES:
-            raise InvalidRequestError(f"role must be one of {', '.join(ROLES)}.", param=f"{param}.role")
+            raise InvalidRequestError(f"role must be one of {', '.join(ROLES)}.", param="role")
         if self.audio is not None:
-            raise unsupported(f"{param}.audio", "is not offered: this model reads text")
+            raise unsupported("audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
             for index, part in enumerate(self.content):
                 if not part.readable:
-                    at = f"{param}.content[{index}].type"
+                    at = f"content[{index}].type"
                     raise InvalidRequestError("this model reads text: only parts of type text are accepted.", param=at)
         called = self.tool_calls or self.function_call or self.refusal is not None
         if self.content is None and not (self.role == "assistant" and called):
-            raise InvalidRequestError("content is required.", param=f"{param}.content")
+            raise InvalidRequestError("content is required.", param="content")
         if self.role == "tool" and not self.tool_call_id:
-            raise InvalidRequestError("a tool message needs tool_call_id.", param=f"{param}.tool_call_id")
+            raise InvalidRequestError("a tool message needs tool_call_id.", param="tool_call_id")
 
 
 class FunctionDefinition(Struct, kw_only=True):

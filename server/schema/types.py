@@ -12,6 +12,7 @@ accepted; unknown fields are ignored. docs/api.md lists every field, and a test 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -19,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from server.errors import InvalidRequestError
-from server.schema.decoding import decode_json, unsupported
+from server.schema.decoding import decode_json, inspect, unsupported
 from server.schema.fields import Count, ModelFields, ReasoningEffort, SamplingFields, TokenId, TopLogprobs
 from server.schema.parts import MAX_TOOLS, Message, Tool, ToolChoice
 
@@ -117,7 +118,11 @@ class ChatRequest(SamplingFields, kw_only=True):
             message = "continue_final_message and add_generation_prompt exclude each other."
             raise InvalidRequestError(message, param="continue_final_message")
         for index, message_ in enumerate(self.messages):
-            message_.check(f"messages[{index}]")
+            try:
+                message_.check()
+            except InvalidRequestError as error:
+                error.param = f"messages[{index}].{error.param}"
+                raise
         if self.continue_final_message and self.messages[-1].role != "assistant":
             message = "continue_final_message needs a last message of the assistant."
             raise InvalidRequestError(message, param="continue_final_message")
@@ -216,8 +221,19 @@ _DECODERS: Final[dict[type, Callable[[bytes], Any]]] = {
 }
 
 
-def decode(body: bytes, kind: type[RequestT], *, inspected: bool = False) -> RequestT:
-    """A checked request. Raises InvalidRequestError, whatever the bytes are. `inspected`: by `decoding.inspect`."""
-    request: RequestT = decode_json(body, _DECODERS[kind], inspected=inspected)
+def decode(body: bytes, kind: type[RequestT]) -> RequestT:
+    """A checked request. Raises InvalidRequestError, whatever the bytes are."""
+    request: RequestT = decode_json(body, _DECODERS[kind])
     request.check()
+    return request
+
+
+async def read(body: bytes, kind: type[RequestT], max_text_bytes: int | None) -> RequestT:
+    """`decode` with rests between the steps of a large body, which is inspected first."""
+    if not await inspect(body, max_text_bytes):
+        return decode(body, kind)
+    request: RequestT = decode_json(body, _DECODERS[kind], inspected=True)
+    await asyncio.sleep(0)
+    request.check()
+    await asyncio.sleep(0)
     return request

@@ -4,7 +4,8 @@
 
 This holds only where every character has to be told by some token. A component that may drop characters, or give any
 number of them one token, has no bound: an unknown token for a whole word (WordPiece), or for a run of characters
-(`fuse_unk`), a `Removed` split, a charsmap. White space alone may be dropped where it is not counted.
+(`fuse_unk`), a `Removed` split, a charsmap. White space, and bytes that a byte-level vocabulary lacks (SmolLM2's has no
+0x04), may be dropped where they are not counted.
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ class LengthBound:
     """Of a text, that one token can stand for."""
     counts_space: bool
     """White space has to be told by tokens too."""
+    lost: bytes = b""
+    """Bytes that the vocabulary does not know: the tokenizer drops them."""
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least."""
         return -(-self._num_bytes(text) // self.token_bytes)
 
     def _num_bytes(self, text: str) -> int:
-        if self.counts_space:
+        if self.counts_space and not self.lost:
             return num_bytes(text)
-        starts = range(0, len(text), _WINDOW_CHARS)
-        return sum(num_bytes("".join(text[start : start + _WINDOW_CHARS].split())) for start in starts)
+        total = 0
+        for start in range(0, len(text), _WINDOW_CHARS):
+            part = text[start : start + _WINDOW_CHARS]
+            part = part if self.counts_space else "".join(part.split())
+            total += len(part.encode("utf-8", "replace").translate(None, self.lost))
+        return total
 
 
 def num_bytes(text: str) -> int:
@@ -76,7 +83,8 @@ def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
     counts_space &= not any(token["lstrip"] or token["rstrip"] for token in added)
     contents = [unicodedata.normalize(form, token["content"]) for token in added for form in ("NFC", "NFKD")]
     longest = max([longest, 4, *map(num_bytes, contents), *(num_bytes(token["content"]) for token in added)])
-    return LengthBound(longest * shrink, counts_space)
+    lost = bytes(byte for char, byte in BYTE_ALPHABET.items() if char not in layout["model"]["vocab"])
+    return LengthBound(longest * shrink, counts_space, lost if byte_level else b"")
 
 
 def _flat(step: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any]]:
@@ -104,8 +112,7 @@ def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:
         return None
     tokens = vocab if kind == "BPE" else {token for token, _ in vocab}
     if byte_level:
-        complete = kind == "BPE" and all(char in tokens for char in BYTE_ALPHABET)
-        return max(map(len, tokens)) if complete else None
+        return max(map(len, tokens)) if kind == "BPE" else None
     if not (model.get("byte_fallback") and all(f"<0x{byte:02X}>" in tokens for byte in range(256))):
         alone = kind == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
         if not alone:

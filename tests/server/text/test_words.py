@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server.text.words import _BY_SPLIT, MAX_WORD_CHARS, MAX_WORDS, Encode, Words, words_of
+from server.text.words import _BY_SPLIT, MAX_KEPT_BYTES, MAX_WORD_CHARS, MAX_WORDS, Encode, Words, windows, words_of
 from tests import smollm2
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -115,3 +115,30 @@ def test_no_chunk_begins_after_whitespace() -> None:
     assert words.ids("a  b c") == [1, 2, 1, 2]
     assert words.ids("a b  ") == [1, 2, 2]
     assert set(words._spaced) == {"b", "c"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(
+        st.one_of(ASCII, st.text(max_size=6), st.sampled_from([" ", "   ", "é e\u0301 ", "\u00a0 x", "\x1c y"])),
+        max_size=12,
+    ).map("".join)
+)
+def test_windows_in_a_row_are_the_whole(words: tuple[Words, Encode], text: str) -> None:
+    _, encode = words
+    parts = list(windows(text, 3))
+    assert "".join(parts) == text
+    assert [id_ for ids in encode(parts) for id_ in ids] == encode([text])[0]
+
+
+def test_windows_are_as_long_as_asked_for_where_there_are_spaces() -> None:
+    assert max(map(len, windows("word " * 10_000, 100))) <= 104
+    assert len(list(windows(" " * 1000, 100))) == 1, "nothing can be cut"
+
+
+def test_what_is_kept_is_bounded_by_bytes_too() -> None:
+    words = Words(r" ?[a-z]+| +", lambda texts: [[1] * 100_000 for _ in texts])
+    for number in range(60):
+        words.ids(chr(97 + number % 26) * (number // 26 + 1))
+    assert words._known.num_bytes <= MAX_KEPT_BYTES + 5 * 100_000 * 40
+    assert len(words._known) < 12

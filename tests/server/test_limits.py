@@ -1,0 +1,286 @@
+"""What a request may cost the gateway is known before it is spent, and nothing well-formed is done in one go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+
+from benchmarks.gateway_load.processes import free_ports, until_ready
+from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
+from server.api import completions
+from server.api.job import Spread, json_parts
+from server.generation.answer import MAX_AT_ONCE
+from server.metrics import GatewayMetrics
+from server.pace import Steps, at_once, paced, sample_delay
+from server.schema import decoding
+from server.schema.decoding import MAX_CONTAINERS, MAX_VALUES
+from server.text.tokenizer import Tokenizer
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.test_app import chat
+from tests.server.trust.test_authentication import raw
+from worker.wire import TokenizerBundle
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: RawTokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
+
+
+async def post(url: str, body: object, path: str = "/v1/chat/completions") -> tuple[int, dict[str, str], bytes]:
+    """As in `test_app`, of large bodies too."""
+    data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+    headers = {"content-type": "application/json"}
+    async with aiohttp.ClientSession() as session, session.post(url + path, data=data, headers=headers) as answer:
+        return answer.status, dict(answer.headers), await answer.read()
+
+
+def refusal(answer: bytes) -> tuple[str | None, str | None]:
+    error = json.loads(answer)["error"]
+    return error["code"], error["param"]
+
+
+@pytest.mark.parametrize("unit", ["zyqxv ", "z", "<|im_end|>", "\u00e9\U0001f600"])
+async def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+    worker: ScriptedWorker, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        model = target.models.get("tiny")
+        assert model.prompt_bytes is not None
+        text = unit * (2 * model.prompt_bytes // len(unit.encode()))
+        monkeypatch.setattr(Tokenizer, "encode_text", None)
+        monkeypatch.setattr(Tokenizer, "_encode_long", None)
+        status, _, answer = await post(target.url, chat(messages=[{"role": "user", "content": text}]))
+        assert (status, *refusal(answer)) == (400, "context_length_exceeded", "messages")
+        status, _, answer = await post(target.url, {"model": "tiny", "prompt": text}, COMPLETIONS)
+        assert (status, *refusal(answer)) == (400, "context_length_exceeded", "prompt")
+        assert not worker.received
+
+
+async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) -> None:
+    """The bound lets it pass: only its tokens tell."""
+    async with gateway(worker) as target:
+        tokenizer = target.models.get("tiny").tokenizer
+        text = "zq " * 4000
+        assert tokenizer.least_tokens(text) < 2048
+        status, _, answer = await post(target.url, {"model": "tiny", "prompt": text}, COMPLETIONS)
+        assert (status, *refusal(answer)) == (400, "context_length_exceeded", "prompt")
+        assert tokenizer._cache.num_bytes < len(text)
+        status, _, _ = await post(
+            target.url, {"model": "tiny", "prompt": "zq " * 1000, "truncate_prompt_tokens": 9}, COMPLETIONS
+        )
+        assert status == 200
+        assert len(worker.received[-1].prompt_ids) == 9
+
+
+@pytest.mark.parametrize("keep", [1, 40, 2000])
+async def test_long_texts_in_slices_have_the_ids_of_the_whole(worker: ScriptedWorker, keep: int) -> None:
+    async with gateway(worker) as target:
+        tokenizer = target.models.get("tiny").tokenizer
+        text = ("The weather <|im_end|> is \u00e4\u00f6\u00fc, " * 9 + "x" * 99 + "   ") * 90
+        whole = tokenizer.encode_text(text)
+        for _ in range(2):
+            assert await tokenizer.encode(text) == whole
+            assert (await tokenizer.encode(text, keep_last=keep))[-keep:] == whole[-keep:]
+
+
+async def test_bodies_beyond_any_need_are_refused_unread(worker: ScriptedWorker) -> None:
+    async with gateway(worker, max_body_bytes=1 << 30) as target:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+        status, answer = await raw(target.url, head % (64 << 20))
+        assert status == 413
+        assert b"send less text" in answer
+
+
+async def test_what_would_grow_in_decoding_is_refused(worker: ScriptedWorker) -> None:
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        for unit, count in ((b"7", MAX_VALUES + 1), (b"{}", MAX_CONTAINERS + 1)):
+            for field in ("unknown", "chat_template_kwargs", "prompt"):
+                body = b'{"model":"tiny","messages":[],"%b":[%b]}' % (field.encode(), b",".join([unit] * count))
+                status, _, answer = await post(target.url, body)
+                assert status == 400
+                assert b"holds more than" in answer
+        ids = [7] * 1_000_000
+        assert (await post(target.url, chat(allowed_token_ids=ids)))[0] == 200, "so many are allowed"
+
+
+async def test_a_text_of_brackets_and_quotes_is_no_structure(worker: ScriptedWorker) -> None:
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        status, _, _ = await post(target.url, chat(user='"[{,\\' * 200_000))
+        assert status == 200
+
+
+async def test_bad_words_are_made_in_batches(
+    worker: ScriptedWorker, raw_tokenizer: RawTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"word {number} is bad" for number in range(1024)]
+    async with gateway(worker) as target:
+        sizes: list[int] = []
+        encode = Tokenizer.encode_texts
+        monkeypatch.setattr(
+            Tokenizer, "encode_texts", lambda self, texts: (sizes.append(sum(map(len, texts))), encode(self, texts))[1]
+        )
+        assert (await post(target.url, chat(bad_words=words)))[0] == 200
+        assert max(sizes) < 32_768
+        banned = [raw_tokenizer.encode(text, add_special_tokens=False).ids for w in words for text in (w, " " + w)]
+        assert list(map(list, worker.received[0].sampling.bad_words)) == banned
+        status, _, answer = await post(target.url, chat(bad_words=["x" * 1024] * 300))
+        assert (status, refusal(answer)[1]) == (400, "bad_words")
+
+
+async def test_many_prompts_share_their_parameters_and_take_turns(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    made = completions.sampling_params
+    monkeypatch.setattr(completions, "sampling_params", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
+    async with gateway(worker) as target:
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, sum("close True" not in each.calls for each in target.router.placements))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        body = {"model": "tiny", "prompt": [f"p{n}" for n in range(200)], "max_tokens": 1, "bad_words": ["a b"]}
+        status, _, answer = await post(target.url, body, COMPLETIONS)
+        watching.cancel()
+        assert status == 200
+        assert len(json.loads(answer)["choices"]) == 200
+        assert len(calls) == 1
+        assert 1 < most <= MAX_AT_ONCE
+
+
+async def test_what_goes_along_with_every_prompt_is_bounded(worker: ScriptedWorker) -> None:
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        body = {"model": "tiny", "prompt": ["a"] * 64, "allowed_token_ids": [7] * 100_000}
+        status, _, answer = await post(target.url, body, COMPLETIONS)
+        assert (status, refusal(answer)[1]) == (400, "prompt")
+        body = {"model": "tiny", "prompt": [[7] * 1000] * 600}
+        assert (await post(target.url, body | {"max_tokens": 1}, COMPLETIONS))[0] == 200
+        status, _, answer = await post(target.url, body | {"echo": True, "logprobs": 20}, COMPLETIONS)
+        assert (status, refusal(answer)[1]) == (400, "logprobs")
+
+
+async def test_ids_to_text_in_bounded_parts(worker: ScriptedWorker) -> None:
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        status, _, answer = await post(target.url, {"tokens": [70] * 65_537}, "/detokenize")
+        assert (status, refusal(answer)[1]) == (400, "tokens")
+        assert (await post(target.url, {"tokens": [70] * 65_536}, "/detokenize"))[0] == 200
+
+
+async def test_large_schemas_and_tools_are_refused(worker: ScriptedWorker) -> None:
+    schema = {"type": "object", "properties": {f"field {n}": {"type": "string"} for n in range(40_000)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    formatted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        status, _, answer = await post(target.url, chat(tools=[tool]))
+        assert (status, refusal(answer)[1]) == (400, "tools")
+        status, _, answer = await post(target.url, chat(response_format=formatted))
+        assert status == 400
+        assert (refusal(answer)[1] or "").startswith("response_format")
+
+
+async def test_paced_work_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.pace.SLICE_S", 0.0)
+    turns = []
+
+    def work(name: str) -> Steps[str]:
+        for number in range(3):
+            turns.append(f"{name}{number}")
+            yield
+        return name
+
+    assert await asyncio.gather(paced(work("a")), paced(work("b"))) == ["a", "b"]
+    assert turns == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert at_once(work("c")) == "c"
+
+
+async def test_the_loops_delay_is_told_once() -> None:
+    metrics = GatewayMetrics()
+    sampling = asyncio.create_task(sample_delay(metrics.delayed))
+    await asyncio.sleep(0.05)
+    time.sleep(0.3)  # noqa: ASYNC251 (this is what is measured)
+    await asyncio.sleep(0.05)
+    sampling.cancel()
+    value = metrics.registry.get_sample_value
+    assert (value("headstart_event_loop_longest_delay_seconds") or 0.0) >= 0.25
+    assert value("headstart_event_loop_longest_delay_seconds") == 0.0, "since the last scrape"
+    assert value("headstart_event_loop_delay_seconds_bucket", {"le": "0.25"}) != value(
+        "headstart_event_loop_delay_seconds_bucket", {"le": "+Inf"}
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, [], Spread(), Spread(a=iter(())), Spread(a=iter([1, "x"]), b=Spread(c=iter([{"d": [1]}, None]))), {"a": [{}]}],
+)
+def test_json_in_parts_is_json(value: Any) -> None:
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(each) for key, each in item.items()}
+        return [plain(each) for each in item] if isinstance(item, Iterator) else item
+
+    text = b"".join(json_parts(value))
+    if not isinstance(value, Spread):
+        assert json.loads(text) == plain(value)
+    else:
+        assert json.loads(text) is not None
+
+
+def test_a_body_is_measured_the_same_however_it_is_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps([{'a\\"[': ['"\\', {"b": [[]]}, "{{[["], "c": 1.5}] * 20).encode()
+    expected = at_once(decoding.measure(body))
+    assert (expected.depth, expected.num_containers) == (6, 1 + 20 * 5)
+    for size in (2, 3, 5, 64):
+        monkeypatch.setattr(decoding, "_SLICE_BYTES", size)
+        shape = at_once(decoding.measure(body))
+        assert (shape.depth, shape.num_containers, shape.num_values) == (
+            expected.depth,
+            expected.num_containers,
+            expected.num_values,
+        )
+
+
+SHORT = ("one_new_word", "one_new_word_15_mb", "many_small_prompts_16_mb", "empty_objects", "wide_15_mb")
+
+
+@contextlib.contextmanager
+def process(worker: ScriptedWorker) -> Iterator[Site]:
+    port, ops_port = free_ports(2)
+    command = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
+    started = subprocess.Popen([*command, "--workers", worker.url, "--log-level", "error", "--drain-grace-s", "0"])
+    try:
+        yield Site(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", started, worker.url, started)
+    finally:
+        started.kill()
+        started.wait()
+
+
+async def test_no_request_makes_the_gateway_much_larger(worker: ScriptedWorker) -> None:
+    """What `headstart bench limits` shows of memory, for those requests that made it largest."""
+    chosen = [case for case in cases() if case.name in SHORT]
+    assert len(chosen) == len(SHORT)
+    async with listening(worker.app()) as worker.url:
+        with process(worker) as site:
+            await until_ready(site.url)
+            for case in chosen:
+                renamed = Case(case.name, case.path, lambda case=case: case.body().replace(b'"limits"', b'"tiny"', 1))
+                done = await measure(site, renamed, 60.0)
+                assert done.status in (200, 400, 413), case.name
+                assert done.grown_bytes <= 2 * done.body_bytes + SPARE_BYTES, case.name
