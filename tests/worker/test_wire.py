@@ -107,3 +107,25 @@ def test_what_a_newer_peer_adds_is_ignored() -> None:
     for frame in FRAMES:
         longer = [*msgpack.unpackb(wire.pack_frame(frame)), *([None] * 4)]
         assert wire.FrameReader().feed(msgpack.packb(longer)) == [frame], frame
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, 1 << 20])
+def test_long_prompt_logprobs_are_read_as_they_arrive(size: int) -> None:
+    positions = (None, *(TokenLogprobs(-0.5, ((number, -0.25),) * 3) for number in range(700)))
+    frames: list[wire.Frame] = [wire.Started(3), wire.PromptLogprobs(positions), wire.Tokens(0, (1, 2))]
+    frames += [wire.PromptLogprobs(()), wire.End(0.1, 0.2, 0.3)]
+    data = b"".join(map(wire.pack_frame, frames))
+    assert read(data, size) == frames
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("rest", [b"\x92\xc1", b"\x91\x91\xa1x", b"\x91\x05", b"\xc1"])
+def test_prompt_logprobs_of_no_sense_are_no_frame(rest: bytes, size: int) -> None:
+    with pytest.raises(wire.WireError):
+        read(b"\x92\x03" + rest + b"\x05" * 40, size)
+
+
+def read(data: bytes, size: int) -> list[wire.Frame]:
+    """As it arrives in pieces of so many bytes."""
+    reader = wire.FrameReader()
+    return [frame for start in range(0, len(data), size) for frame in reader.feed(data[start : start + size])]

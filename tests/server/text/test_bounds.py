@@ -140,7 +140,7 @@ def made(name: str) -> tuple[Tokenizer, LengthBound | None]:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> None:
     tokenizer, bound = made(name)
