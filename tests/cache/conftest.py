@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import RedisServer, redis_binaries
+from tests.redis_server import RedisServer, newest_redis, redis_binaries
 
 
 @pytest.fixture(scope="session", params=sorted(redis_binaries()))
@@ -25,6 +25,6 @@ def redis_server(shared_redis: RedisServer) -> RedisServer:
 @pytest.fixture
 def own_redis() -> Iterator[RedisServer]:
     """A server that the test may stop, kill and start."""
-    binary = next(iter(redis_binaries().values()))
+    binary = newest_redis()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
         yield server

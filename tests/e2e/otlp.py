@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
+from tests.waiting import HANG_S
+
 
 @dataclass(frozen=True)
 class Span:
@@ -57,7 +59,7 @@ class Collector:
         self._server.server_close()
         self._thread.join()
 
-    def wait_for(self, trace_id: str, complete: Callable[[list[Span]], bool], timeout_s: float = 20.0) -> list[Span]:
+    def wait_for(self, trace_id: str, complete: Callable[[list[Span]], bool], timeout_s: float = HANG_S) -> list[Span]:
         """The spans of a trace, once they are complete."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:

@@ -1,4 +1,4 @@
-"""Redis, two workers and a gateway as processes of their own: TLS on every connection, keys, a cluster secret."""
+"""Redis, two workers and a gateway as processes of their own: TLS on every port of theirs, keys, a cluster secret."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.certificates import Authority
 from tests.e2e.serving import free_ports
 from tests.faults.fleet import Fleet
 from tests.faults.part import Gateway, Worker
-from tests.redis_server import RedisServer, redis_binaries
+from tests.redis_server import RedisServer, has_tls, newest_redis
+from tests.waiting import HANG_S
 from worker.wire import gateway_token
 
-START_TIMEOUT_S: Final = 60.0
 WORKER_NAME: Final = "workers.headstart.test"
 """What the workers' certificate is for: they share it, as pods of a StatefulSet do."""
 
@@ -40,14 +40,8 @@ class SecureFleet(Fleet):
             for tenant, key in self.keys.items()
         ]
         keys_file.write_text("\n".join(entries))
-        redis_cert, redis_key = ca.issue("redis", "127.0.0.1")
-        tls = [
-            *("--tls-port", str(redis_port), "--tls-auth-clients", "no", "--tls-ca-cert-file", str(ca.path)),
-            *("--tls-cert-file", str(redis_cert), "--tls-key-file", str(redis_key)),
-        ]
-        redis = RedisServer(folder, redis_binaries()["path"], *tls)
-        url = f"rediss://127.0.0.1:{redis_port}?ssl_ca_certs={ca.path}"
-        common = ["--redis", url, "--cluster-secret-file", str(secret_file), "--log-level", "debug"]
+        redis, redis_url = _redis(folder, ca, redis_port)
+        common = ["--redis", redis_url, "--cluster-secret-file", str(secret_file), "--log-level", "debug"]
         self.worker_certificate = ca.issue("worker", WORKER_NAME)
         self.gateway_certificate = ca.issue("gateway", "127.0.0.1")
         worker_common = ["--model", str(model), "--served-model-name", "tiny", "--threads", "1", *common, *worker_args]
@@ -68,17 +62,17 @@ class SecureFleet(Fleet):
         return f"https://127.0.0.1:{self.gateway.ops_port}"
 
     def wait_ready(self) -> None:
-        self._wait_until(self._is_ready, START_TIMEOUT_S)
+        self._wait_until(self._is_ready, HANG_S)
 
     def _is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            answer = httpx.get(f"{self.url}/health/ready", verify=self.trust)
+            answer = httpx.get(f"{self.url}/health/ready", verify=self.trust, timeout=HANG_S)
             return answer.status_code == 200 and answer.json()["workers"] == len(self.workers)
         return False
 
     def post(self, tenant: str, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, verify=self.trust)
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=HANG_S, verify=self.trust)
 
     def ask_worker(self, worker: Worker, path: str) -> bytes:
         """As a gateway does, with the token; its certificate is checked as that of WORKER_NAME."""
@@ -89,10 +83,22 @@ class SecureFleet(Fleet):
             headers=headers,
             extensions={"sni_hostname": WORKER_NAME},
         )
-        with httpx.Client(verify=self.trust) as client:
+        with httpx.Client(verify=self.trust, timeout=HANG_S) as client:
             answer = client.send(request)
         assert answer.status_code == 200, answer.text
         return answer.content
+
+
+def _redis(folder: Path, ca: Authority, port: int) -> tuple[RedisServer, str]:
+    """And its URL: over TLS, which tests/cache has tests of, where this machine's Redis has it."""
+    binary = newest_redis()
+    if not has_tls(binary):
+        redis = RedisServer(folder, binary)
+        return redis, redis.url
+    cert, key = ca.issue("redis", "127.0.0.1")
+    listens = ("--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", str(ca.path))
+    redis = RedisServer(folder, binary, *listens, "--tls-cert-file", str(cert), "--tls-key-file", str(key))
+    return redis, f"rediss://127.0.0.1:{port}?ssl_ca_certs={ca.path}"
 
 
 def _tls(pair: tuple[Path, Path]) -> list[str]:

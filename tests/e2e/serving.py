@@ -21,7 +21,8 @@ import httpx
 import psutil
 from openai import OpenAI
 
-START_TIMEOUT_S = 120.0
+from tests.waiting import HANG_S
+
 READY = re.compile(r"headstart: ready in ([\d.]+) s")
 
 
@@ -87,16 +88,16 @@ class Serve:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            code = self.process.wait(timeout=15)
+            code = self.process.wait(timeout=HANG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError("\n".join(["headstart serve did not stop", *self.lines])) from None
         finally:
-            _, alive = psutil.wait_procs(family, timeout=1)
+            _, alive = psutil.wait_procs(family, timeout=HANG_S)
             for orphan in alive:
                 orphan.kill()
         took_s = time.monotonic() - started_s
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=HANG_S)
         assert self.process.stderr is not None
         self.process.stderr.close()
         assert not alive, f"orphans: {alive}"
@@ -117,10 +118,10 @@ class Serve:
 
     def epochs(self) -> dict[str, str]:
         """Worker id to epoch, as the gateway knows them."""
-        workers = httpx.get(f"{self.ops_url}/workers", timeout=5).json()["workers"]
+        workers = httpx.get(f"{self.ops_url}/workers", timeout=HANG_S).json()["workers"]
         return {worker["worker_id"]: worker["epoch"] for worker in workers}
 
-    def wait_for_line(self, pattern: re.Pattern[str], timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
+    def wait_for_line(self, pattern: re.Pattern[str], timeout_s: float = HANG_S) -> re.Match[str]:
         """The first match among the lines not yet waited over."""
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -142,18 +143,18 @@ class Serve:
         self._new_lines.put(None)
 
     def client(self, **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120, **options)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=HANG_S, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=HANG_S, **options)
 
-    def wait_ready(self, num_workers: int, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, num_workers: int, timeout_s: float = HANG_S) -> None:
         """Until the gateway counts `num_workers` live workers."""
         deadline_s = time.monotonic() + timeout_s
         detail: object = None
         while time.monotonic() < deadline_s:
             try:
-                answer = httpx.get(f"{self.url}/health/ready", timeout=5)
+                answer = httpx.get(f"{self.url}/health/ready", timeout=HANG_S)
                 detail = answer.json()
                 if answer.status_code == 200 and detail["workers"] == num_workers:
                     return

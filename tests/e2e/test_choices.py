@@ -11,6 +11,7 @@ import pytest
 
 from server.api.sampling import choice_seeds
 from tests.e2e.serving import Serve
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e
 NUM_PROMPT_TOKENS = 2000
@@ -37,8 +38,8 @@ def choices(serve: Serve, seed: int, n: int) -> list[dict[str, Any]]:
 
 def worker_metric(serve: Serve, name: str) -> float:
     """The value of one sample of the only worker; 0 while it has none."""
-    [worker] = httpx.get(f"{serve.ops_url}/workers").json()["workers"]
-    lines = httpx.get(f"{worker['url']}/metrics").text.splitlines()
+    [worker] = httpx.get(f"{serve.ops_url}/workers", timeout=HANG_S).json()["workers"]
+    lines = httpx.get(f"{worker['url']}/metrics", timeout=HANG_S).text.splitlines()
     return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 

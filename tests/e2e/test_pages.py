@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 
 from tests.e2e.serving import Serve
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e
 
@@ -85,7 +86,7 @@ def run(command: str, serve: Serve) -> str:
     local = re.sub(r"^headstart ", f"{sys.executable} -m server.cli ", local)
     if local.startswith("curl"):
         local = local.replace("curl", "curl --silent --show-error --fail-with-body --max-time 60", 1)
-    done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT)
     assert done.returncode == 0, (local, done.stdout, done.stderr)
     return done.stdout
 
@@ -129,7 +130,7 @@ def test_the_python_of_the_readme(smollm2: Serve) -> None:
     blocks = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     (code,) = [body for language, body in blocks if language == "python"]
     code = code.replace("http://127.0.0.1:8000", smollm2.url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 
@@ -147,7 +148,7 @@ def test_the_python_of_the_readme(smollm2: Serve) -> None:
 def test_an_example(name: str, says: str, smollm2: Serve) -> None:
     url = smollm2.ops_url if name == "explain.py" else smollm2.url
     command = [sys.executable, str(ROOT / "examples" / name), url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env={**os.environ})
     assert done.returncode == 0, (shlex.join(command), done.stderr)
     assert re.search(says, done.stdout), done.stdout
 

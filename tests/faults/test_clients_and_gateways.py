@@ -22,10 +22,11 @@ import pytest
 from tests.faults.client import ChoiceText, Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.exec_worker import ExecWorker
-from tests.faults.part import ROOT, Gateway, wait_until
+from tests.faults.part import ROOT, Gateway
 from tests.faults.proxy import FaultProxy
 from tests.faults.worker_process import Additions
 from tests.tiny_model import write_tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 STEP_S = 0.01

@@ -16,8 +16,9 @@ import pytest
 
 from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.part import Gateway, Part, wait_until
+from tests.faults.part import Gateway, Part
 from tests.faults.worker_process import Additions
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NUM_ROUNDS = 10

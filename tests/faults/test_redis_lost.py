@@ -20,9 +20,10 @@ import redis
 from tests.e2e.serving import free_ports
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.part import Gateway, Worker, metrics, wait_until
+from tests.faults.part import Gateway, Worker, metrics
 from tests.faults.proxy import FaultProxy
-from tests.redis_server import RedisServer, redis_binaries
+from tests.redis_server import RedisServer, newest_redis
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -92,7 +93,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Site
         for side in sides:
             side.target_port = cluster.redis_port
         stack.enter_context(cluster)
-        binary = next(iter(redis_binaries().values()))
+        binary = newest_redis()
         replica = stack.enter_context(RedisServer(folder / "replica", binary, "--port", str(port)))
         yield Site(cluster, sides[0], sides[1], replica, port)
 

@@ -19,9 +19,10 @@ import redis
 
 from tests.faults.client import ask, session
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.part import Part, Worker, metrics, wait_until
+from tests.faults.part import Part, Worker, metrics
 from tests.faults.test_streams import random_body
 from tests.faults.worker_process import Additions
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NUM_CLIENTS = 4

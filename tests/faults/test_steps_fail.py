@@ -13,8 +13,9 @@ import pytest
 
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.part import metrics, wait_until
+from tests.faults.part import metrics
 from tests.faults.worker_process import Additions
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 POISON = 4242

@@ -12,8 +12,8 @@ import pytest
 
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.part import wait_until
 from tests.faults.worker_process import Additions
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 STALL_S = 1.0

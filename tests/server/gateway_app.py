@@ -27,7 +27,8 @@ from server.trust.rate_limits import RateLimits
 from server.workers.client import WorkerClient
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
-from tests.server.scripted_worker import ScriptedWorker, listening, until
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.waiting import until
 
 
 @dataclass(eq=False)
@@ -125,8 +126,8 @@ async def gateway(
         try:
             yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
             # Whatever the requests have ended with, nothing of them is left.
-            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks), 20.0)
-            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers), 20.0)
+            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks))
+            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers))
         finally:
             for task in background:
                 task.cancel()

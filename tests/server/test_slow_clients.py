@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 
 from server.workers.http_client import HIGH_WATER_BYTES
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker, until
+from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat, post
+from tests.waiting import HANG_S, until
 from worker.wire import Frame, GenerateRequest, Started, TokenizerBundle, Tokens
 
 NUM_SLOW = 3
@@ -55,9 +56,9 @@ async def test_a_client_that_does_not_read_stops_its_own_stream(worker: Scripted
         slow = [connected(port) for _ in range(NUM_SLOW)]
         for client in slow:
             client.sendall(head + body)
-        await until(lambda: len(sent) == NUM_SLOW, timeout_s=20.0)
+        await until(lambda: len(sent) == NUM_SLOW)
         before: dict[str, int] = {}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while before != sent:
                 before = dict(sent)
                 await asyncio.sleep(0.3)

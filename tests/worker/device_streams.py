@@ -7,9 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tests.waiting import HANG_S
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-TIMEOUT_S = 20.0
 
 
 class LateStream:
@@ -65,4 +66,4 @@ class _Queued(Generic[T_co]):
 
     def collect(self) -> T_co:
         self.on_collect()
-        return self.future.result(TIMEOUT_S)
+        return self.future.result(HANG_S)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from cache.factory import make_allocator
 from cache.index import WorkerMember
 from cache.types import Epoch, WorkerId
+from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.app import make_app
@@ -59,10 +60,7 @@ class LiveWorker:
             return response.status, answer
 
     async def until(self, condition) -> None:
-        """Poll until the condition holds; the test's timeout bounds it."""
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110 - what is awaited has no event
-                await asyncio.sleep(0.005)
+        await until(condition)
 
 
 @contextlib.asynccontextmanager

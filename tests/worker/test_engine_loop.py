@@ -20,6 +20,7 @@ from cache.events import BlockEvent, replay
 from cache.factory import make_allocator
 from cache.index import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
+from tests.waiting import HANG_S
 from tests.worker.device_streams import ThreadedStream
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import ROOT, Answer, generate
@@ -37,7 +38,6 @@ from worker.wire import End, Failed, Started
 
 NUM_BLOCKS = 129
 BLOCK_SIZE = 4
-TIMEOUT_S = 20.0
 
 
 class GatedRunner(ArithmeticRunner):
@@ -51,7 +51,7 @@ class GatedRunner(ArithmeticRunner):
 
     def compute(self, step: Step) -> list[SequenceResult]:
         self.entered.release()
-        assert self.gate.wait(TIMEOUT_S)
+        assert self.gate.wait(HANG_S)
         return super().compute(step)
 
 
@@ -103,7 +103,7 @@ class ThreadedEngine:
         return RequestKey(key)
 
     def next(self) -> Emission:
-        emission = self.frames.get(timeout=TIMEOUT_S)
+        emission = self.frames.get(timeout=HANG_S)
         self.answers[emission.key].add(emission.frame)
         return emission
 
@@ -114,11 +114,11 @@ class ThreadedEngine:
 
     def settle(self) -> None:
         """Everything put into the inbox so far has been done, and the step that ran then has ended."""
-        self.engine._inbox.call(lambda: None, before=self.engine._flights.land_all).result(TIMEOUT_S)
+        self.engine._inbox.call(lambda: None, before=self.engine._flights.land_all).result(HANG_S)
 
     def heard(self) -> None:
         """Everything put into the inbox so far has been done."""
-        self.engine.call(lambda: None).result(TIMEOUT_S)
+        self.engine.call(lambda: None).result(HANG_S)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"headstart_worker_{name}", labels) or 0.0
@@ -126,7 +126,7 @@ class ThreadedEngine:
 
 def until(condition: Callable[[], object]) -> None:
     """Poll: for what the engine does in its own time."""
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
@@ -217,7 +217,7 @@ def test_a_suspect_is_said_to_have_begun_before_the_device_sees_it(threaded: Thr
 def test_abort_during_a_step_takes_effect_after_it(inline: ThreadedEngine) -> None:
     inline.runner.gate.clear()
     key = inline.submit(0, generate(range(10), 200))
-    assert inline.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert inline.runner.entered.acquire(timeout=HANG_S)
     inline.engine.abort(key)
     inline.engine.abort(key)
     inline.engine.abort(RequestKey(99))
@@ -232,14 +232,14 @@ def test_abort_during_a_step_takes_effect_after_it(inline: ThreadedEngine) -> No
 def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     aborted = beside.submit(0, generate(range(10), 200))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     other = beside.submit(1, generate(range(20, 40), 5))
     beside.engine.abort(aborted)
     got = beside.wait(aborted)
     assert got.finished[0].reason == "abort"
     assert not got.tokens
     waiting = beside.engine.call(lambda: [len(sequence.chain) for sequence in beside.scheduler.waiting])
-    assert waiting.result(TIMEOUT_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
+    assert waiting.result(HANG_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
     assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
     assert beside.engine.health(0.0) is not None
     beside.runner.gate.set()
@@ -266,7 +266,7 @@ def test_who_waits_past_its_deadline_hears_of_it_while_every_step_is_launched_ah
     with running(stream, max_num_seqs=1) as engine:
         engine.runner.gate.clear()
         seated = engine.submit(0, generate(range(20), 300))
-        assert engine.runner.entered.acquire(timeout=TIMEOUT_S)
+        assert engine.runner.entered.acquire(timeout=HANG_S)
         late = engine.submit(1, generate(range(30), 5, deadline_s=0.0))
         engine.heard()
         engine.runner.gate.set()
@@ -279,7 +279,7 @@ def test_who_waits_past_its_deadline_hears_of_it_while_every_step_is_launched_ah
 def test_a_choice_that_ends_while_the_prompt_is_computed_leaves_the_others_alone(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     key = beside.submit(0, generate(range(10), 6, 3))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     beside.engine.abort(key, 1)
     beside.heard()
     beside.runner.gate.set()
@@ -292,7 +292,7 @@ def test_nothing_of_a_step_that_raises_is_findable(beside: ThreadedEngine) -> No
     beside.runner.fails = lambda step: any(49 in sequence.token_ids for sequence in step.sequences)
     beside.runner.gate.clear()
     bad = beside.submit(0, generate([49, *range(20)], 5))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     beside.heard()  # launched without an error, which comes when it is collected
     beside.runner.gate.set()
     assert isinstance(beside.wait(bad).last, Failed)
@@ -314,11 +314,11 @@ def test_what_was_launched_behind_a_step_that_raises_has_never_been(beside: Thre
 def test_purge_waits_for_the_step_that_runs(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     key = beside.submit(0, generate(range(10), 5))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     purged = beside.engine.purge(Epoch("second"))
     assert not purged.done()
     beside.runner.gate.set()
-    purged.result(TIMEOUT_S)
+    purged.result(HANG_S)
     assert beside.wait(key).tokens[0] == answer(range(10), 100, 5)
 
 
@@ -368,7 +368,7 @@ def test_a_device_that_computes_nothing_ends_the_engine(threaded: ThreadedEngine
     threaded.runner.gate.clear()
     threaded.submit(0, generate([1, 2, 3]))
     threaded.runner.gate.set()
-    assert "does not compute" in str(threaded.deaths.get(timeout=TIMEOUT_S))
+    assert "does not compute" in str(threaded.deaths.get(timeout=HANG_S))
     assert "died" in (threaded.engine.health(60.0) or "")
 
 
@@ -389,11 +389,11 @@ def test_who_broke_the_device_is_told_where_it_can_have_been_only_one(
     threaded.runner.fails = fails
     old = threaded.submit(0, generate(range(10), 400))
     for _ in range(4):
-        assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+        assert threaded.runner.entered.acquire(timeout=HANG_S)
     newcomers = [RequestKey(i) for i in range(1, 1 + num_newcomers)]
     threaded.engine.call(lambda: [threaded.submit(i, generate([i, 2, 3])) for i in newcomers])  # heard as one
     threaded.runner.gate.set()
-    assert "does not compute" in str(threaded.deaths.get(timeout=TIMEOUT_S))
+    assert "does not compute" in str(threaded.deaths.get(timeout=HANG_S))
     while not threaded.frames.empty():
         threaded.next()
     told = [threaded.answers[key].last for key in (old, *newcomers)]
@@ -412,7 +412,7 @@ def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: Th
 
     threaded.runner.gate.clear()
     blocker = threaded.submit(0, generate([9, 2, 3], 1))
-    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert threaded.runner.entered.acquire(timeout=HANG_S)
     for i in range(1, 3):
         threaded.submit(i, generate([i, 2, 3], 1))
     threaded.runner.fails = fails
@@ -430,8 +430,8 @@ def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngi
         raise ZeroDivisionError
 
     inline.engine._inbox.put(break_down)
-    assert isinstance(inline.deaths.get(timeout=TIMEOUT_S), ZeroDivisionError)
-    assert inline.frames.get(timeout=TIMEOUT_S) == emission
+    assert isinstance(inline.deaths.get(timeout=HANG_S), ZeroDivisionError)
+    assert inline.frames.get(timeout=HANG_S) == emission
 
 
 @pytest.mark.parametrize("ends", ["dies", "stops"])
@@ -439,7 +439,7 @@ def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: Th
     engine, blocked = threaded.engine, threading.Event()
 
     def break_down() -> None:
-        assert blocked.wait(TIMEOUT_S)
+        assert blocked.wait(HANG_S)
         if ends == "dies":
             raise ZeroDivisionError
 
@@ -455,12 +455,12 @@ def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: Th
         engine._stopping = True
     before = ask(0) if ends == "dies" else []  # behind what ends it; what came before a stop is still done
     blocked.set()
-    engine._thread.join(TIMEOUT_S)
+    engine._thread.join(HANG_S)
     given_up = engine.call(lambda: None)
     assert not given_up.cancel()  # it has ended
     for future in before + ask(1):
         with pytest.raises(EngineDeadError, match=r"the engine (died|has stopped)"):
-            future.result(TIMEOUT_S)
+            future.result(HANG_S)
     for key in (0, 1) if ends == "dies" else (1,):
         last = threaded.wait(RequestKey(key)).last
         assert isinstance(last, Failed)
@@ -472,18 +472,18 @@ def test_what_waits_for_a_step_that_breaks_the_engine_is_told(beside: ThreadedEn
     beside.runner.fails = lambda step: True
     beside.runner.gate.clear()
     beside.submit(0, generate(range(10), 5))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     purged = beside.engine.purge(Epoch("second"))
     beside.runner.gate.set()
     with pytest.raises(EngineDeadError, match="does not compute"):
-        purged.result(TIMEOUT_S)
-    assert beside.deaths.get(timeout=TIMEOUT_S)
+        purged.result(HANG_S)
+    assert beside.deaths.get(timeout=HANG_S)
 
 
 def test_the_step_that_runs_is_waited_for_at_the_end(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     beside.submit(0, generate(range(10), 5))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     threading.Timer(0.05, beside.runner.gate.set).start()
     beside.engine.stop()
     assert not beside.engine._flights
@@ -494,7 +494,7 @@ def test_a_long_step_is_a_hang(threaded: ThreadedEngine) -> None:
     assert threaded.engine.health(0.0) is None
     threaded.runner.gate.clear()
     key = threaded.submit(0, generate([1, 2, 3]))
-    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert threaded.runner.entered.acquire(timeout=HANG_S)
     time.sleep(0.02)
     assert "a step has been running" in (threaded.engine.health(0.01) or "")
     assert threaded.engine.health(60.0) is None
@@ -542,12 +542,12 @@ def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: Th
 
     threaded.runner.compute = OneToken(NUM_BLOCKS, BLOCK_SIZE).compute
     free = NUM_BLOCKS - 1
-    threaded.engine.probe().result(TIMEOUT_S)
+    threaded.engine.probe().result(HANG_S)
     assert seen[0] >= BLOCK_SIZE  # not in the null block
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
     held = threaded.allocator.allocate(free * BLOCK_SIZE, [0] * free * BLOCK_SIZE, ROOT)
     free = 0
-    threaded.engine.probe().result(TIMEOUT_S)
+    threaded.engine.probe().result(HANG_S)
     assert seen[1] == 0  # in the null block: the pool is full
     held.free()
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1
@@ -557,13 +557,13 @@ def test_a_probe_without_an_answer_is_a_hang(threaded: ThreadedEngine) -> None:
     threaded.runner.gate.clear()
     threaded.runner.fails = lambda step: True
     probed = threaded.engine.probe()
-    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert threaded.runner.entered.acquire(timeout=HANG_S)
     assert threaded.engine.step_started_s is not None  # for who ends a process that hangs
     assert "a step has been running" in (threaded.engine.health(0.0) or "")
     proved_s = threaded.engine._pulse._beat_s
     threaded.runner.gate.set()
     with pytest.raises(EngineDeadError, match="does not compute"):
-        probed.result(TIMEOUT_S)
+        probed.result(HANG_S)
     assert threaded.engine.step_started_s is None
     assert threaded.engine._pulse._beat_s == proved_s  # it proved nothing: the next look asks again
 
@@ -571,7 +571,7 @@ def test_a_probe_without_an_answer_is_a_hang(threaded: ThreadedEngine) -> None:
 def test_a_call_given_up_before_its_turn_harms_nobody(inline: ThreadedEngine) -> None:
     inline.runner.gate.clear()
     key = inline.submit(0, generate([1, 2, 3], 1))
-    assert inline.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert inline.runner.entered.acquire(timeout=HANG_S)
     called: list[int] = []
     assert inline.engine.call(lambda: called.append(1)).cancel()
     inline.runner.gate.set()
@@ -585,7 +585,7 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     keys = [threaded.submit(i, generate([i, 2, 3, 4, 5], 60)) for i in range(4)]
     while len(threaded.answers[keys[0]].tokens.get(0, ())) < 5:
         threaded.next()
-    threaded.engine.purge(Epoch("second")).result(TIMEOUT_S)
+    threaded.engine.purge(Epoch("second")).result(HANG_S)
     assert threaded.engine.member.epoch == "second"
     assert [member.epoch for member in threaded.listener.members] == ["second"]
     for i, key in enumerate(keys):
@@ -597,7 +597,7 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
 def test_the_load_tells_whose_prefill_waits(threaded: ThreadedEngine) -> None:
     threaded.runner.gate.clear()
     threaded.submit(0, generate([1] * 100, 2, gateway_id="a"))
-    assert threaded.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert threaded.runner.entered.acquire(timeout=HANG_S)
     threaded.submit(1, generate([2] * 50, 2, gateway_id="b"))
     threaded.runner.gate.set()
     for key in (0, 1):
@@ -634,9 +634,9 @@ def test_the_load_tells_how_fast_the_queue_moves() -> None:
 def test_the_load_is_told_while_a_prefill_runs(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     beside.submit(0, generate([1] * 100, 2, gateway_id="a"))
-    assert beside.runner.entered.acquire(timeout=TIMEOUT_S)
+    assert beside.runner.entered.acquire(timeout=HANG_S)
     beside.submit(1, generate([2] * 50, 2, gateway_id="b"))
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + HANG_S
     while "b" not in beside.listener.loads[-1].queued_prefill_s:
         assert time.monotonic() < deadline_s, "nobody hears of what has come since the step was launched"
         beside.heard()
@@ -647,7 +647,7 @@ def test_failing_all_ends_every_request(threaded: ThreadedEngine) -> None:
     keys = [threaded.submit(i, generate([i, 2, 3], 50)) for i in range(20)]
     done = threaded.engine.fail_all(Failed("draining", "stop", retryable=True))
     threaded.runner.gate.set()
-    done.result(TIMEOUT_S)
+    done.result(HANG_S)
     assert all(threaded.wait(key).last == Failed("draining", "stop", retryable=True) for key in keys)
     threaded.settle()
     assert threaded.allocator.num_free_blocks == NUM_BLOCKS - 1

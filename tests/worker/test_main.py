@@ -16,6 +16,7 @@ import pytest
 from cache.index import WorkerState
 from tests import smollm2
 from tests.tiny_model import write_tiny_model
+from tests.waiting import HANG_S
 from worker.wire import (
     ChoiceState,
     End,
@@ -31,7 +32,6 @@ from worker.wire import (
     unpack,
 )
 
-EXIT_TIMEOUT_S = 20.0
 LOSES_ITS_DEVICE = """
 import itertools, sys
 from worker.main import main
@@ -85,7 +85,7 @@ class Process:
     def end(self, *signals: signal.Signals) -> tuple[int, str]:
         for number in signals:
             self.process.send_signal(number)
-        _, stderr = self.process.communicate(timeout=EXIT_TIMEOUT_S)
+        _, stderr = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, stderr
 
 

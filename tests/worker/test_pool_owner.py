@@ -11,6 +11,7 @@ import pytest
 
 from cache.factory import make_allocator
 from cache.hashing import Namespace
+from tests.waiting import HANG_S
 from worker.pool_owner import OwnedAllocation, PoolClosedError, PoolOwner
 
 ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"tenant")
@@ -134,7 +135,7 @@ async def test_many_tasks_share_one_pool(pool: PoolOwner) -> None:
 async def test_whoever_waits_when_the_owner_is_cancelled_gets_an_answer() -> None:
     """As when the loop is shut down."""
     owner = PoolOwner(make_allocator("hash", NUM_BLOCKS, 4))
-    async with asyncio.timeout(10), owner:
+    async with asyncio.timeout(HANG_S), owner:
         waiting = asyncio.create_task(owner.find(range(10), ROOT))
         await asyncio.sleep(0)
         assert owner._task is not None

@@ -18,8 +18,9 @@ from cache.hashing import index_entry
 from cache.index import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import BlockHash, Epoch, WorkerId
-from tests.redis_server import RedisServer, redis_binaries
+from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
+from tests.waiting import HANG_S
 from worker.publisher import Changes, Publisher, PublisherSettings
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
@@ -35,7 +36,7 @@ def chain(length: int) -> list[BlockHash]:
 
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
-    binary = next(iter(redis_binaries().values()))
+    binary = newest_redis()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
         yield server
 
@@ -43,13 +44,13 @@ def redis_server() -> Iterator[RedisServer]:
 @asynccontextmanager
 async def publishing(server: RedisServer) -> AsyncIterator[tuple[Publisher, RedisIndex]]:
     publisher = Publisher(server.url, member(), settings=FAST)
-    index = RedisIndex(server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0))
+    index = RedisIndex(server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(publisher, index):
         yield publisher, index
 
 
 async def matches(index: RedisIndex, hashes: list[BlockHash], expected: int, epoch: str = "e0") -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             found = await index.lookup(hashes) or []
             if [(item.matched_blocks, item.member.epoch) for item in found] == [(expected, epoch)]:
@@ -58,7 +59,7 @@ async def matches(index: RedisIndex, hashes: list[BlockHash], expected: int, epo
 
 
 async def holds(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 - polls another task's state
             await asyncio.sleep(0.002)
 
@@ -119,7 +120,7 @@ async def test_the_lease_is_renewed_without_news(redis_server: RedisServer) -> N
         publisher.offer([], WorkerLoad())
         await matches(index, [], 0)
         before = (await index.entries())[0]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while (await index.entries())[0].lease_left_s <= before.lease_left_s:
                 await index.lookup([])
 

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.replay_load.client import AnswerError, ChatClient, Outcome, Target, first_model
 from benchmarks.replay_load.workload import Turn
+from tests.waiting import HANG_S
 
 TURN = Turn([{"role": "user", "content": "Hi"}], 100, tools=[{"type": "function"}])
 
@@ -52,7 +53,7 @@ async def answered(parts: list[bytes], status: int = 200, *, cut: bool = False) 
     app.router.add_post("/v1/chat/completions", chat)
     async with TestServer(app) as server:
         target = Target("here", str(server.make_url("")).rstrip("/"), "some-model", "secret")
-        async with ChatClient(target, max_tokens=16, timeout_s=10) as client:
+        async with ChatClient(target, max_tokens=16, timeout_s=HANG_S) as client:
             return await client.ask("c", 2, TURN), seen
 
 

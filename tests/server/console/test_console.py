@@ -16,6 +16,7 @@ from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import Process, gateway_process
+from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 
 
@@ -38,7 +39,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, A
 
 async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> None:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
         session.get(gateway.ops + "/events") as response,
     ):
@@ -69,7 +70,7 @@ async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> 
 
 async def test_the_gateway_stops_though_somebody_looks(gateway: Process) -> None:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
         session.get(gateway.ops + "/events") as response,
     ):

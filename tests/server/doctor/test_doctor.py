@@ -11,7 +11,7 @@ import pytest
 from server import cli
 from server.doctor import machine, network, worker
 from server.doctor.check import Check, exit_status, verdict
-from tests.redis_server import RedisServer, redis_binaries
+from tests.redis_server import RedisServer, newest_redis, redis_binaries
 
 
 def test_a_line_says_what_and_how_to_mend_it() -> None:
@@ -58,7 +58,7 @@ async def test_a_redis_that_answers(tmp_path: Path, binary: str) -> None:
 async def test_a_redis_that_is_not_set_up_well(
     tmp_path: Path, arguments: tuple[str, ...], status: str, mend: str
 ) -> None:
-    binary = next(iter(redis_binaries().values()))
+    binary = newest_redis()
     server = RedisServer(tmp_path, binary, *arguments)
     server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
     with server as redis:

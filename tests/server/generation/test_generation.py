@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from tokenizers import Tokenizer
 
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker, until
+from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
+from tests.waiting import until
 from worker.wire import Frame, GenerateRequest, Started, TokenizerBundle
 
 

@@ -20,6 +20,7 @@ from tests.server.generation.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Die, Script, ScriptedWorker
 from tests.server.sse_grammar import GrammarError, check_chat, events
 from tests.server.test_app import ANSWER, MESSAGES, chat, client, post
+from tests.waiting import HANG_S
 from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, Tokens
 
 
@@ -155,7 +156,7 @@ async def test_a_kept_connection_that_broke_is_no_lost_worker(
     async with breaks_kept_connections(worker) as url, gateway(worker) as target:
         target.router.members[0] = replace(target.router.members[0], url=url)
         with caplog.at_level(logging.INFO, logger="server.generation"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while not any("close False" in placement.calls for placement in target.router.placements):
                     assert (await post(target.url, chat()))[0] == 200
         assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == 0

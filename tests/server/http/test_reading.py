@@ -20,9 +20,8 @@ from server.http.stream import AnswerGuard, ClientGoneError, client_of
 from server.http.tls import ServerCertificate
 from tests.certificates import Authority
 from tests.server.http.test_tls import Port
-from tests.server.scripted_worker import until
+from tests.waiting import HANG_S, until
 
-HANG_S = 20.0
 MIB = 1 << 20
 SIZES = [1024, 65_536, 100_000, 160_000, MIB, 16 * MIB]
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {

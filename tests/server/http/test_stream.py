@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from server.errors import ShuttingDownError
 from server.http.stream import PING, AnswerGuard, ClientConnection, ClientGoneError, Heart, SseSink
-from tests.server.scripted_worker import until
+from tests.waiting import until
 
 
 class Client:

@@ -19,7 +19,7 @@ from server.workers.client import WorkerClient
 from server.workers.http_client import ConnectionPool
 from server.workers.networks import WorkerNetworks
 from tests.certificates import Authority
-from tests.server.scripted_worker import until
+from tests.waiting import HANG_S, until
 from worker.config import WorkerConfig
 from worker.tls import ServerCertificate as WorkerCertificate
 
@@ -99,7 +99,7 @@ async def test_a_handshake_that_does_not_come_is_cut(authority: Authority) -> No
     cert, key = authority.issue("gateway", "127.0.0.1")
     async with Port(ServerCertificate(str(cert), str(key)).context) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             assert await reader.read() == b""
         writer.close()
 
@@ -123,7 +123,7 @@ async def test_workers_are_who_their_certificate_says(
     worker_ca = WorkerCa(str(trusted.path), expected)
     networks = WorkerNetworks(tls_only=True)
     client = WorkerClient.open("token", networks, worker_ca.context)
-    pool = ConnectionPool(connect_timeout_s=2, token="token", networks=networks, tls=worker_ca.context)
+    pool = ConnectionPool(connect_timeout_s=HANG_S, token="token", networks=networks, tls=worker_ca.context)
     try:
         async with Port(ServerCertificate(str(cert), str(key)).context) as port:
             url = f"https://127.0.0.1:{port.port}"

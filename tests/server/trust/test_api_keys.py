@@ -20,6 +20,7 @@ from server.trust.identity import MAX_KEY_BYTES, Identity, KeyHolders, KeyLimits
 from server.trust.keys_command import main, new_key
 from server.trust.limit_table import NUM_ROWS, LimitTable, create_shared
 from server.trust.rate_limits import RateLimits, duration_text
+from tests.waiting import HANG_S
 
 
 def entry(key: str, tenant: str = "one", extra: str = "") -> str:
@@ -282,7 +283,7 @@ def test_processes_share_one_limit(tmp_path: Path) -> None:
     children = [context.Process(target=_take, args=(path, number, taken)) for number in range(3)]
     for child in children:
         child.start()
-    total = sum(taken.get(timeout=30) for _ in children)
+    total = sum(taken.get(timeout=HANG_S) for _ in children)
     for child in children:
         child.join()
     assert total == 1000
@@ -292,7 +293,7 @@ def _take_when_told(path: Path, go: Event, told: multiprocessing.Queue[float]) -
     table = LimitTable.shared(path, 1)
     row = table.row(b"k" * 32)
     told.put(-1.0)
-    go.wait(30)
+    go.wait(HANG_S)
     told.put(table.take(row, "requests", 1.0, 1.0, 1))
 
 
@@ -307,12 +308,12 @@ def test_a_row_is_one_processs_at_a_time(tmp_path: Path) -> None:
     child = context.Process(target=_take_when_told, args=(path, go, told))
     child.start()
     try:
-        assert told.get(timeout=30) == -1.0
+        assert told.get(timeout=HANG_S) == -1.0
         with table._locked(row):
             go.set()
             with pytest.raises(queue.Empty):
                 told.get(timeout=0.3)
-        assert told.get(timeout=30) == 0.0
+        assert told.get(timeout=HANG_S) == 0.0
     finally:
         go.set()
         child.join()

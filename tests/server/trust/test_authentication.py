@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from server.trust.identity import KeyHolders
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
-from worker.wire import TokenizerBundle
+from tests.waiting import HANG_S, until
+from worker.wire import Frame, GenerateRequest, TokenizerBundle
 
 KEYS = {
     "My API Key": 'tenant = "one"',
@@ -64,7 +66,7 @@ async def raw(url: str, request: bytes) -> tuple[int, bytes]:
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(request)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             data = await reader.read()
     finally:
         writer.close()
@@ -203,14 +205,20 @@ async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, holder
 
 
 async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, holders: KeyHolders) -> None:
-    worker.reply = worker.reply * 20
-    worker.pace_s = 0.05
+    go_on = asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        await go_on.wait()
+        async for frame in worker.answer(request):
+            yield frame
+
+    worker.behave = behave
     async with gateway(worker, identities=holders) as target:
         first = asyncio.create_task(post(target.url, chat(stream=True), **bearer("one stream")))
-        while not worker.received:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: worker.received)
         status, headers, _ = await post(target.url, chat(), **bearer("one stream"))
         assert (status, headers["retry-after"]) == (429, "1")
+        go_on.set()
         await first
         assert (await post(target.url, chat(), **bearer("one stream")))[0] == 200
 
@@ -231,16 +239,18 @@ async def test_a_new_file_counts_without_a_restart(
 
             assert (await status("old"), await status("new")) == (200, 401)
             path.write_text(f'[[keys]]\ndigest = "{digest_text(b"new")}"\ntenant = "t" # longer')
-            async with asyncio.timeout(5):
-                while await status("new") != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+
+            async def new_counts() -> bool:
+                return await status("new") == 200
+
+            await until(new_counts)
             assert await status("old") == 401
     finally:
         following.cancel()
 
 
 async def test_guesses_are_slowed_down(worker: ScriptedWorker, holders: KeyHolders) -> None:
-    holders._failed = FailedAuth(FailureAllowance(burst=3, per_s=0.1))
+    holders._failed = FailedAuth(FailureAllowance(burst=3, per_s=1e-6))
     async with gateway(worker, identities=holders) as target:
         assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200
         statuses: list[Any] = [(await post(target.url, chat(), **bearer(f"guess {n}")))[0] for n in range(5)]

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from server.workers.http_client import HIGH_WATER_BYTES, ConnectionBrokenError, ConnectionPool, HttpConnection
-from tests.server.scripted_worker import until
+from tests.waiting import until
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -1,0 +1,26 @@
+"""What holds for every test, however and wherever it is started."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.redis_server import REDIS_7, has_tls
+
+# How fast the machine is decides nothing: no deadline for an example, and no complaint that examples are slow to draw.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Undo that a shell ignores Ctrl-C for background jobs: the children of tests would inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str | None:
+    if REDIS_7 and has_tls(REDIS_7):
+        return None
+    return "without a redis-server 7 with TLS on the PATH: tests of ACLs, TLS, Cluster and Sentinel are skipped"
