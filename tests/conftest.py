@@ -15,7 +15,7 @@ settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Undo that a shell ignores Ctrl-C for background jobs: the children of tests would inherit it."""
+    """Undo what a shell does to its background jobs: they ignore Ctrl-C, and so would the servers that tests stop."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -11,7 +11,7 @@ import httpx
 
 from server.trust.api_keys import digest_text
 from tests.certificates import Authority
-from tests.e2e.serving import free_ports
+from tests.e2e.serving import SMALL_POOL, free_ports
 from tests.faults.fleet import Fleet
 from tests.faults.part import Gateway, Worker
 from tests.redis_server import RedisServer, has_tls, newest_redis
@@ -44,7 +44,8 @@ class SecureFleet(Fleet):
         common = ["--redis", redis_url, "--cluster-secret-file", str(secret_file), "--log-level", "debug"]
         self.worker_certificate = ca.issue("worker", WORKER_NAME)
         self.gateway_certificate = ca.issue("gateway", "127.0.0.1")
-        worker_common = ["--model", str(model), "--served-model-name", "tiny", "--threads", "1", *common, *worker_args]
+        worker_common = ["--model", str(model), "--served-model-name", "tiny", "--threads", "1", *SMALL_POOL.split()]
+        worker_common += [*common, *worker_args]
         workers = [
             Worker(f"w{n}", port, folder / f"w{n}.log", [*worker_common, *_tls(self.worker_certificate)], None)
             for n, port in enumerate(worker_ports)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.e2e.serving import Serve, cached_tokens, chat
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.e2e
 BLOCK_SIZE = 16
@@ -24,10 +25,6 @@ def model(smollm2: Serve) -> str:
     ids = [model.id for model in smollm2.client().models.list()]
     assert len(ids) == 1
     return ids[0]
-
-
-def test_second_start_is_quick(smollm2: Serve) -> None:
-    assert smollm2.ready_after_s < 30
 
 
 def test_openai_client(smollm2: Serve, model: str) -> None:
@@ -58,18 +55,26 @@ def test_completions(smollm2: Serve, model: str) -> None:
     assert "Paris" in answer.choices[0].text
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_receives_chunks_one_by_one(smollm2: Serve, model: str) -> None:
+    """They come while the answer is computed: who leaves after some of them cuts it short."""
     body = {"model": model, "messages": [{"role": "user", "content": "Count from 1 to 30."}], "stream": True}
-    body |= {"max_tokens": 48, "temperature": 0}
+    body |= {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    before = num_disconnects(smollm2)
     command = ["curl", "-sN", f"{smollm2.url}/v1/chat/completions", "-H", "content-type: application/json"]
     with subprocess.Popen([*command, "-d", json.dumps(body)], stdout=subprocess.PIPE, text=True) as curl:
         assert curl.stdout is not None
-        arrivals = [(time.monotonic(), line.strip()) for line in curl.stdout if line.strip()]
-    assert arrivals[-1][1] == "data: [DONE]"
-    assert all(line.startswith("data: ") for _, line in arrivals)
-    # A buffered answer would arrive at once; 48 tokens take far longer than this on any processor.
-    assert arrivals[-1][0] - arrivals[0][0] > 0.1
-    assert len(arrivals) > 20
+        lines = [line for line in itertools.islice(curl.stdout, 40) if line.strip()]
+        curl.kill()
+    assert len(lines) == 20
+    assert all(line.startswith("data: {") for line in lines)
+    wait_until(lambda: num_disconnects(smollm2) == before + 1)
+
+
+def num_disconnects(serve: Serve) -> float:
+    text = httpx.get(f"{serve.ops_url}/metrics", timeout=HANG_S).text
+    (line,) = [line for line in text.splitlines() if line.startswith("headstart_client_disconnects_total ")]
+    return float(line.split()[-1])
 
 
 def test_headers(smollm2: Serve, model: str) -> None:
@@ -145,7 +150,9 @@ def bad_requests(model: str) -> Iterator[tuple[str, dict[str, object], int, str 
 
 def test_bad_input(smollm2: Serve, model: str) -> None:
     for path, sent, status, param in bad_requests(model):
-        answer = httpx.post(f"{smollm2.url}{path}", headers={"content-type": "application/json"}, **sent)  # type: ignore[arg-type]
+        answer = httpx.post(
+            f"{smollm2.url}{path}", headers={"content-type": "application/json"}, timeout=HANG_S, **sent
+        )  # type: ignore[arg-type]
         case = (path, str(sent)[:80], answer.text)
         assert answer.status_code == status, case
         error = answer.json()["error"]
@@ -153,7 +160,7 @@ def test_bad_input(smollm2: Serve, model: str) -> None:
         assert error["param"] == param, case
         assert error["message"], case
         assert answer.headers["x-request-id"], case
-    wrong_method = httpx.get(f"{smollm2.url}/v1/chat/completions")
+    wrong_method = httpx.get(f"{smollm2.url}/v1/chat/completions", timeout=HANG_S)
     assert wrong_method.status_code == 405
     assert sorted(wrong_method.json()["error"]) == ["code", "message", "param", "type"]
 

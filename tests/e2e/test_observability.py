@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.otlp import Collector, Span
-from tests.e2e.serving import Serve
+from tests.e2e.serving import SMALL_POOL, Serve
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +31,10 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def serve(collector: Collector, tiny_model: Path) -> Iterator[Serve]:
-    options = ["--gateway-args=--log-format json --access-log", "--worker-args=--log-format json --log-level debug"]
+    options = [
+        "--gateway-args=--log-format json --access-log",
+        "--worker-args=--log-format json --log-level debug " + SMALL_POOL,
+    ]
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
     with Serve("--model", str(tiny_model), "--num-workers", "1", *options, env=environment) as running:
         yield running

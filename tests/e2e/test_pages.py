@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,9 @@ def run(command: str, serve: Serve) -> str:
     local = local.split(" &")[0].replace("| jq", "")
     local = re.sub(r"^headstart ", f"{sys.executable} -m server.cli ", local)
     if local.startswith("curl"):
-        local = local.replace("curl", "curl --silent --show-error --fail-with-body --max-time 60", 1)
+        if shutil.which("curl") is None:
+            pytest.skip("needs curl")
+        local = local.replace("curl", f"curl --silent --show-error --fail-with-body --max-time {HANG_S:g}", 1)
     done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT)
     assert done.returncode == 0, (local, done.stdout, done.stderr)
     return done.stdout
@@ -117,7 +120,7 @@ def test_the_readme_leads_to_the_code(topic: str, word: str) -> None:
 def test_the_commands_that_need_a_server(smollm2: Serve) -> None:
     shown = [command for _, command in SHOWN if way(command) == HERE]
     assert shown
-    for command in shown:
+    for command in sorted(shown, key=lambda command: command.startswith("curl")):  # which may be missing
         assert run(command, smollm2).strip(), command
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import Serve, trace_path
+from tests.e2e.serving import SMALL_POOL, Serve, trace_path
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ def test_a_recorded_conversation_against_a_server(smollm2: Serve, tmp_path: Path
 def test_policies_on_servers_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (tmp_path / "chat.json").write_text(json.dumps(chat))
-    serve_args = f"--serve-args=--model {tiny_model} --num-workers 1"
+    serve_args = f"--serve-args=--model {tiny_model} --num-workers 1 '--worker-args={SMALL_POOL}'"
     run = replay(str(tmp_path), "--policies", "round_robin", serve_args, "--max-tokens", "4", "--json")
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["figures"]["round_robin.requests"] == 1

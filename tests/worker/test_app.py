@@ -392,6 +392,7 @@ async def test_before_the_model_is_loaded() -> None:
             assert response.status == 503
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("runner", ["inline", "beside"], indirect=True)
 async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorker, runner: SlowRunner) -> None:
     async def one(i: int) -> None:

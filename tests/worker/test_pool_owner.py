@@ -17,6 +17,8 @@ from worker.pool_owner import OwnedAllocation, PoolClosedError, PoolOwner
 ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"tenant")
 NUM_BLOCKS = 21
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 @pytest.fixture(params=["hash", "radix", "off"])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[PoolOwner]:
