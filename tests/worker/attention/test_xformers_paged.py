@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_S
+
 pytest.importorskip("triton", reason="the interpreter needs triton")
 
 HERE = Path(__file__).parent
@@ -20,7 +22,7 @@ TOLERANCE = 2e-3  # float16 inputs and outputs of size 1
 def output_of(script: str, **variables: str) -> Any:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), **variables}
     command = [sys.executable, "-W", "ignore", str(HERE / script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=5 * HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
