@@ -29,8 +29,9 @@ $(STAMP): requirements/gateway.txt requirements/worker.txt requirements/demo.txt
 serve: install ## one gateway, two workers and Redis on this machine: http://127.0.0.1:8000
 	@$(BIN)/headstart serve $(ARGS)
 
+# In the order of the folders: xdist would begin with the files of most tests, and end with the few long ones on one core.
 test: install ## the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not deep and not gpu and not k8s and not faults and not browser and not clients" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients" $(ARGS)
 
 test-chart: install ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
 	@$(BIN)/python tools/install_k8s_tools.py --chart

@@ -67,6 +67,11 @@ class Engine:
         """How many have to be timed together."""
         return STEPS_IN_A_ROW if self._runner.overlaps else 1
 
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that the pool had, of all requests so far."""
+        return self._scheduler.allocator.stats().hit_tokens
+
     def submit(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         self._num_requests += 1
         wire = GenerateRequest(
@@ -263,8 +268,9 @@ def _engine_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
     for _ in range(options.rounds):
         prompt = prompts.take(CONTEXT_TOKENS)
         cold_s = min(cold_s, _first_token_s(engine, prompt))
-        same = CONTEXT_TOKENS - options.block_size
+        same, before = CONTEXT_TOKENS - options.block_size, engine.hit_tokens
         warm_s = min(warm_s, _first_token_s(engine, prompt[:same] + prompts.take(options.block_size)))
+        assert engine.hit_tokens - before == same, "the cached prefix was computed again"
     return [
         *figures,
         Figure("ttft_cold_s", cold_s, "s", f"{CONTEXT_TOKENS:,} tokens"),

@@ -26,6 +26,7 @@ SMALL = ["--steps", "3", "--tokens", "2", "--rounds", "1", "--chunk", "2048", "-
 
 
 def test_every_figure_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bench checks for itself that what it times as cached is."""
     write_tiny_model(tmp_path, max_position_embeddings=8192)
     threads = torch.get_num_threads()
     assert engine.main(["--model", str(tmp_path), "--dtype", "float32", "--json", *SMALL]) == 0
@@ -34,7 +35,6 @@ def test_every_figure_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
     figures = printed["figures"]
     assert figures.keys() >= STABLE
     assert all(math.isfinite(value) and value > 0 for value in figures.values())
-    assert figures["ttft_warm_s"] < figures["ttft_cold_s"] / 2, "the cached prefix was computed again"
     assert printed["env"]["dtype"] == "float32"
 
 
