@@ -51,7 +51,8 @@ async def test_a_client_that_does_not_read_stops_its_own_stream(worker: Scripted
     worker.behave = behave
     async with gateway(worker) as target:
         body = json.dumps(chat(stream=True, max_tokens=7)).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += b"content-length: %d\r\n\r\n" % len(body)
         port = int(target.url.rpartition(":")[2])
         slow = [connected(port) for _ in range(NUM_SLOW)]
         for client in slow:
