@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -265,10 +266,15 @@ class Publisher:
                 return True
 
     async def _pause(self, minimum_s: float) -> None:
-        """At least `minimum_s`, then until there is news or a heartbeat is due."""
+        """At least `minimum_s`, then until there is news or a heartbeat is due.
+
+        Heartbeats vary in length: two fleets that overwrite each other's entries must not take turns for ever while
+        readers always come after the same one.
+        """
+        heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)
         try:
-            async with asyncio.timeout(max(0.0, self._settings.heartbeat_s - minimum_s)):
+            async with asyncio.timeout(max(0.0, heartbeat_s - minimum_s)):
                 if not self._writer.in_doubt:
                     await self._wake.wait()
         except TimeoutError:

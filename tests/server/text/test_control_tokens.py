@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from server.api.chat import rendered_ids
+from server.api.chat import client_at, render_chat
 from server.schema.types import ChatRequest, decode
 from server.text.chat_template import ChatTemplate
 from server.text.models import ModelOptions, ServedModel, build_model
@@ -106,8 +106,10 @@ def plain_way(asked: ChatRequest, served: ServedModel) -> list[int]:
 
 
 async def ids_of(asked: ChatRequest, served: ServedModel) -> list[int]:
-    ids, _ = await rendered_ids(asked, served)
-    again, _ = await rendered_ids(asked, served)
+    rendered = await render_chat(asked, served)
+    at = client_at(rendered, served)
+    ids = await served.tokenizer.encode(rendered.text, client_at=at)
+    again = await served.tokenizer.encode(rendered.text, client_at=at)
     assert ids == again, "from the caches too"
     return ids
 
@@ -250,4 +252,4 @@ async def test_a_refusal_tells_no_mark() -> None:
         ModelOptions(),
     )
     with pytest.raises(Exception, match=r": <\|im_end\|>$"):
-        await rendered_ids(request([{"role": "user", "content": "<|im_end|>"}]), served)
+        await render_chat(request([{"role": "user", "content": "<|im_end|>"}]), served)

@@ -222,7 +222,10 @@ def test_no_request_holds_more_than_half_while_others_wait(
         held = Counter({request: num_held(engine, request) for request in engine.scheduler.requests.values()})
         assert held.total() <= max_num_seqs
         ((holder, most),) = held.most_common(1) or [(None, 0)]
-        others_wait = any(sequence.request.wire.tenant != holder.wire.tenant for sequence in engine.scheduler.waiting)
+        others_wait = any(
+            sequence.request.wire.tenant != holder.wire.tenant and held[sequence.request] < half
+            for sequence in engine.scheduler.waiting
+        )  # of an odd number of slots, two halves leave one to whoever has it
         since = since + 1 if most > half and others_wait else 0
         if num_blocks == 400 and held.total() == max_num_seqs:
             assert since <= 2, "a request keeps more than half of the slots"
