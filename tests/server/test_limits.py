@@ -168,7 +168,7 @@ async def test_many_prompts_share_their_parameters_and_take_turns(
 
 async def test_what_goes_along_with_every_prompt_is_bounded(worker: ScriptedWorker) -> None:
     async with gateway(worker, max_body_bytes=32 << 20) as target:
-        body = {"model": "tiny", "prompt": ["a"] * 64, "bad_words": ["a b " * 7_000]}
+        body = {"model": "tiny", "prompt": ["a"] * 64, "bad_words": [f"{n} " + "a b " * 240 for n in range(30)]}
         status, _, answer = await post(target.url, body, COMPLETIONS)
         assert (status, refusal(answer)[1]) == (400, "prompt")
         body = {"model": "tiny", "prompt": [[7] * 1000] * 600}
