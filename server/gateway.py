@@ -141,6 +141,7 @@ class Gateway:
             WaitingRoom(config.max_queued_tokens),
             FullQueues(),
             self.router.report_failure,
+            self.router.report_wrong_epoch,
         )
         self._endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
         self.feed = Feed(self._feed_sources(gateway_id))

@@ -253,9 +253,9 @@ class Publisher:
         if self._writer.in_doubt:
             if time.monotonic() < self._rewritten_at + self._settings.rewrite_s:
                 return False
+            self._rewritten_at = time.monotonic()
             if not await self._writer.rewrite(list(self._changes.held), self._load):
                 return False
-            self._rewritten_at = time.monotonic()
             self._changes.settle()
             return True
         while True:

@@ -24,17 +24,16 @@ MAX_REPLY_BYTES: Final = 64 << 20
 """Twice a registry of 20,000 workers. Whoever may write to Redis could otherwise fill the memory of every reader."""
 
 
-_HUGE: Final = re.compile(rb"(?:[*~%>|][0-9]{1,6}\r\n)*[*~%>|][0-9]{7}")
-_HUGE_WITHIN: Final = re.compile(rb"\n[*~%>|][0-9]{7}")
+_MILLIONS: Final = re.compile(rb"[*~%>|][0-9]{7}")
 _SHORT_BYTES: Final = 2048
 
 
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
     """Redis-py's parser, with an end to how much one reply may take.
 
-    The parser below reserves what a list's header announces, and walks over all of it to free it: seconds for ten
-    million elements and more. Headers are looked for where a reply begins and in short replies; looking into the states
-    of 64 workers would cost a lookup 3 %.
+    The parser below reserves memory for as many elements as a list announces, and visits them all to free it: seconds.
+    Such headers are looked for in short reads and at the start of long ones; a search of every read would cost a lookup
+    among 64 workers 3 %.
     """
 
     __slots__ = ("_num_read",)
@@ -51,10 +50,23 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         self._num_read += len(data)
         if self._num_read > MAX_REPLY_BYTES:
             raise InvalidResponse(f"a reply of more than {MAX_REPLY_BYTES} bytes")
-        if _HUGE.match(data) or (len(data) <= _SHORT_BYTES and _HUGE_WITHIN.search(data)):
+        if _MILLIONS.search(data, 0, _SHORT_BYTES) and not self._reader.has_data() and _announces_millions(data):
             raise InvalidResponse("a reply of millions of elements")
         self._reader.feed(data)
         return True
+
+
+def _announces_millions(data: bytes) -> bool:
+    """Whether one of the headers of replies that begin with `data` is that of such a list. Values are passed over."""
+    at = 0
+    while (end := data.find(b"\r\n", at)) >= 0:
+        kind, number = data[at : at + 1], data[at + 1 : end]
+        if kind in (b"*", b"~", b"%", b">", b"|") and len(number) >= 7:
+            return True
+        at = end + 2
+        if kind in (b"$", b"=", b"!") and number.isdigit():
+            at += int(number[:12]) + 2
+    return False
 
 
 class Endpoint:

@@ -86,7 +86,7 @@ class Link:
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
         self._reported_down = False
-        self._answered = False
+        self._in_step = False
         self.num_connects = 0
 
     @property
@@ -132,7 +132,7 @@ class Link:
         """Keep a connection open until cancelled, whatever Redis answers."""
         backoff_s = self._settings.first_backoff_s
         while True:
-            self._answered = False
+            self._in_step = False
             reason = "closed"
             try:
                 await self._serve()
@@ -148,7 +148,7 @@ class Link:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # a TaskGroup prefers its children's errors to a cancellation
                 raise asyncio.CancelledError
-            if self._answered:
+            if self._in_step:
                 backoff_s = self._settings.first_backoff_s
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(self._settings.max_backoff_s, 2 * backoff_s)
@@ -187,8 +187,6 @@ class Link:
                 if isinstance(error, ReadOnlyError):
                     raise LinkDownError("connected to a read-only replica") from None
                 reply = error
-            if not self._answered:
-                self._begin_answered()
             if not pending:
                 raise GarbageError(f"a reply that nobody asked for: {brief(reply)}")
             call = pending[0]
@@ -197,13 +195,6 @@ class Link:
                 pending.popleft()
                 if not call.future.done():
                     call.future.set_result(call.replies)
-
-    def _begin_answered(self) -> None:
-        """The first reply of a connection: that it was accepted means little behind a proxy."""
-        self._answered = True
-        if self._reported_down:
-            logger.info("connected to Redis at %s again", self._endpoint.label)
-            self._reported_down = False
 
     async def _watch(self) -> None:
         """Notice a server that has stopped answering, so that pending stays bounded, and replies out of step.
@@ -214,6 +205,9 @@ class Link:
         stall_s = self._settings.stall_s
         asked: tuple[bytes, asyncio.Future[list[Reply]]] | None = None
         while True:
+            if asked is None and len(self._pending) < self._settings.max_pending:
+                text = secrets.token_hex(8).encode()
+                asked = text, self.submit([pack_command(("PING", text))], 1)
             await asyncio.sleep(stall_s / 4)
             if self._pending and time.monotonic() - self._pending[0].sent_at > stall_s:
                 raise LinkDownError(f"no reply for {stall_s} s")
@@ -222,9 +216,14 @@ class Link:
                 if answer != asked[0] and not isinstance(answer, NoPermissionError):
                     raise GarbageError(f"a reply of another command: {brief(answer)}")
                 asked = None
-            if asked is None and len(self._pending) < self._settings.max_pending:
-                text = secrets.token_hex(8).encode()
-                asked = text, self.submit([pack_command(("PING", text))], 1)
+                self._note_in_step()
+
+    def _note_in_step(self) -> None:
+        """The connection is good. That it was accepted, or gave a first reply, means little behind a proxy."""
+        self._in_step = True
+        if self._reported_down:
+            logger.info("connected to Redis at %s again", self._endpoint.label)
+            self._reported_down = False
 
     async def _drop(self, reason: str) -> None:
         connection, self._connection = self._connection, None

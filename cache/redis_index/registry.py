@@ -20,7 +20,9 @@ from cache.types import WorkerId
 
 logger = logging.getLogger(__name__)
 
-_MAX_COMPLAINTS = 1000
+_MAX_COMPLAINTS = 200
+MAX_UNSIGNED = 256
+"""Members without a signature that are kept: workers of a version before signatures have none."""
 
 
 class KnownWorker:
@@ -82,7 +84,7 @@ class Registry:
         self._is_signed = signer.enabled
         self._workers: dict[WorkerId, KnownWorker] = {}
         self._unsigned: list[WorkerMember] = []
-        """Members without the signature of this fleet: addresses to ask, perhaps, and nothing else."""
+        """Members that prove nothing, because they are unsigned or of a past epoch: addresses to ask, at most."""
         self._by_epoch: dict[str, KnownWorker] = {}
         self._by_state: dict[bytes, KnownWorker] = {}
         """By the state last read of each, as it stood in Redis."""
@@ -105,7 +107,7 @@ class Registry:
         return [worker for worker in self._workers.values() if model is None or worker.member.model == model]
 
     def members(self) -> list[WorkerMember]:
-        """Every member that decodes, genuine ones first. With a secret the others prove nothing."""
+        """Genuine members first, then some that prove nothing (`_unsigned`)."""
         return [worker.member for worker in self._workers.values()] + self._unsigned
 
     def entries(self) -> list[RegistryEntry]:
@@ -177,11 +179,11 @@ class Registry:
             logger.warning("ignored in Redis: %s", text)
 
     def _take_members(self, members: Sequence[tuple[bytes, bytes]]) -> None:
-        if len(members) > schema.MAX_MEMBERS:
-            self.complain(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
-            members = []
         known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
         self._unsigned = []
+        if len(members) > schema.MAX_MEMBERS:
+            self.complain(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
+            members = [(field, record) for field, record in members if field in known]
         workers: dict[WorkerId, KnownWorker] = {}
         for field, record in sorted(members):
             worker = self._member(field, record, known.get(field))
@@ -196,17 +198,22 @@ class Registry:
         if known is not None and known.record == record:
             return known
         remembered = known if self._is_signed and known is not None and known.deadline_ms > self._now_ms else None
+        is_genuine = not self._is_signed or self._signer.verifies_member(field, record)
+        if not is_genuine:
+            self.complain(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
+            if len(self._unsigned) >= MAX_UNSIGNED:
+                return remembered
         try:
             member = schema.decode_member(field, record)
         except RegistryError as error:
             self.complain(field, f"member {field!r:.80}: {error}")
             return remembered
-        if self._is_signed and not self._signer.verifies_member(member.worker_id, record):
+        if not is_genuine:
             self._unsigned.append(member)
-            self.complain(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
             return remembered
         if remembered is not None and _precedes(member, remembered.member):
             self._count("stale")
+            self._unsigned.append(member)  # or a worker whose clock went back: it says itself which epoch it has
             return remembered
         if known is not None and known.member == member:
             known.record = record

@@ -105,8 +105,11 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if member.worker_id.encode() != worker_id:
         raise RegistryError(f"member calls itself {member.worker_id!r}")
-    if member.block_size < 1 or member.max_model_len < 1 or not member.url.startswith(("http://", "https://")):
-        raise RegistryError(f"member with block_size {member.block_size}, url {member.url!r:.80}")
+    if not (0 < member.block_size < 2**31 and 0 < member.max_model_len < 2**31) or not member.url.startswith(
+        ("http://", "https://")
+    ):
+        sizes = f"block_size {member.block_size!s:.20}, max_model_len {member.max_model_len!s:.20}"
+        raise RegistryError(f"member with {sizes}, url {member.url!r:.80}")
     return member
 
 

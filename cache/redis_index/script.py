@@ -81,7 +81,9 @@ if ARGV[2] == '*' then
 elseif #ARGV > 1 then
   states = pcall('HMGET', KEYS[1], unpack(ARGV, 2))
 end
-return {pcall('GET', KEYS[2]), pcall('TIME'), matched, states}
+local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- whatever stands there
+if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user who may not
+return {version, pcall('TIME'), matched, states}
 """
 
 LOOKUP_SHA: Final = sha1(LOOKUP.encode()).hexdigest()

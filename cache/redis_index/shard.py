@@ -45,7 +45,7 @@ class ReaderSettings:
     """After so many failures in a row lookups answer None at once, until a probe has succeeded."""
     breaker_probe_s: float = 0.25
     refresh_interval_s: float = 0.05
-    """The registry is read again at most this often,"""
+    """The registry is read again at most this often, and for a tenth of the time,"""
     max_refresh_age_s: float = 5.0
     """and at least this often, whatever its version says: what was read may have been wrong."""
     username: str | None = None
@@ -86,7 +86,9 @@ class Shard:
         self._queries: dict[str | None, _Query] = {}
         self._version: bytes | None = None
         self._evalsha = b"EVALSHA_RO"
+        self._seen_version = b""
         self._refreshed_at = -1e9
+        self._pause_s = settings.refresh_interval_s
         self._refresh_task: asyncio.Task[None] | None = None
         self._failures = 0
         self._wake_probe = asyncio.Event()
@@ -172,7 +174,8 @@ class Shard:
             self._registry.complain(b"reply", f"lookup gave {brief(reply)}: {error}")
             self.link.distrust("a lookup's reply was none")
             raise LinkDownError("malformed reply") from error
-        if (version or b"") != self._version:
+        self._seen_version = version if type(version) is bytes else b""
+        if self._seen_version != self._version:
             self._start_refresh()
         return self._registry.candidates(query.workers, matches, states, now_ms)
 
@@ -200,25 +203,29 @@ class Shard:
         return self._refresh_task
 
     async def _refresh_later(self) -> None:
-        await asyncio.sleep(max(0.0, self._refreshed_at + self._settings.refresh_interval_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._refreshed_at + self._pause_s - time.monotonic()))
         try:
             await self._refresh()
         except LinkDownError as error:
             logger.debug("registry not read: %s", error)
 
     async def _refresh(self) -> None:
-        """Read the registry. The version is read first: a change in between means one more refresh."""
-        self._refreshed_at = time.monotonic()
-        version, members, states = await self.link.call(
-            ("GET", self.keys.version), ("HGETALL", self.keys.members), ("HGETALL", self.keys.states), timeout_s=2.0
+        """Read the registry. Its version is what a lookup saw before: a change in between means one more refresh."""
+        version = self._seen_version
+        members, states = await self.link.call(
+            ("HGETALL", self.keys.members), ("HGETALL", self.keys.states), timeout_s=2.0
         )
+        begun_at = time.monotonic()
         try:
             self._registry.refresh(self._hash(members), self._hash(states))
         except ReplyError as error:
             self._registry.complain(b"reply", f"the registry is {error}")
             self.link.distrust("the registry's reply was none")
             raise LinkDownError("malformed reply") from error
-        self._version = version if isinstance(version, bytes) else b""
+        finally:
+            self._refreshed_at = time.monotonic()
+            self._pause_s = max(self._settings.refresh_interval_s, 10 * (self._refreshed_at - begun_at))
+        self._version = version
 
     def _hash(self, reply: Reply) -> list[tuple[bytes, bytes]]:
         """Raises ReplyError. A key of another type is an empty hash, until a worker has put it right."""

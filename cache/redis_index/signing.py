@@ -37,16 +37,20 @@ class Signer:
 
     def state_mac(self, worker_id: str) -> blake2s:
         """Return the MAC of `worker_id`'s states, begun: kept by readers, who check one state a publish."""
-        return self._begin(b"state", worker_id)
+        return self._begin(b"state", worker_id.encode())
 
     def sign_member(self, worker_id: str, record: bytes) -> bytes:
         """Append the signature to a JSON object."""
         if not self.enabled:
             return record
         body = record[:-1]
-        return b'%b%b%b"}' % (body, _MEMBER_MARK, _finish(self._begin(b"member", worker_id), body).hex().encode())
+        return b'%b%b%b"}' % (
+            body,
+            _MEMBER_MARK,
+            _finish(self._begin(b"member", worker_id.encode()), body).hex().encode(),
+        )
 
-    def verifies_member(self, worker_id: str, signed: bytes) -> bool:
+    def verifies_member(self, worker_id: bytes, signed: bytes) -> bool:
         body, tail = signed[:-_MEMBER_TAIL], signed[-_MEMBER_TAIL:]
         expected = _finish(self._begin(b"member", worker_id), body).hex().encode()
         return hmac.compare_digest(tail, b'%b%b"}' % (_MEMBER_MARK, expected))
@@ -58,10 +62,9 @@ class Signer:
         body = b"%c%b%b" % (record[0] + 1, record[1:], _STATE_MARK)
         return body + _finish(self.state_mac(worker_id), body)
 
-    def _begin(self, kind: bytes, worker_id: str) -> blake2s:
+    def _begin(self, kind: bytes, worker_id: bytes) -> blake2s:
         mac = self._bases[kind].copy()
-        name = worker_id.encode()
-        mac.update(b"%d\0%b" % (len(name), name))
+        mac.update(b"%d\0%b" % (len(worker_id), worker_id))
         return mac
 
 

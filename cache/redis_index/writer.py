@@ -82,6 +82,7 @@ class IndexWriter:
         self._old_sets: list[bytes] = []
         self._offset_ms: float | None = None
         self._is_refused = False
+        self._rewrite_failed = False
         self.in_doubt = True
         """The set must be rewritten before anything else is published."""
 
@@ -128,7 +129,7 @@ class IndexWriter:
             return False
         found_state, found_record = replies[:2]
         if replies[-2] != num_entries or self._has_gone_back(found_state):
-            logger.info("the index lost or gained blocks of %s: its set is written anew", worker_id)
+            logger.debug("the index lost or gained blocks of %s: its set is written anew", worker_id)
             return False
         displaced = found_state != self._last_state or found_record != self._record
         self._last_state = state
@@ -161,7 +162,9 @@ class IndexWriter:
         if not await self._read_clock():
             return False
         self._abandon()
-        self._generation += 1
+        # After a failure to one that nobody can foretell, and put something there before.
+        self._generation += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
+        self._rewrite_failed = True
         key, ttl_ms = self._set_key(), int(self._settings.set_ttl_s * 1000)
         if not await self._fill(key, held, ttl_ms):
             return False
@@ -181,6 +184,7 @@ class IndexWriter:
         if replies is None or replies[-2] != len(held):
             return False
         self._count("rewritten")
+        self._rewrite_failed = False
         self._old_sets.clear()
         self._last_state = state
         return self._settled(replies[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cache.index import WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.generation.full_queues import FullQueues
 from server.generation.retry import RetryBudget
@@ -32,4 +33,6 @@ class Backend:
     full_queues: FullQueues
     report_failure: Callable[[WorkerId], None]
     """Tells the fleet that a worker could not be reached, or was lost."""
+    report_wrong_epoch: Callable[[WorkerMember], None]
+    """Tells the fleet that a worker has refused the epoch that it is known with."""
     turns: Turns = field(default_factory=Turns)

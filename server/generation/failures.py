@@ -48,6 +48,8 @@ class Failures:
         self._backend.metrics.refused(error.status)
         if error.failed.code == "queue_full":
             self._backend.full_queues.note((worker.worker_id, worker.epoch), self._spec.tenant, error)
+        if error.failed.code == "wrong_epoch":
+            self._backend.report_wrong_epoch(worker)
         may_pass = error.status in (401, 409, 429, 502, 503, 504)
         if not (may_pass and self.losses.refused(worker, error) and self._backend.budget.spend()):
             raise error_of(error.failed, self._spec.params, error.status) from error

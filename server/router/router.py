@@ -164,6 +164,10 @@ class HeadstartRouter:
         """The HTTP side could not reach the worker, or lost it in mid-stream."""
         self._fleet.report_failure(worker_id)
 
+    def report_wrong_epoch(self, member: WorkerMember) -> None:
+        """The worker has refused a request for another epoch than the one it was placed with."""
+        self._fleet.report_wrong_epoch(member)
+
     def computed(self, request: RouteRequest, member: WorkerMember) -> None:
         """For placements: the worker has the prompt's blocks in its cache, and is well."""
         self._fleet.report_success(member.worker_id)

@@ -125,12 +125,10 @@ class ChatTemplate:
             messages.append(self._message(message))
             if number % 256 == 0:
                 yield
-        clock.rest()
         tools = _tools(request)
         kwargs = _template_kwargs(request)
         if self._marker is not None:
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
-            clock.rest()
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
         continued = bool(request.continue_final_message)
@@ -161,6 +159,7 @@ class ChatTemplate:
     def _run(self, variables: Mapping[str, Any], clock: RenderClock) -> Steps[str]:
         parts: list[str] = []
         num_chars = 0
+        clock.begin()
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
@@ -168,8 +167,7 @@ class ChatTemplate:
                 if num_chars > MAX_RENDERED_CHARS:
                     raise InvalidRequestError("the rendered messages are too long.", param="messages")
                 if len(parts) % 16 == 0:
-                    yield
-                    clock.rest()
+                    yield from clock.rest()
         except InvalidRequestError:
             raise
         except jinja2.TemplateError as error:

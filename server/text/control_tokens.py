@@ -50,6 +50,8 @@ class Marker:
         words = sorted(set(filter(None, constants)), key=len, reverse=True)
         kept = [word for word in words if word[0] in self._firsts and not _could_begin(word, tokens)]
         cut = "|".join(map(re.escape, words))
+        self._reach = 1 + max(map(len, words), default=1)
+        """So far behind a character the pattern looks."""
         risky = []
         for first in sorted(self._firsts):
             rests = {token[1:2] for token in tokens if token[0] == first}
@@ -68,7 +70,7 @@ class Marker:
         return [self.mark(item, mark) for item in value] if isinstance(value, list) else value
 
     def marking(self, value: Any, mark: str) -> Steps[Any]:
-        """`mark` in steps: long texts part by part, each of which begins where a token could."""
+        """`mark` in steps: long texts part by part, each with a look at what follows it."""
         if isinstance(value, dict):
             marked = {}
             for key, item in value.items():
@@ -80,13 +82,20 @@ class Marker:
                 items.append((yield from self.marking(item, mark)))
             return items
         if not isinstance(value, str) or len(value) <= PART_CHARS:
+            yield
             return self.mark(value, mark)
-        parts, start = [], 0
-        while start < len(value):
-            nexts = [value.find(first, start + PART_CHARS) for first in self._firsts]
-            end = min((at for at in nexts if at >= 0), default=len(value))
-            parts.append(self.mark(value[start:end], mark))
-            start = end
+        parts, done = [], 0
+        for end in range(PART_CHARS, len(value) + PART_CHARS, PART_CHARS):
+            pieces = []
+            for found in self._pattern.finditer(value, done, end + self._reach):
+                if found.start() >= end:
+                    break
+                pieces += [value[done : found.end()], "" if found[1] else mark]
+                done = found.end()
+            if done < end:
+                pieces.append(value[done:end])
+                done = end
+            parts.append("".join(pieces))
             yield
         return "".join(parts)
 

@@ -14,6 +14,8 @@ import jinja2
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from server.pace import Steps
+
 MAX_RENDER_S: Final = 5.0
 MAX_PRODUCT: Final = 1 << 20
 """Characters or items of a product, bits of a power."""
@@ -51,18 +53,25 @@ class HeldTooLongError(Exception):
 
 
 class RenderClock:
-    """Of one rendering, which begins now. Every loop of the template looks at it."""
+    """Of one rendering. Every loop of the template looks at it."""
 
     __slots__ = ("_held_until_s", "_hold_s", "_max_s", "_until_s")
 
     def __init__(self, max_s: float = MAX_RENDER_S, hold_s: float = float("inf")) -> None:
         """`hold_s`: the longest time from one `rest` to the next."""
         self._max_s, self._hold_s = max_s, hold_s
-        self._until_s = time.monotonic() + max_s
-        self.rest()
+        self.begin()
 
-    def rest(self) -> None:
-        self._held_until_s = time.monotonic() + self._hold_s
+    def begin(self) -> None:
+        now_s = time.monotonic()
+        self._until_s, self._held_until_s = now_s + self._max_s, now_s + self._hold_s
+
+    def rest(self) -> Steps[None]:
+        """What others do meanwhile does not count."""
+        left_s = self._until_s - time.monotonic()
+        yield
+        self.begin()
+        self._until_s += left_s - self._max_s
 
     def variables(self) -> dict[str, Callable[[], None]]:
         return {_LOOK: self._look}

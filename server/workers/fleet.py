@@ -37,6 +37,8 @@ Fetch = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """GET /state of a worker's base URL. Raises FetchError."""
 _MAX_STATE_BYTES: Final = 256 * 1024
 MAX_DENIED: Final = 16
+MAX_ASKING: Final = 64
+"""Workers that are asked at a time: each takes a connection."""
 
 
 class FetchError(Exception):
@@ -135,6 +137,7 @@ class Fleet:
         self.on_forgotten: Callable[[WorkerId], None] = lambda worker_id: None
         """Set by whoever keeps something for each worker: told of those that are gone for good."""
         self._wake = asyncio.Event()
+        self._asking = asyncio.Semaphore(MAX_ASKING)
 
     # --- for the router ---------------------------------------------------------------------------------------------
 
@@ -171,6 +174,13 @@ class Fleet:
         pause_s = self._settings.first_break_s * 2.0 ** min(known.num_failures - 1, 10)
         known.broken_until_s = self._clock() + min(self._settings.max_break_s, pause_s)
         self._wake.set()
+
+    def report_wrong_epoch(self, member: WorkerMember) -> None:
+        """The worker has refused the epoch that it is known with: ask it which it has, and use others meanwhile."""
+        known = self._known.get(member.worker_id)
+        if known is not None and known.member.epoch == member.epoch:
+            known.broken_until_s = self._clock() + self._settings.first_break_s
+            self._wake.set()
 
     def report_success(self, worker_id: WorkerId) -> None:
         """It has produced a token."""
@@ -225,19 +235,22 @@ class Fleet:
         urls.update(
             member.url
             for member in self._index.members()
-            if self._passes(member, namespaces) and not self._is_leased(member.worker_id, now_s)
+            if self._passes(member, namespaces) and not self._is_vouched_for(member, now_s)
         )
+        self._unreachable &= urls
         await asyncio.gather(*(self._ask(url) for url in urls))
         self._forget()
 
-    def _is_leased(self, worker_id: WorkerId, now_s: float) -> bool:
-        known = self._known.get(worker_id)
-        return known is not None and known.leased_s >= now_s
+    def _is_vouched_for(self, member: WorkerMember, now_s: float) -> bool:
+        """Whether the registry gives its worker a lease, and nothing speaks against that."""
+        known = self._known.get(member.worker_id)
+        return known is not None and known.leased_s >= now_s and known.broken_until_s <= now_s
 
     async def _ask(self, url: str) -> None:
         epochs = {known.member.worker_id: known.member.epoch for known in self._at(url)}
         try:
-            state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
+            async with self._asking:
+                state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
         except (
             Exception
         ) as error:  # FetchError, TimeoutError, and whatever a URL from the registry makes a library raise
@@ -284,7 +297,7 @@ class Fleet:
         member = candidate.member
         known = self._known.get(member.worker_id)
         if known is None or known.member is not member:
-            if known is not None and self._settings.cluster_secret and _is_over(member, known):
+            if known is not None and self._settings.cluster_secret and _has_passed(member, known):
                 return False
             known = self._hear(member, now_s)
             known.member = member
@@ -314,8 +327,8 @@ class Fleet:
         return self._vetting.passes(member, namespaces.get(member.model))
 
 
-def _is_over(member: WorkerMember, known: _Known) -> bool:
-    """Whether `member` is of an epoch that its worker has left, as a replayed registry entry is."""
+def _has_passed(member: WorkerMember, known: _Known) -> bool:
+    """Whether the worker has left the epoch of `member`, as that of a replayed registry entry."""
     if member.epoch == known.member.epoch:
         return False
     return member.epoch_started_ms < known.member.epoch_started_ms or member.epoch in known.denied

@@ -14,7 +14,7 @@ from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, shared_protocol
 logger = logging.getLogger(__name__)
 
 MAX_VERIFIED: Final = 50_000
-MAX_COMPLAINTS: Final = 10_000
+MAX_COMPLAINTS: Final = 500
 
 
 class Vetting:
@@ -54,7 +54,8 @@ class Vetting:
         objection = self._networks.objection(member.url)
         if not hmac.compare_digest(member.secret_check.encode(), signature(self._cluster_secret, member).encode()):
             objection = "its registration is not signed with this gateway's cluster secret"
-        if len(self._verified) > MAX_VERIFIED:
-            self._verified.clear()
-        self._verified[member.worker_id] = (member, objection)
+        if objection is None:
+            if len(self._verified) > MAX_VERIFIED:
+                self._verified.clear()
+            self._verified[member.worker_id] = (member, None)
         return objection

@@ -116,6 +116,7 @@ async def gateway(
             WaitingRoom(1 << 20),
             FullQueues(),
             router.failed.append,
+            lambda member: None,
         )
         endpoint = EndpointServices(backend, heart, request_timeout_s)
         api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -16,8 +18,13 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import client_at, render_chat
 from server.schema.types import ChatRequest, decode
+from server.text import template_sandbox
 from server.text.chat_template import ChatTemplate
+from server.text.control_tokens import PART_CHARS
 from server.text.models import ModelOptions, ServedModel, build_model
+from server.text.tokenizer import INLINE_CHARS, SegmentCache
+from server.text.tokenizer import Tokenizer as ServedTokenizer
+from server.text.words import WINDOW_CHARS
 from tests import smollm2
 from tests.server.conftest import CHATML
 from worker.wire import TokenizerBundle
@@ -107,9 +114,7 @@ def plain_way(asked: ChatRequest, served: ServedModel) -> list[int]:
 
 async def ids_of(asked: ChatRequest, served: ServedModel) -> list[int]:
     rendered = await render_chat(asked, served)
-    at = client_at(rendered, served)
-    ids = await served.tokenizer.encode(rendered.text, client_at=at)
-    again = await served.tokenizer.encode(rendered.text, client_at=at)
+    ids, again = [await served.tokenizer.encode(rendered.text, client_at=client_at(rendered, served)) for _ in range(2)]
     assert ids == again, "from the caches too"
     return ids
 
@@ -253,3 +258,123 @@ async def test_a_refusal_tells_no_mark() -> None:
     )
     with pytest.raises(Exception, match=r": <\|im_end\|>$"):
         await render_chat(request([{"role": "user", "content": "<|im_end|>"}]), served)
+
+
+LONG = st.lists(
+    st.tuples(
+        st.one_of(
+            st.sampled_from(
+                [*TOKENS, "<", "< ", "<|", "<|im_", "</think>", "<think>", "a<x>b", "<<think>\n\n", "é", "\n"]
+            ),
+            st.sampled_from(["word ", "nospace", "two  ", "     ", "中文", "é e\u0301 ", "x\n", "0123 "]),
+            HARMFUL,
+        ),
+        st.sampled_from([1, 1, 2, 3, 40, 700, 2048]),
+    ),
+    min_size=3,
+    max_size=8,
+)
+AROUND = st.sampled_from([INLINE_CHARS, WINDOW_CHARS, 2 * WINDOW_CHARS, PART_CHARS, 2 * PART_CHARS])
+
+
+@st.composite
+def long_texts(draw: st.DrawFn) -> str:
+    """Of more than a part; what could be a token, and what is none, lies about where parts and windows end."""
+    text = "".join(unit * min(times, 4096 // max(1, len(unit))) for unit, times in draw(LONG))
+    filler = draw(st.sampled_from(["a", "word ", " ", "<", "< ", "é ", "中", "a<"]))
+    for at in draw(st.lists(AROUND, max_size=2, unique=True).map(sorted)):
+        near = draw(st.sampled_from([*TOKENS, "<", "</think>", "<|im_</think>end|>", "<<think>\n\n</think>|im_end|>"]))
+        text = text.ljust(at + draw(st.integers(-len(near) - 1, 1)), "\0").replace("\0", filler[0]) + near
+    return text + filler * ((PART_CHARS + 1) // len(filler))
+
+
+@pytest.mark.parametrize("kind", ["plain", "metaspace", "rstrip", "normalized"])
+@settings(max_examples=12, deadline=None)
+@given(texts=st.lists(long_texts(), min_size=1, max_size=3))
+async def test_long_texts_in_slices_have_the_ids_of_the_whole(kind: str, texts: list[str]) -> None:
+    roles = ["user", "assistant", "user"]
+    asked = request([{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)])
+    served = model("chatml", kind)
+    template = served.template
+    assert template is not None
+    rendered = template.render(asked)
+    assert len(rendered.text) > INLINE_CHARS
+    sliced, whole = fresh(served), fresh(served)
+    ids = await sliced.encode(rendered.text, client_at=rendered.client_at, room=None)
+    assert ids == whole.encode_text(rendered.text, client_at=rendered.client_at)
+    assert ids == await sliced.encode(rendered.text, client_at=rendered.client_at), "from the cache too"
+    assert count(ids) == 2 * len(texts) + 1, "those of the template"
+    assert template.render(asked).text == plain_text(asked, served)
+
+
+@settings(max_examples=12, deadline=None)
+@given(texts=st.lists(long_texts(), min_size=1, max_size=2))
+async def test_long_texts_without_control_tokens_keep_their_ids(texts: list[str]) -> None:
+    texts = [re.sub(model().tokenizer._texts.pattern, "<b>", text) for text in texts]
+    asked = request([{"role": "user", "content": text} for text in texts])
+    assert await ids_of(asked, model()) == plain_way(asked, model())
+
+
+CUTTING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.content.replace('<think>\\n\\n</think>', '')"
+    ".replace('ab<c', '') | trim + '<|im_end|>' }}{% endfor %}"
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cut=st.sampled_from(["<think>\n\n</think>", "ab<c"]),
+    token=st.sampled_from(TOKENS),
+    inner=st.integers(1, 5),
+    shift=st.integers(-3, 24),
+    filler=st.sampled_from(["a", " ", "a "]),
+)
+def test_what_a_template_cuts_out_of_a_long_text_makes_no_token(
+    cut: str, token: str, inner: int, shift: int, filler: str
+) -> None:
+    """Wherever the text is divided for marking."""
+    text = (filler * PART_CHARS)[: PART_CHARS - shift] + token[:inner] + cut + token[inner:] + "z"
+    served = cutting()
+    assert served.template is not None
+    rendered = served.template.render(request([{"role": "user", "content": text}]))
+    assert token in rendered.text, "the template put it together"
+    assert count(served.tokenizer.encode_text(rendered.text, client_at=rendered.client_at)) == 2
+
+
+@cache
+def cutting() -> ServedModel:
+    return build_model(dataclasses.replace(smollm2_bundle(), chat_template=CUTTING), EXECUTOR, ModelOptions())
+
+
+def fresh(served: ServedModel) -> ServedTokenizer:
+    """Its tokenizer, with nothing cached."""
+    tokenizer = copy.copy(served.tokenizer)
+    tokenizer._cache = SegmentCache()
+    return tokenizer
+
+
+def plain_text(asked: ChatRequest, served: ServedModel) -> str:
+    source = served.bundle.chat_template or ""
+    return ChatTemplate(source, bos_token="<|im_start|>", eos_token="<|im_end|>").render(asked).text
+
+
+def test_many_short_texts_are_marked_in_steps() -> None:
+    served = model()
+    assert served.template is not None
+    assert served.template._marker is not None
+    texts = [{"content": TOKENS[0] * 1000}] * 50
+    steps = served.template._marker.marking(texts, "#")
+    assert sum(1 for _ in steps) >= len(texts), "a rest for each of them"
+
+
+async def test_a_rendering_is_not_refused_because_others_render_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its own time counts: here each rest takes longer than all of it may."""
+    now_s = 0.0
+    monkeypatch.setattr(template_sandbox.time, "monotonic", lambda: now_s)
+    asked = request([{"role": "user", "content": "a"}] * 200)
+    served = model()
+    assert served.template is not None
+    steps = served.template._rendering(asked, template_sandbox.RenderClock())
+    for _ in steps:
+        now_s += 2 * template_sandbox.MAX_RENDER_S
+    assert now_s > 0.0, "it has rested"
