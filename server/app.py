@@ -86,21 +86,22 @@ class PublicApi:
     async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request = await read(body, ChatRequest, self._models.max_text_bytes())
+            request = await read(body, ChatRequest, self._models.max_text_bytes(), "messages")
         with stage("tokenise"):
             return await chat_job(request, self._model(request.model, identity), identity)
 
     async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request = await read(body, CompletionRequest, self._models.max_text_bytes())
+            request = await read(body, CompletionRequest, self._models.max_batch_text_bytes(), "prompt")
         with stage("tokenise"):
             return await completion_job(request, self._model(request.model, identity), identity)
 
     async def prepare_response(self, body: bytes, identity: Identity) -> Job:
         """Raises ApiError."""
         with stage("validate"):
-            request, chat = decode_responses(body, inspected=await inspect(body, self._models.max_text_bytes()))
+            inspected = await inspect(body, self._models.max_text_bytes(), "input")
+            request, chat = decode_responses(body, inspected=inspected)
         id_ = f"resp_{uuid.uuid4().hex}"
         model = self._model(chat.model, identity)
         with stage("tokenise"), errors_renamed():
@@ -110,7 +111,7 @@ class PublicApi:
 
     def max_body_bytes(self) -> int | None:
         """What the largest context of the models served here can need, token ids in the longest spelling included."""
-        text = self._models.max_text_bytes()
+        text = self._models.max_batch_text_bytes()
         return None if text is None else text + ID_BYTES * MAX_VALUES
 
     def _model(self, name: str, identity: Identity) -> ServedModel:

@@ -53,7 +53,7 @@ class TextApi:
         if "messages" in fields:
             if fields.get("model") is None:
                 fields["model"] = self._only(None, identity).name
-            chat = await read(encode_json(fields), ChatRequest, None)
+            chat = await read(encode_json(fields), ChatRequest, None, "messages")
             model = self._models.allowed(chat.model, identity)
             rendered = await render_chat(chat, model)
             ids = await self._ids(rendered.text, model, param="messages", client_at=client_at(rendered, model))

@@ -81,15 +81,15 @@ def measure(body: bytes) -> Steps[Shape]:
     return shape
 
 
-async def inspect(body: bytes, max_text_bytes: int | None = None) -> bool:
+async def inspect(body: bytes, max_text_bytes: int | None = None, param: str | None = None) -> bool:
     """Whether the body is large. Raises InvalidRequestError for a large one that would take long to decode, or many
-    times its size, and ContextLengthError for more text than any prompt needs."""
+    times its size, and ContextLengthError, for `param`, for more text than is ever needed."""
     if len(body) < LARGE_BODY_BYTES:
         return False
     shape = await paced(measure(body))
     if max_text_bytes is not None and shape.num_text_bytes > max_text_bytes:
-        message = f"The body's strings take {shape.num_text_bytes} bytes, and no prompt for a model served here"
-        raise ContextLengthError(f"{message} needs more than {max_text_bytes}: send less text.")
+        message = f"The body's strings take {shape.num_text_bytes} bytes, and at most {max_text_bytes} are taken"
+        raise ContextLengthError(f"{message} for the models served here: send less text.", param=param)
     return True
 
 

@@ -228,9 +228,9 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     return request
 
 
-async def read(body: bytes, kind: type[RequestT], max_text_bytes: int | None) -> RequestT:
-    """`decode` with rests between the steps of a large body, which is inspected first."""
-    if not await inspect(body, max_text_bytes):
+async def read(body: bytes, kind: type[RequestT], max_text_bytes: int | None, param: str) -> RequestT:
+    """`decode` with rests between the steps of a large body, which is inspected first. `param`: where its text is."""
+    if not await inspect(body, max_text_bytes, param):
         return decode(body, kind)
     request: RequestT = decode_json(body, _DECODERS[kind], inspected=True)
     await asyncio.sleep(0)

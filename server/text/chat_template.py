@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 
 from server.errors import InvalidRequestError
 from server.pace import Steps, at_once, paced
+from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.parts import FunctionCall, Message, TextPart
 from server.schema.types import ChatRequest
 from server.text.control_tokens import Marker, Rendered, new_mark, without
@@ -27,6 +28,8 @@ from server.text.parsing.hermes_prompt import with_tools
 from server.text.template_sandbox import BoundedEnvironment, HeldTooLongError, RenderClock
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
+MAX_ARGUMENT_VALUES: Final = 20_000
+"""Of the tool calls of all messages."""
 MAX_HOLD_S: Final = 0.03
 """On the event loop, without a part of the text."""
 ALLOWED_KWARGS: Final = frozenset(
@@ -120,6 +123,7 @@ class ChatTemplate:
 
     def _rendering(self, request: ChatRequest, clock: RenderClock) -> Steps[Rendered]:
         mark = new_mark()
+        yield from _check_arguments(request)
         messages = []
         for number, message in enumerate(request.messages, 1):
             messages.append(self._message(message))
@@ -144,10 +148,10 @@ class ChatTemplate:
             "add_generation_prompt": not continued and request.add_generation_prompt is not False,
         }
         try:
-            text = yield from self._run(variables, clock)
+            text = yield from self._run(variables, clock, mark)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
-        rendered = without(mark, text)
+        rendered = yield from without(mark, text)
         if not continued:
             return rendered
         before = rendered.before(_CONTINUATION_MARK)
@@ -156,14 +160,15 @@ class ChatTemplate:
             raise InvalidRequestError(refusal, param="continue_final_message")
         return before
 
-    def _run(self, variables: Mapping[str, Any], clock: RenderClock) -> Steps[str]:
+    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str | None = None) -> Steps[str]:
+        """The text with its marks, which do not count as its length."""
         parts: list[str] = []
         num_chars = 0
         clock.begin()
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
-                num_chars += len(part)
+                num_chars += len(part) if mark is None else len(part) - len(mark) * part.count(mark)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise InvalidRequestError("the rendered messages are too long.", param="messages")
                 if len(parts) % 16 == 0:
@@ -202,6 +207,28 @@ def message_text(content: str | Sequence[TextPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
+
+
+def _check_arguments(request: ChatRequest) -> Steps[None]:
+    """JSON within strings is taken apart and written again in one go. Raises InvalidRequestError for too much of it."""
+    num_values = 0
+    for number, message in enumerate(request.messages):
+        calls = enumerate(message.tool_calls or ())
+        functions = [(f"tool_calls[{place}].function", call.function) for place, call in calls]
+        if message.function_call is not None:
+            functions.append(("function_call", message.function_call))
+        for name, function in functions:
+            text, param = function.arguments, f"messages[{number}].{name}.arguments"
+            if text.count("[") + text.count("{") + text.count(",") <= MAX_DEPTH:
+                continue
+            try:
+                shape = yield from measure(text.encode("utf-8", "replace"))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(error.message.replace("The body", "The JSON"), param=param) from None
+            num_values += shape.num_values
+            if num_values > MAX_ARGUMENT_VALUES:
+                refusal = f"The arguments of all tool calls hold more than {MAX_ARGUMENT_VALUES} JSON values."
+                raise InvalidRequestError(refusal, param=param)
 
 
 def _call(id_: str, function: FunctionCall) -> dict[str, Any]:

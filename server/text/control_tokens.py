@@ -109,13 +109,16 @@ def new_mark() -> str:
     return f"{secrets.randbits(64):020d}"
 
 
-def without(mark: str, text: str) -> Rendered:
+def without(mark: str, text: str) -> Steps[Rendered]:
     """A rendered text without its marks."""
     parts = text.split(mark)
-    places, at = [], 0
-    for part in parts[:-1]:
+    places: set[int] = set()
+    at = 0
+    for number, part in enumerate(parts[:-1], 1):
         at += len(part)
-        places.append(at)
+        places.add(at)
+        if number % 4096 == 0:
+            yield
     return Rendered("".join(parts), frozenset(places))
 
 
@@ -174,10 +177,11 @@ class TextTokenizer:
         """`encode` of each."""
         encoded: list[list[int]] = []
         for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            if not self._control_ids.isdisjoint(found.ids):
+            ids = found.ids
+            if not self._control_ids.isdisjoint(ids):
                 message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
                 raise InvalidRequestError(message, param="messages", code="control_token")
-            encoded.append(found.ids)
+            encoded.append(ids)
         return encoded
 
     def encode_rendered(self, text: str, client_at: Collection[int]) -> list[int]:

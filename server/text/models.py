@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ESCAPED_BYTES: Final = 6
 """Of JSON, for a byte of text: `\\u0061` is the longest way to write `a`, and a letter of four bytes takes twelve."""
+BATCH_TEXT_BYTES: Final = 20 << 20
 BESIDE_TEXT_BYTES: Final = 12 << 20
 """For all strings of a body but those of its prompts: schemas, grammars, bad words, thoughts that a template drops."""
 UNPIN_AFTER_S: Final = 10.0
@@ -162,6 +163,11 @@ class Models:
                 return None
             longest = max(longest, model.prompt_bytes)
         return ESCAPED_BYTES * longest + BESIDE_TEXT_BYTES if longest else None
+
+    def max_batch_text_bytes(self) -> int | None:
+        """As `max_text_bytes`, of a body with many prompts. Decoded text may take four times its bytes."""
+        longest = self.max_text_bytes()
+        return None if longest is None else max(longest, BATCH_TEXT_BYTES)
 
     def namespaces(self) -> dict[str, str]:
         """Model name to the fingerprint that its workers must announce."""

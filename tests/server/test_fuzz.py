@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -149,9 +150,9 @@ class Mutations:
                 case 0:
                     del node[key]
                 case 1 if isinstance(node, dict):
-                    node[self._text()] = child
+                    node[self._text()] = copy.deepcopy(child)
                 case _:
-                    node[key] = self._value()
+                    node[key] = copy.deepcopy(self._value())  # its parts may stand elsewhere in the body
             return
 
     def _value(self) -> Any:

@@ -85,6 +85,9 @@ class Attention(Protocol):
 
 
 def show_nonfinite(attended: Tensor, query: Tensor) -> Tensor:
-    """NaN in (num_tokens, heads * head_dim), in place, where `query` (num_tokens, heads, head_dim) is not finite."""
+    """Put NaN into `attended` (num_tokens, heads * head_dim) where `query` (num_tokens, heads, head_dim) is not finite.
+
+    In place: 0 times what is not finite is NaN, and 0 times anything else changes nothing.
+    """
     attended.view_as(query).add_(query, alpha=0)
     return attended

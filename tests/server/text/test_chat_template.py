@@ -133,3 +133,20 @@ def test_loops_are_what_they_were() -> None:
         "{% else %}none{% endfor %}{{ 3 * 'ab' }}{{ 2 ** 10 }}"
     )
     assert template(source).render(request(USER, USER)).text == "1Hi2Hi!ababab1024"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a":' + "[" * 900 + "]" * 900 + "}", '{"a":[' + "[]," * 30_000 + "[]]}", '{"a":[' + '"<|",' * 30_000 + '""]}'],
+)
+@pytest.mark.parametrize("old", [True, False])
+def test_json_in_arguments_is_bounded_as_the_body_is(arguments: str, old: bool) -> None:
+    function = {"name": "f", "arguments": arguments}
+    calls = (
+        {"function_call": function} if old else {"tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    )
+    asked = request(USER, {"role": "assistant", **calls}, USER)
+    with pytest.raises(InvalidRequestError) as refused:
+        template("{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson }}{% endfor %}").render(asked)
+    where = "function_call" if old else "tool_calls[0].function"
+    assert refused.value.param == f"messages[1].{where}.arguments"
