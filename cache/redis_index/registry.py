@@ -49,7 +49,7 @@ class KnownWorker:
         self.mac = signer.state_mac(member.worker_id)
         self.generation = 0
         self.batch = 0
-        self.raw: bytes | None = None
+        self.raw = b""
         self.state: schema.State | None = None
         self.load = WorkerLoad()
         self.deadline_ms = 0
@@ -191,7 +191,7 @@ class Registry:
                 workers[worker.member.worker_id] = worker
         self._workers = workers
         self._by_epoch = {worker.member.epoch: worker for worker in workers.values()}
-        self._by_state = {worker.raw: worker for worker in workers.values() if worker.raw is not None}
+        self._by_state = {worker.raw: worker for worker in workers.values() if worker.raw}
 
     def _member(self, field: bytes, record: bytes, known: KnownWorker | None) -> KnownWorker | None:
         """The worker that stands in `field`: what was known of it, where the record proves nothing else."""
@@ -239,8 +239,7 @@ class Registry:
             if state.batch < worker.batch:
                 self._count("stale")
                 return None
-        if worker.raw is not None:
-            self._by_state.pop(worker.raw, None)
+        self._by_state.pop(worker.raw, None)
         worker.take(raw, state)
         self._by_state[raw] = worker
         if state.generation != worker.generation:

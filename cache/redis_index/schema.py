@@ -50,7 +50,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     load: WorkerLoad
 
 
-_STATE_DECODER: Final = msgspec.msgpack.Decoder(State)
+_decode_state: Final = msgspec.msgpack.Decoder(State).decode
 _STATE_ENCODER: Final = msgspec.msgpack.Encoder()
 _MEMBER_DECODER: Final = msgspec.json.Decoder(WorkerMember)
 _MEMBER_ENCODER: Final = msgspec.json.Encoder()
@@ -139,14 +139,14 @@ def encode_state(
 
 def decode_state(data: Any) -> State:
     """Raises RegistryError."""
-    if not isinstance(data, bytes) or len(data) > MAX_STATE_BYTES:
-        raise RegistryError(f"state is {brief(data)}")
     try:
-        state = _STATE_DECODER.decode(data)
-    except Exception as error:  # whatever a decoder raises at such bytes
+        state: State = _decode_state(data)
+        if len(data) > MAX_STATE_BYTES or state.format != _STATE_FORMAT:
+            raise RegistryError(f"state of {len(data)} bytes in format {state.format!s:.20}")
+    except RegistryError:
+        raise
+    except Exception as error:  # whatever a decoder raises at such bytes, or what is none
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
-    if state.format != _STATE_FORMAT:
-        raise RegistryError(f"state in format {state.format}")
     return state
 
 

@@ -10,8 +10,8 @@ fields before it.
 
 from __future__ import annotations
 
-import hmac
 from hashlib import blake2s
+from hmac import compare_digest
 from typing import Final
 
 _SIZE: Final = 16
@@ -53,7 +53,7 @@ class Signer:
     def verifies_member(self, worker_id: bytes, signed: bytes) -> bool:
         body, tail = signed[:-_MEMBER_TAIL], signed[-_MEMBER_TAIL:]
         expected = _finish(self._begin(b"member", worker_id), body).hex().encode()
-        return hmac.compare_digest(tail, b'%b%b"}' % (_MEMBER_MARK, expected))
+        return compare_digest(tail, b'%b%b"}' % (_MEMBER_MARK, expected))
 
     def sign_state(self, worker_id: str, record: bytes) -> bytes:
         """Append the signature to a msgpack array of fewer than 15 elements, as one element more."""
@@ -72,8 +72,8 @@ def verifies_state(mac: blake2s, signed: bytes) -> bool:
     """Whether `signed` ends with the signature that `mac`, of `Signer.state_mac`, gives it. A lookup checks up to one a
     worker."""
     begun = mac.copy()
-    begun.update(signed[:-_SIZE])
-    return hmac.compare_digest(begun.digest(), signed[-_SIZE:])
+    begun.update(signed[:-16])
+    return compare_digest(begun.digest(), signed[-16:])
 
 
 def _finish(begun: blake2s, body: bytes) -> bytes:
