@@ -50,7 +50,8 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         self._num_read += len(data)
         if self._num_read > MAX_REPLY_BYTES:
             raise InvalidResponse(f"a reply of more than {MAX_REPLY_BYTES} bytes")
-        if _MILLIONS.search(data, 0, _SHORT_BYTES) and not self._reader.has_data() and _announces_millions(data):
+        suspect = _MILLIONS.search(data) if len(data) <= _SHORT_BYTES else _MILLIONS.match(data)
+        if suspect and not self._reader.has_data() and _announces_millions(data):
             raise InvalidResponse("a reply of millions of elements")
         self._reader.feed(data)
         return True

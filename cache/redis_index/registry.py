@@ -151,9 +151,10 @@ class Registry:
         by_state = self._by_state
         switched: set[KnownWorker] = set()
         for raw in states:
-            worker = by_state.get(raw) if type(raw) is bytes else None
-            if worker is None:
-                worker = self._read_state(raw, switched)
+            try:
+                worker = by_state.get(raw) or self._read_state(raw, switched)
+            except TypeError:  # a list cannot be looked up
+                worker = self._read_state(b"", switched)
             if worker is not None:
                 worker.lookup = lookup
             elif raw is not None and self._only_known_states:

@@ -159,10 +159,11 @@ def decode_hash(reply: Any) -> list[tuple[bytes, bytes]]:
 
 def decode_time_ms(reply: Any) -> int:
     """A TIME reply in milliseconds. Raises ReplyError."""
-    match reply:
-        case [bytes(seconds), bytes(microseconds)] if len(seconds) <= 12 and len(microseconds) <= 6:
-            if seconds.isdigit() and microseconds.isdigit():
-                return int(seconds) * 1000 + int(microseconds) // 1000
+    if type(reply) is list and len(reply) == 2:
+        seconds, microseconds = reply
+        is_text = type(seconds) is type(microseconds) is bytes and len(seconds) <= 12 and len(microseconds) <= 6
+        if is_text and seconds.isdigit() and microseconds.isdigit():
+            return int(seconds) * 1000 + int(microseconds) // 1000
     raise ReplyError(f"no time: {brief(reply)}")
 
 
