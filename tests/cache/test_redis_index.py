@@ -670,3 +670,63 @@ def test_what_is_no_match_reaches_no_router(matches: object) -> None:
     query = shard._query(None)
     with pytest.raises(LinkDownError, match="malformed"):
         shard._candidates(query, 3, [b"v", [b"1", b"0"], matches, []])
+
+
+HEADER = b"\n*1234567"
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        [("SET", "version", HEADER)],
+        [("HSET", "members", "zz", HEADER), ("HSET", "states", "zz", HEADER)],
+        [("SET", f"b:w0:epoch-of-w0:{n}", "x") for n in range(2, 60)],
+        [("SADD", f"b:w0:epoch-of-w0:{n}", "junk") for n in range(1, 60)],
+        [("DEL", "version"), ("RPUSH", "version", "x")],
+        [("SET", "version", b"x" * (1 << 20))],
+        [("HSET", "members", *(f"w{n // 2}" if n % 2 == 0 else "x" for n in range(2, 6000)))],
+    ],
+    ids=["header in version", "header in fields", "strings ahead", "sets ahead", "list", "large", "many"],
+)
+async def test_what_somebody_leaves_behind_costs_no_hits_for_long(
+    redis_server: RedisServer, junk: list[tuple[str | bytes, ...]], secret: bytes
+) -> None:
+    """Nobody takes it away: the worker and the gateway get along with it."""
+    hashes = chain(10)
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, cluster_secret=secret, max_refresh_age_s=0.2)
+    index = RedisIndex(redis_server.url, settings)
+
+    async def is_there() -> bool:
+        if writer.in_doubt:
+            await writer.rewrite(entries(hashes), WorkerLoad())
+        else:
+            await writer.publish([], [], WorkerLoad(), 10)
+        return not writer.in_doubt and (await matches(index, hashes) or {}).get("w0") == 10
+
+    async with linked(writer, index):
+        await until(is_there)
+        for command, key, *rest in junk:
+            assert isinstance(key, str)
+            redis_server.command(command, "{headstart:0}:" + key, *rest)
+        await until(is_there)
+        for _ in range(5):
+            assert await is_there()
+
+
+async def test_too_many_members_hide_new_ones_and_none_that_is_known(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "MAX_MEMBERS", 3)
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member())
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05))
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 3}))
+        for n in range(1, 9):
+            redis_server.command("HSET", "{headstart:0}:members", f"w{n}", schema.encode_member(member(f"w{n}")))
+        redis_server.command("SET", "{headstart:0}:version", "other")
+        await until(lambda: index._shards[0]._version == b"other")
+        assert await matches(index, hashes) == {"w0": 3}

@@ -165,6 +165,44 @@ async def test_an_epoch_that_the_worker_contradicts_is_not_taken_again_whatever_
     assert told.epochs(told.leased(rolled_back)) == [("e2", 0)]
 
 
+async def test_a_refused_epoch_makes_the_fleet_ask_the_worker_though_it_has_a_lease() -> None:
+    told = Signed()
+    rolled_back = told.member("e1", 7)
+    told.index.register(rolled_back)
+    told.index.lookup = lambda hashes, model=None: answered(told.leased(rolled_back))  # type: ignore[method-assign]
+    await told.fleet.poll()
+    assert told.epochs(told.leased(rolled_back)) == [("e1", 9)]
+    told.fleet.report_wrong_epoch(told.member("e0", 0))
+    assert not told.fleet.broken(rolled_back.worker_id), "a request for an epoch that is over says nothing"
+    told.fleet.report_wrong_epoch(rolled_back)
+    assert told.fleet.broken(rolled_back.worker_id)
+    await told.fleet.poll()
+    assert told.epochs(told.leased(rolled_back)) == [("e2", 0)]
+    assert not told.fleet.broken(rolled_back.worker_id)
+
+
+async def answered(found: list[Candidate]) -> list[Candidate]:
+    return found
+
+
+async def test_workers_are_asked_a_few_at_a_time() -> None:
+    fleets = Fleets()
+    asking, most = 0, 0
+
+    async def fetch(url: str) -> WorkerState:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await asyncio.sleep(0)
+        asking -= 1
+        raise FetchError("refused")
+
+    fleets.fleet._fetch = fetch
+    fleets.index.members = lambda: [member(f"w{n}") for n in range(500)]  # type: ignore[method-assign]
+    await fleets.fleet.poll()
+    assert 1 < most <= 64
+
+
 async def test_a_member_without_a_lease_is_an_address_to_ask() -> None:
     told = Signed()
     told.index.members = lambda: [told.member("e1", 1), told.epoch]  # type: ignore[method-assign]
