@@ -138,8 +138,11 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             Panel(
                 "Index events",
                 "short",
-                ((rate("headstart_index_events_total", "event"), "{{event}}"),),
-                "Late and failed lookups, the breaker, and records that made no sense.",
+                (
+                    (rate("headstart_index_events_total", "event"), "{{event}}"),
+                    (rate("headstart_worker_index_events_total", "event"), "workers: {{event}}"),
+                ),
+                "Late and failed lookups, the breaker, values and replies of no sense, and what workers put back.",
             ),
             Panel(
                 "Blocks published",
@@ -184,6 +187,22 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                     (each("headstart_worker_asyncio_tasks"), "{{pod}} tasks"),
                 ),
                 "Rises and falls with the load; a line that only rises is a leak.",
+            ),
+            Panel(
+                "Held up",
+                "s",
+                (
+                    *quantiles("headstart_event_loop_delay_seconds"),
+                    ("max by (pod) (headstart_event_loop_longest_delay_seconds{{}})", "{{pod}} event loop"),
+                    ("max by (pod) (headstart_worker_longest_step_seconds{{}})", "{{pod}} step"),
+                ),
+                "How late the gateways' event loops are, and the longest step of each worker since the last scrape.",
+            ),
+            Panel(
+                "Tasks that failed",
+                "short",
+                ((rate("headstart_task_failures_total", "task"), "{{task}}"),),
+                "Background tasks of the gateways that were started again: a defect.",
             ),
             Panel(
                 "API key files",

@@ -105,7 +105,8 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
             items = node["items"]
             sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x"}
             if items.get("type") == "string":
-                sample = "10.0.0.0/8" if "pattern" in items else "--other"
+                samples = ("10.0.0.0/8", "other.example")
+                sample = next(s for s in samples if re.search(items["pattern"], s)) if "pattern" in items else "--other"
             elif items.get("type") == "integer":
                 sample = 7
             elif "properties" in items:
