@@ -13,7 +13,13 @@ import redis.asyncio
 import uvloop
 
 from benchmarks.index_load.fleet import PATTERNS, running
-from benchmarks.index_load.lookups import measure_decision, measure_during_rewrite, measure_lookup, measure_throughput
+from benchmarks.index_load.lookups import (
+    measure_changed,
+    measure_decision,
+    measure_during_rewrite,
+    measure_lookup,
+    measure_throughput,
+)
 from benchmarks.index_load.peers import measure_peers
 from benchmarks.index_load.publishing import measure_publish
 from benchmarks.index_load.timing import timed, timing
@@ -28,6 +34,7 @@ async def measure(url: str) -> list[Figure]:
     link = Link(Endpoint(url, connect_timeout_s=5.0), LinkSettings(max_pending=1 << 20, stall_s=60.0))
     async with running(link):
         listed = await _lookup_figures(url, link)
+        changed = await measure_changed(url, link)
         decision = await measure_decision(url, link)
         blocks_per_s, bytes_per_entry = await measure_publish(url, link)
         during = await measure_during_rewrite(url, link)
@@ -37,6 +44,7 @@ async def measure(url: str) -> list[Figure]:
         redis_py = timing(await timed(client.ping, 1000))
         await client.aclose()
     listed += [
+        Figure("lookup_64x512_changed_p50_s", changed.p50_s, "s", "all 64 signed states new since the last lookup"),
         Figure("decision_p50_s", decision.p50_s, "s", "hash 4,096 tokens, look up, choose among 64", "<= 0.0015"),
         Figure("decision_p99_s", decision.p99_s, "s"),
         Figure("publish_blocks_per_s", blocks_per_s, "/s", "MULTIs of 2,000 blocks", ">= 200,000"),

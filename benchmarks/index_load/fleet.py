@@ -21,6 +21,7 @@ from cache.index import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex
 from cache.redis_index.link import Link
 from cache.redis_index.schema import Keys, encode_member, encode_state
+from cache.redis_index.signing import Signer
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from worker.wire import PROTOCOL_VERSION
 
@@ -28,7 +29,10 @@ PATTERNS: Final = ("three", "head", "shared", "deep")
 OTHER_BLOCKS: Final = 200
 """Blocks a worker holds beside those of the prompt."""
 LOAD: Final = WorkerLoad({GatewayId("gateway-1"): 1.5, GatewayId("gateway-2"): 0.25}, 1000.0, 8000.0, 5, 3, 900, 2000)
-READER: Final = ReaderSettings(deadline_s=5.0, poll_s=3600.0)
+SECRET: Final = b"cluster secret"
+"""Entries are signed, as those of `headstart serve` are."""
+READER: Final = ReaderSettings(deadline_s=5.0, poll_s=3600.0, cluster_secret=SECRET)
+SIGNER: Final = Signer(SECRET, READER.prefix, 0)
 FAR_MS: Final = 1 << 50
 
 
@@ -69,6 +73,12 @@ def member_of(number: int) -> WorkerMember:
     )
 
 
+def state_of(member: WorkerMember, batch: int) -> bytes:
+    """What the worker writes at its publish number `batch`."""
+    state = encode_state(member, LOAD, generation=1, batch=batch, deadline_ms=FAR_MS, written_ms=1, num_entries=9)
+    return SIGNER.sign_state(member.worker_id, state)
+
+
 async def populate(link: Link, hashes: Sequence[BlockHash], num_workers: int, pattern: str) -> None:
     """A registry of live workers, each with its set, as their writers leave it."""
     rng = random.Random(0)
@@ -77,13 +87,10 @@ async def populate(link: Link, hashes: Sequence[BlockHash], num_workers: int, pa
     for number in range(num_workers):
         member = member_of(number)
         held = [index_entry(h) for h in hashes[: depth(pattern, number, len(hashes), num_workers, rng)]]
-        state = encode_state(
-            member, LOAD, generation=1, batch=1, deadline_ms=FAR_MS, written_ms=1, num_entries=len(held)
-        )
         await link.call(
             ("SADD", keys.blocks(member.worker_id, member.epoch, 1), *held, *entries(OTHER_BLOCKS)),
-            ("HSET", keys.members, member.worker_id, encode_member(member)),
-            ("HSET", keys.states, member.worker_id, state),
+            ("HSET", keys.members, member.worker_id, SIGNER.sign_member(member.worker_id, encode_member(member))),
+            ("HSET", keys.states, member.worker_id, state_of(member, 1)),
             timeout_s=30,
         )
     await link.call(("SET", keys.version, os.urandom(8)), timeout_s=30)

@@ -11,12 +11,13 @@ from multiprocessing import get_context
 
 import uvloop
 
-from benchmarks.index_load.fleet import READER, chain, populate, running
+from benchmarks.index_load.fleet import READER, chain, member_of, populate, running, state_of
 from benchmarks.index_load.publishing import rewrite_for_ever
 from benchmarks.index_load.timing import Timing, timed, timing
 from cache.hashing import Namespace, hash_chain
 from cache.redis_index import RedisIndex
 from cache.redis_index.link import Link
+from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
 from server.router.dispatch import DispatchSettings
 from server.router.placement import RouteRequest
@@ -49,6 +50,22 @@ async def measure_lookup(
             pings_s += await timed(index.ping, 50)
             lookups_s += await timed(lambda: index.lookup(hashes), 50 if num_workers <= 100 else 5)
     return LookupResult(timing(pings_s), timing(lookups_s))
+
+
+async def measure_changed(url: str, link: Link, num_workers: int = 64, num_lookups: int = 500) -> Timing:
+    """Lookups of 512 blocks, each after a publish of every worker."""
+    hashes = chain(512)
+    await populate(link, hashes, num_workers, "shared")
+    members, states = [member_of(number) for number in range(num_workers)], Keys(READER.prefix, 0).states
+    index = RedisIndex(url, READER)
+    lookups_s: list[float] = []
+    async with running(index):
+        await index.lookup(hashes)
+        for batch in range(2, num_lookups + 2):
+            written = [part for member in members for part in (member.worker_id, state_of(member, batch))]
+            await link.call(("HSET", states, *written), timeout_s=30)
+            lookups_s += await timed(lambda: index.lookup(hashes), 1)
+    return timing(lookups_s)
 
 
 async def measure_decision(url: str, link: Link, count: int = 500) -> Timing:

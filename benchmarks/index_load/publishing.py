@@ -6,7 +6,7 @@ import time
 
 import uvloop
 
-from benchmarks.index_load.fleet import LOAD, READER, entries, member_of, running
+from benchmarks.index_load.fleet import LOAD, READER, SECRET, entries, member_of, running
 from cache.redis_index import IndexWriter, WriterSettings
 from cache.redis_index.link import Link
 from cache.redis_index.schema import Keys
@@ -15,7 +15,7 @@ from cache.redis_index.schema import Keys
 async def measure_publish(url: str, link: Link) -> tuple[float, float]:
     """Blocks published per second in batches of 2,000, and Redis' bytes per entry at 200,000."""
     await link.call(("FLUSHALL",), timeout_s=30)
-    writer = IndexWriter(url, member_of(0), WriterSettings(timeout_s=30.0, lease_s=60.0))
+    writer = IndexWriter(url, member_of(0), WriterSettings(timeout_s=30.0, lease_s=60.0, cluster_secret=SECRET))
     blocks = entries(200_000)
     async with running(writer):
         assert await writer.rewrite([], LOAD)
@@ -32,7 +32,7 @@ def rewrite_for_ever(url: str) -> None:
     """In a process of its own: a worker that rewrites 200,000 entries again and again."""
 
     async def rewrite() -> None:
-        writer = IndexWriter(url, member_of(9999), WriterSettings(timeout_s=30.0, lease_s=60.0))
+        writer = IndexWriter(url, member_of(9999), WriterSettings(timeout_s=30.0, lease_s=60.0, cluster_secret=SECRET))
         blocks = entries(200_000)
         async with running(writer):
             while await writer.rewrite(blocks, LOAD):
