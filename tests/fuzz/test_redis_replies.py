@@ -61,6 +61,8 @@ MUST_REACH: Final = (
 )
 """What every run does at least once, or it proves less than it says."""
 _numbers = count()
+_reached: Counter[str] = Counter()
+"""By all runs of this process."""
 
 
 @pytest.fixture(scope="module", params=sorted(redis_binaries()))
@@ -240,9 +242,7 @@ async def _run(server: RedisServer, folder: Path, num_cases: int) -> None:
 
         failures = await run_cases(lane, num_cases, NUM_LANES)
     failures.check()
-    if CASE is None:
-        missed = [what for what in MUST_REACH if not reached[what]]
-        assert not missed, f"no fault came to {missed}: {reached}"
+    _reached.update(reached)
 
 
 def _fuzz(server: RedisServer, loop: str, num_cases: int) -> None:
@@ -253,6 +253,13 @@ def _fuzz(server: RedisServer, loop: str, num_cases: int) -> None:
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 def test_no_reply_ends_anything(server: RedisServer, loop: str) -> None:
     _fuzz(server, loop, NUM_CASES // 2 // len(redis_binaries()))
+
+
+def test_every_state_and_act_was_reached() -> None:
+    if CASE is not None or not _reached:
+        pytest.skip("the runs above were not all of them")
+    missed = [what for what in MUST_REACH if not _reached[what]]
+    assert not missed, f"no fault came to {missed}: {_reached}"
 
 
 @pytest.mark.deep
