@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from cache.index import WorkerState
+from tests.waiting import HANG_S
 from tests.worker.device_streams import ThreadedStream
 from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
@@ -287,8 +288,9 @@ async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_err
     await entered.wait()
     runner.fails = lambda step: True
     await worker.generate(generate([1, 2, 3], 5))
+    await worker.until(lambda: worker.service.draining)  # buried
     compiled.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         status, got = await late
         assert (status, type(got.last)) == (503, Failed)
         assert got.last.retryable
