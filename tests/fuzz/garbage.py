@@ -197,7 +197,8 @@ def changed_json(rng: random.Random, genuine: bytes) -> bytes:
     except (ValueError, RecursionError):
         return changed_bytes(rng, genuine)
     if rng.random() < 0.5:
-        return json.dumps(_changed(rng, tree, lambda old: _odd(rng)), ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+        text = json.dumps(_changed(rng, tree, lambda old: _odd(rng)), ensure_ascii=rng.random() < 0.5)
+        return text.encode("utf-8", "surrogatepass")
     text = json.dumps(_changed(rng, tree, lambda old: _MARK)).encode()
     depth = rng.choice(DEPTHS)
     odd = rng.choice(
