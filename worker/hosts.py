@@ -1,7 +1,8 @@
 """Who may speak to a worker that asks for no token: programs, never a page in somebody's browser.
 
-Browsers send `Origin` with every request that changes something, and `Sec-Fetch-Site` where they can; no gateway does.
-A page whose own name leads to this machine (DNS rebinding) reads without either, but under a Host that is not ours.
+Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and `Accept-Language`
+always; no gateway of any version does. A page whose own name leads to this machine (DNS rebinding) reads with the last
+of them alone, but under a Host that is not ours. Gateways may know a worker by any name: their Hosts are not looked at.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from worker.wire import CONTENT_TYPE, Failed, pack_frame
 
 _ADVICE: Final = "start the worker with --advertise-url to name it, or give the fleet a cluster secret"
+_BROWSERS_OWN: Final = frozenset({"accept-language", "referer"})
 
 
 class ProgramsOnly:
-    """Answers 403 to browsers, and to a Host that the worker was neither bound to nor told.
+    """Answers 403 to pages, and to browsers under a Host that the worker was neither bound to nor told.
 
     Known are `localhost`, this machine's name, `bound` and the host of `advertise_url`; and every address where `bound`
     is all of them, for an address needs no name service.
@@ -48,7 +50,7 @@ class ProgramsOnly:
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
             return "a worker does not speak to pages"
         host = headers.get("host")
-        if host is None:
+        if host is None or not _BROWSERS_OWN.intersection(headers.keys()):
             return None
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name.lower().rstrip(".") in self._names or self._is_own(_address(name)):

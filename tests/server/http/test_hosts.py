@@ -64,7 +64,9 @@ async def test_hosts_that_a_port_was_bound_to_or_told(bound: str, host: str, kno
     assert await answered(ops, {"host": host}) is known
     assert await answered(ops, {}), "HTTP/1.0"
     worker = ProgramsOnly(hello, bound, "http://told.example:8100")
-    assert await answered(worker, {"host": host}) is known
+    for own in ("accept-language", "referer"):
+        assert await answered(worker, {"host": host, own: "x"}) is known
+    assert await answered(worker, {"host": host}), "a gateway may know a worker by any name"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -85,9 +87,10 @@ async def test_a_worker_speaks_to_programs_alone(method: str, headers: dict[str,
 
 
 async def test_a_worker_knows_its_machines_name_and_a_name_that_it_is_bound_to() -> None:
-    assert await answered(ProgramsOnly(hello, "0.0.0.0", None), {"host": f"{socket.gethostname()}:8100"})
-    assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "gpu-1:8100"})
-    assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "10.0.0.1:8100"})
+    browser = {"accept-language": "en"}
+    assert await answered(ProgramsOnly(hello, "0.0.0.0", None), {"host": f"{socket.gethostname()}:8100", **browser})
+    assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "gpu-1:8100", **browser})
+    assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "10.0.0.1:8100", **browser})
 
 
 @pytest.mark.parametrize("name", ["http://x", "x:80", "", "a b", "[::1]"])
