@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from server import tracing as gateway_tracing
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 from worker import tracing as worker_tracing
 
 either = pytest.mark.parametrize("tracing", [gateway_tracing, worker_tracing], ids=["gateway", "worker"])
@@ -46,9 +46,11 @@ def test_a_collector_that_is_gone_delays_no_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_tracing, "SHUTDOWN_S", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     gone = threading.Event()
     tracing = gateway_tracing.open_tracing("http://127.0.0.1:9", "here")
     assert tracing is not None
+    shutdown = tracing._provider.shutdown
     monkeypatch.setattr(tracing._provider, "shutdown", lambda: gone.wait(HANG_S))
     with caplog.at_level(logging.CRITICAL, "opentelemetry"):
         trace = tracing.begin("/v1/completions", [], "req_1")
@@ -58,3 +60,6 @@ def test_a_collector_that_is_gone_delays_no_end(
         tracing.close()
         assert [thread for thread in threading.enumerate() if thread.name == "tracing"], "the exporter still tries"
     gone.set()
+    shutdown()
+    # Its thread draws random waits, which would reach into the examples of other tests.
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("Otel")])
