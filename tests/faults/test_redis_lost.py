@@ -177,7 +177,7 @@ def test_row_1_down_at_the_start(tmp_path: Path, model: Path, rng: random.Random
             stream.more(3)
         assert statuses(stream.outcomes) == {200}
         assert lines(cluster.gateway, "no Redis at") == 1
-        assert lines(cluster.gateway, "connected to Redis at") == 1
+        wait_until(lambda: lines(cluster.gateway, "connected to Redis at") == 1, what="a connection that lasts is told")
         cluster.assert_quiet()
 
 
