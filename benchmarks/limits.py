@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from benchmarks.gateway_load.processes import free_ports, until_ready
+from benchmarks.gateway_load.processes import ended, free_ports, until_ready
 from benchmarks.report import Figure, Report, environment, option_parser, to_json
 
 CHAT: Final = "/v1/chat/completions"
@@ -351,7 +351,9 @@ def started() -> Iterator[Site]:
     with ExitStack() as stack:
         said = stack.enter_context(tempfile.TemporaryFile())
         worker = [sys.executable, "-m", "worker", "--port", "0", "--served-model-name", MODEL, "--log-level", "error"]
-        worker_process = stack.enter_context(_ended(worker, env, stdout=subprocess.PIPE, stderr=said))
+        worker_process = stack.enter_context(
+            ended(subprocess.Popen(worker, env=env, stdout=subprocess.PIPE, stderr=said))
+        )
         assert worker_process.stdout is not None
         worker_url = ""
         for line in worker_process.stdout:
@@ -364,25 +366,7 @@ def started() -> Iterator[Site]:
             raise SystemExit(f"the worker is not ready: {said.read()[-2000:].decode(errors='replace')}")
         gateway = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
         gateway += ["--workers", worker_url, "--log-level", "error", "--drain-grace-s", "1"]
-        gateway_process = stack.enter_context(_ended(gateway, env, stdout=None, stderr=None))
+        gateway_process = stack.enter_context(ended(subprocess.Popen(gateway, env=env)))
         yield Site(
             f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", gateway_process, worker_url, worker_process
         )
-
-
-@contextmanager
-def _ended(
-    command: Sequence[str], env: dict[str, str], *, stdout: int | None, stderr: Any
-) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()

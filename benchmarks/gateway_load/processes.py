@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import AnyStr, Final
 
 import aiohttp
 from tokenizers import Tokenizer
@@ -53,6 +53,13 @@ def started(
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
     os.sched_setaffinity(process.pid, {core})
+    with ended(process):
+        yield process
+
+
+@contextmanager
+def ended(process: subprocess.Popen[AnyStr]) -> Iterator[subprocess.Popen[AnyStr]]:
+    """Ends the process when this is left."""
     try:
         yield process
     finally:

@@ -251,9 +251,7 @@ class Fleet:
         try:
             async with self._asking:
                 state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
-        except (
-            Exception
-        ) as error:  # FetchError, TimeoutError, and whatever a URL from the registry makes a library raise
+        except Exception as error:  # also what a library raises at a URL from the registry
             now_s = self._clock()
             for known in self._at(url):
                 known.failed_s = now_s
