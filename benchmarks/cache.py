@@ -18,7 +18,7 @@ from time import perf_counter_ns
 from typing import Final
 
 from benchmarks.report import Figure, Report, option_parser, publish
-from cache.hash_allocator import HashAllocator
+from cache.allocators.hash import HashAllocator
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
 

@@ -24,8 +24,9 @@ import torch
 from benchmarks.device_rates import matrix_rate, memory_rate, synchronise
 from benchmarks.random_model import SHAPES, random_model, random_reference
 from benchmarks.report import Figure, Report, option_parser, publish
-from cache.factory import make_allocator
+from cache.allocators.factory import make_allocator
 from worker.config import default_step_tokens
+from worker.engine.step import Launch, SequenceResult
 from worker.model.config import ModelConfig
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -34,7 +35,6 @@ from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Plan
 from worker.scheduler.request import RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
-from worker.step import Launch, SequenceResult
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
 PROMPT_TOKENS: Final = 32

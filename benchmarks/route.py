@@ -33,8 +33,8 @@ from benchmarks.simulation.traces import (
     ToolChatTrace,
 )
 from server.router.cost import CostModel
-from server.router.dispatch import DispatchSettings
 from server.router.policies import POLICIES, make_policy
+from server.router.scoring import DispatchSettings
 
 DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")

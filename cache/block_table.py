@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from cache.allocator import BlockCopy
+from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 
 
@@ -37,7 +37,7 @@ class Pool(Protocol):
 
 
 class BlockTable(ABC):
-    """The part of `cache.allocator.Allocation` that does not depend on how blocks are found again."""
+    """The part of `cache.allocators.base.Allocation` that does not depend on how blocks are found again."""
 
     __slots__ = ("_block_ids", "_block_size", "_copies", "_is_free", "_num_cached_tokens", "_num_computed", "_pool")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache.hashing import index_entry
-from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import BlockHash, IndexEntry, WorkerId
 
 
@@ -24,7 +24,7 @@ class _Entry:
 
 
 class MemoryIndex:
-    """Both sides of the index. `lookup` answers as `cache.index.PrefixIndex` says, and never None."""
+    """Both sides of the index. `lookup` answers as `cache.records.PrefixIndex` says, and never None."""
 
     def __init__(self, clock: Callable[[], float], lease_s: float = 6.0) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The public port: OpenAI's routes and health, nothing else. Operations have an app of their own (`server.ops`)."""
+"""The public port: OpenAI's routes and health, nothing else. Operations have an app of their own (`server.ops.app`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from server.api.chat import chat_job, chat_spec
 from server.api.completions import completion_job
 from server.api.endpoint import EndpointServices, GenerateEndpoint
@@ -21,16 +21,16 @@ from server.api.job import Job, encode_json
 from server.api.responses.presenter import ResponsesPresenter
 from server.api.responses.types import FIELD_NAMES, decode_responses, errors_renamed
 from server.api.text_api import TextApi
+from server.auth.authentication import AuthenticationMiddleware
+from server.auth.identity import Identities, Identity, identity_of
+from server.auth.rate_limits import RateLimits
 from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
+from server.models import Models, ServedModel
 from server.schema.decoding import MAX_VALUES, inspect, require_json
 from server.schema.types import ChatRequest, CompletionRequest, read
-from server.text.models import Models, ServedModel
 from server.tracing import stage
-from server.trust.authentication import AuthenticationMiddleware
-from server.trust.identity import Identities, Identity, identity_of
-from server.trust.rate_limits import RateLimits
 
 OWNED_BY: Final = "headstart"
 ID_BYTES: Final = 8

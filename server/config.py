@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Final
 
 from cache.redis_index import check_key_part, check_url
+from server.auth.limit_table import MAX_PROCESSES
 from server.http.tls import ServerCertificate, WorkerCa
 from server.logs import LOG_FORMATS, LogFormat
 from server.router.policies import POLICIES
 from server.text.parsing.formats import MARKERS, ToolFormat
-from server.trust.limit_table import MAX_PROCESSES
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"

@@ -29,42 +29,42 @@ import uvloop
 from prometheus_client import generate_latest
 from starlette.types import ASGIApp
 
-from cache.index import Candidate
+from cache.records import Candidate
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
+from server.auth.api_keys import KeyFile
+from server.auth.identity import Identities, KeyHolders, SingleTenant
+from server.auth.limit_table import LimitTable
+from server.auth.rate_limits import RateLimits
+from server.auth.throttle import FailedAuth
 from server.background import keep_running
+from server.cli.index.report import index_report
+from server.cli.serve.child import ChildRefusedError
 from server.config import GatewayConfig, parse
-from server.console.decisions import DecisionLog
-from server.console.feed import Feed, FeedSources
-from server.console.stems import StemWatch
-from server.console.traffic import Totals, buckets, total
-from server.console.workers import FleetSources
-from server.generation.backend import Backend
-from server.generation.full_queues import FullQueues
-from server.generation.retry import RetryBudget
-from server.generation.waiting_room import WaitingRoom
 from server.http.front import Front, SocketFront, is_loopback, listen
 from server.http.hosts import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
 from server.http.stream import Heart
-from server.index.report import index_report
 from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
-from server.ops import OpsServices, ops_app
+from server.models import ModelOptions, Models
+from server.ops.app import OpsServices, ops_app
+from server.ops.decisions import DecisionLog
+from server.ops.feed import Feed, FeedSources
+from server.ops.stems import StemWatch
+from server.ops.traffic import Totals, buckets, total
+from server.ops.workers import FleetSources
 from server.pace import sample_delay
 from server.processes.members import Members
-from server.router.dispatch import DispatchSettings
+from server.request.backend import Backend
+from server.request.full_queues import FullQueues
+from server.request.retry import RetryBudget
+from server.request.waiting_room import WaitingRoom
 from server.router.router import HeadstartRouter, RouterSettings
-from server.serve.child import ChildRefusedError
-from server.text.models import ModelOptions, Models
+from server.router.scoring import DispatchSettings
 from server.tracing import open_tracing
-from server.trust.api_keys import KeyFile
-from server.trust.failed_auth import FailedAuth
-from server.trust.identity import Identities, KeyHolders, SingleTenant
-from server.trust.limit_table import LimitTable
-from server.trust.rate_limits import RateLimits
 from server.workers.actions import WorkerActions
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet, FleetSettings, NoIndex, http_fetch

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final, Protocol
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from server.current import CURRENT
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 PAGE: Final = ROOT / "docs" / "configuration.md"
 PARSERS: Final = {
-    "serve": "server.serve.command",
+    "serve": "server.cli.serve.command",
     "gateway": "server.config",
     "worker": "worker.config",
-    "top": "server.top.command",
-    "doctor": "server.doctor.command",
-    "keys": "server.trust.keys_command",
-    "index": "server.index.command",
+    "top": "server.cli.top.command",
+    "doctor": "server.cli.doctor.command",
+    "keys": "server.cli.keys",
+    "index": "server.cli.index.command",
 }
 """Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""
 HEAD: Final = """# Configuration

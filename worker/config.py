@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from cache.factory import PREFIX_CACHES, PrefixCache
+from cache.allocators.factory import PREFIX_CACHES, PrefixCache
 from cache.redis_index import WriterSettings, check_key_part, check_url
-from worker.logs import LOG_FORMATS, LogFormat
+from worker.common.logs import LOG_FORMATS, LogFormat
+from worker.common.tls import ServerCertificate
 from worker.scheduler.budget import BatchLimits
-from worker.tls import ServerCertificate
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"

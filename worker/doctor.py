@@ -20,11 +20,11 @@ from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.config import Place
+from worker.device import current_device
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError, UnsupportedModel
 from worker.model.options import DTYPES
 from worker.runner.memory import block_bytes, free_memory_bytes
-from worker.transfer import current_device
 
 NEWEST_TORCH: Final = (2, 15)
 """Needs a Triton that xformers 0.0.35 does not run on."""

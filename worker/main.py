@@ -24,24 +24,24 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import uvicorn
 
 from cache.redis_index import check_key_part
-from worker.app import make_app
+from worker.common.listener import listen, reachable
+from worker.common.logs import configure_logging
+from worker.common.tls import ServerCertificate
+from worker.common.tracing import Tracing, open_tracing
 from worker.config import WorkerConfig, parse
-from worker.engine_loop import Engine, EngineParts
+from worker.engine.engine import Engine, EngineParts
+from worker.engine.load_report import LoadReport
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.publisher import Publisher
 from worker.grammar import GrammarCompiler
-from worker.listener import listen, reachable
-from worker.load_report import LoadReport
-from worker.logs import configure_logging
-from worker.metrics import WorkerMetrics
-from worker.publisher import Publisher
-from worker.service import ServingParts, WorkerService
-from worker.streams import Streams
-from worker.tls import ServerCertificate
-from worker.tracing import Tracing, open_tracing
-from worker.waiting import Waiting
+from worker.http.app import make_app
+from worker.http.service import ServingParts, WorkerService
+from worker.http.streams import Streams
+from worker.http.waiting import Waiting
 from worker.wire import gateway_token
 
 if TYPE_CHECKING:
-    from worker.assembly import Assembly
+    from worker.loader import Assembly
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Worker:
         """Everything from the weights to the first request. Raises _StartError."""
 
         def load() -> Assembly:
-            from worker.assembly import assemble  # torch takes seconds to import: the port answers meanwhile
+            from worker.loader import assemble  # torch takes seconds to import: the port answers meanwhile
 
             return assemble(self._config, url, worker_id, self._report)
 

@@ -26,7 +26,7 @@ import msgpack
 import msgspec
 from msgspec import Struct
 
-from cache.index import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember
 
 PROTOCOL_VERSION: Final = 1
 """The newest protocol that this side speaks. Optional fields need no new one: readers ignore what they do not know."""
@@ -272,7 +272,7 @@ _POSITIONS_AT_ONCE: Final = 256
 
 
 def pack(message: object) -> bytes:
-    """Any message of this module but a frame, or of `cache.index`, as msgpack."""
+    """Any message of this module but a frame, or of `cache.records`, as msgpack."""
     return _encode(message)
 
 

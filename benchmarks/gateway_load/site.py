@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gateway_load.processes import MODEL, gateway_process, make_bundle, started, stub_server, until
 from benchmarks.gateway_load.traffic import Traffic
-from server.serve.redis import find_redis_server, redis_command, redis_url, socket_path
+from server.cli.serve.redis import find_redis_server, redis_command, redis_url, socket_path
 from worker.wire import pack
 
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from cache.hashing import index_entry
-from cache.index import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex
 from cache.redis_index.link import Link
 from cache.redis_index.schema import Keys, encode_member, encode_state

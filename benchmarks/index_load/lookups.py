@@ -19,9 +19,9 @@ from cache.redis_index import RedisIndex
 from cache.redis_index.link import Link
 from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
-from server.router.dispatch import DispatchSettings
 from server.router.placement import RouteRequest
 from server.router.router import HeadstartRouter, RouterSettings
+from server.router.scoring import DispatchSettings
 from server.workers.fleet import FetchError, Fleet
 from worker.wire import WorkerState
 

@@ -14,11 +14,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest
-from cache.allocator import Allocation
-from cache.hash_allocator import HashAllocator
-from cache.index import WorkerLoad, WorkerMember
+from cache.allocators.base import Allocation
+from cache.allocators.hash import HashAllocator
+from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
-from server.router.dispatch import Assignment
+from server.router.scoring import Assignment
 
 
 @dataclass(frozen=True, slots=True)

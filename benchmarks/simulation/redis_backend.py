@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from benchmarks.private_redis import private_redis
 from cache.hashing import index_entry
-from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, IndexEntry, WorkerId
 

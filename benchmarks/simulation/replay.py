@@ -18,14 +18,14 @@ from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
 from benchmarks.simulation.redis_backend import RedisBackend
 from benchmarks.simulation.shared_engine import SharedWorker
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
+from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
-from cache.hash_allocator import HashAllocator
-from cache.index import Candidate, WorkerMember
 from cache.memory_index import MemoryIndex
+from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.dispatch import Dispatcher, DispatchSettings
 from server.router.placement import RouteRequest
 from server.router.policies import Policy
+from server.router.scoring import Dispatcher, DispatchSettings
 
 MODEL = "simulated"
 POOLED = "pooled"

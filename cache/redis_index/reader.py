@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cache.index import Candidate, WorkerMember
+from cache.records import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.link import LinkDownError
 from cache.redis_index.registry import RegistryEntry
@@ -28,7 +28,7 @@ class ShardHealth:
 
 
 class RedisIndex:
-    """`cache.index.PrefixIndex` over Redis. Needs `run()` in the event loop of its callers."""
+    """`cache.records.PrefixIndex` over Redis. Needs `run()` in the event loop of its callers."""
 
     def __init__(
         self, url: str, settings: ReaderSettings | None = None, *, count: Callable[[str], None] = lambda event: None

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.link import Reply
 from cache.redis_index.schema import RegistryError

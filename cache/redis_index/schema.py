@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from cache.index import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember
 from cache.types import WorkerId
 
 MAX_STATE_BYTES: Final = 16 * 1024

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from cache.index import Candidate, WorkerMember
+from cache.records import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply, pack_command

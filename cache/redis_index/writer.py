@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import ResponseError
 
-from cache.index import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.endpoint import Endpoint
 from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply

@@ -18,17 +18,17 @@ from server.api.sampling import (
     token_budget,
 )
 from server.api.tools import chat_grammar, output_rules
+from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ApiError, ContextLengthError, InvalidRequestError
-from server.generation.answer import Answer, CollectedChoice
-from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
+from server.models import ServedModel
+from server.request.answer import Answer, CollectedChoice
+from server.request.choice import ChoiceDelta, TokenEntry
+from server.request.spec import GenerationSpec, ParamNames
 from server.schema.types import ChatRequest
 from server.text.control_tokens import Rendered
-from server.text.models import ServedModel
 from server.text.parsing.messages import ChoiceMessage
 from server.text.parsing.output import END_THINK, OutputRules
-from server.trust.identity import Identity, allowed_priority, request_salt
 
 _SAME_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 

@@ -21,15 +21,15 @@ from server.api.sampling import (
     token_budget,
     truncated,
 )
+from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ApiError, InvalidRequestError
-from server.generation.answer import Answer, CollectedChoice
-from server.generation.choice import ChoiceDelta, TokenEntry
-from server.generation.spec import GenerationSpec, ParamNames
 from server.http.stream import DONE, sse
+from server.models import ServedModel
 from server.pace import Pace
+from server.request.answer import Answer, CollectedChoice
+from server.request.choice import ChoiceDelta, TokenEntry
+from server.request.spec import GenerationSpec, ParamNames
 from server.schema.types import CompletionRequest
-from server.text.models import ServedModel
-from server.trust.identity import Identity, allowed_priority, request_salt
 from worker.wire import SamplingParams
 
 MAX_CHOICES: Final = 1024

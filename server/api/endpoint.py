@@ -17,16 +17,16 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from server.api.job import Job
+from server.auth.authentication import lease_of
+from server.auth.identity import Identity, identity_of
 from server.errors import as_api_error
-from server.generation.answer import Answer, OpenAnswers
-from server.generation.backend import Backend
-from server.generation.generation import Generation
 from server.http.middleware import RequestContext, context_of
 from server.http.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of
 from server.pace import Pace
+from server.request.answer import Answer, OpenAnswers
+from server.request.backend import Backend
+from server.request.request import Generation
 from server.tracing import Tracing
-from server.trust.authentication import lease_of
-from server.trust.identity import Identity, identity_of
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import msgspec
 
 from server.errors import ApiError
-from server.generation.answer import Answer, CollectedChoice
-from server.generation.choice import ChoiceDelta
-from server.generation.spec import GenerationSpec
+from server.request.answer import Answer, CollectedChoice
+from server.request.choice import ChoiceDelta
+from server.request.spec import GenerationSpec
 from server.schema.fields import SamplingFields
 from server.schema.parts import StreamOptions
 

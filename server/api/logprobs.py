@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from server.api.job import Spread
-from server.generation.choice import TokenEntry
+from server.request.choice import TokenEntry
 from server.text.pieces import PieceTable
 from worker.wire import TokenLogprobs
 

@@ -10,11 +10,11 @@ from typing import Final
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
+from server.models import ServedModel
 from server.pace import Steps, paced
 from server.schema.fields import SamplingFields
 from server.schema.parts import ResponseFormat, StructuredOutputs
 from server.text.detokenizer import TextRules
-from server.text.models import ServedModel
 from server.text.tokenizer import TooManyTokensError
 from worker.wire import Grammar, SamplingParams, too_many_ids
 

@@ -12,15 +12,15 @@ from server.api.chat import client_at, render_chat
 from server.api.job import encode_json
 from server.api.logprobs import token_text
 from server.api.sampling import check_vocabulary
+from server.auth.identity import Identity
 from server.errors import ContextLengthError, InvalidRequestError
+from server.models import Models, ServedModel
 from server.pace import Steps, paced
 from server.schema.decoding import decode_json, inspect
 from server.schema.fields import TokenId
 from server.schema.types import ChatRequest, read
-from server.text.models import Models, ServedModel
 from server.text.pieces import PieceTable
 from server.text.tokenizer import TooManyTokensError
-from server.trust.identity import Identity
 
 
 class TokenizeText(Struct, kw_only=True):

@@ -16,9 +16,9 @@ import json
 from typing import Any, Final
 
 from server.api.sampling import grammar_of, grammar_param
+from server.models import ServedModel
 from server.schema.parts import Tool
 from server.schema.types import ChatRequest
-from server.text.models import ServedModel
 from server.text.parsing.output import THINK, OutputRules, ReasoningStart
 from worker.wire import Grammar
 

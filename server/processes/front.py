@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from server.serve.child import Child
+from server.cli.serve.child import Child
 
 
 class ProcessesFront:

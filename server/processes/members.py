@@ -14,10 +14,10 @@ from typing import Any, Final
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
 
-from server.console.decisions import DecisionLog
-from server.console.traffic import Totals
+from server.cli.serve.child import Child
+from server.ops.decisions import DecisionLog
+from server.ops.traffic import Totals
 from server.processes.summing import Page, counted, read_page, summed, written
-from server.serve.child import Child
 
 SCRAPE_TIMEOUT_S: Final = 2.0
 _URL: Final = "http://process"

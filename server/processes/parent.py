@@ -14,13 +14,13 @@ from typing import Final
 
 import uvloop
 
+from server.auth.limit_table import LimitTable, create_shared
+from server.cli.serve.child import Child, ChildRefusedError, ChildSpec
 from server.config import GatewayConfig
 from server.gateway import Gateway
 from server.http.front import address_of, listen, listen_together
 from server.processes.front import ProcessesFront
 from server.processes.members import Member, Members
-from server.serve.child import Child, ChildRefusedError, ChildSpec
-from server.trust.limit_table import LimitTable, create_shared
 
 log = logging.getLogger(__name__)
 

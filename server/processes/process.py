@@ -16,10 +16,10 @@ from typing import Final
 
 import uvloop
 
+from server.auth.limit_table import LimitTable
 from server.config import GatewayConfig, parse
 from server.gateway import REFUSED, Gateway
 from server.logs import configure_logging
-from server.trust.limit_table import LimitTable
 
 PATIENCE_S: Final = 5.0
 """A process in another's place answers nobody before it knows the workers that the other knew."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
 
 Boot = tuple[WorkerId, Epoch]

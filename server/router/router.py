@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache.index import Candidate, PrefixIndex, WorkerMember
+from cache.records import Candidate, PrefixIndex, WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.router.dispatch import Assignment, Choice, Dispatcher, DispatchSettings
-from server.router.foresight import Foresight
 from server.router.hits import HitRates
+from server.router.index_accuracy import Foresight
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.policies import make_policy
 from server.router.recent import RecentPlacements
+from server.router.scoring import Assignment, Choice, Dispatcher, DispatchSettings
 from server.router.watcher import Decision, DecisionWatcher
 from server.workers.fleet import Fleet
 

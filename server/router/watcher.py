@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.router.dispatch import Choice
 from server.router.placement import RouteRequest
 from server.router.policies import Option
+from server.router.scoring import Choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from server.errors import NotFoundError, UnavailableError
 
 ACTIONS: Final = ("drain", "purge")

@@ -17,7 +17,7 @@ from typing import Final, Self, TypeVar
 import aiohttp
 import msgspec
 
-from server.workers.http_client import ConnectionBrokenError, ConnectionPool, HttpConnection
+from server.workers.connection import ConnectionBrokenError, ConnectionPool, HttpConnection
 from server.workers.networks import WorkerNetworks
 from server.workers.patience import patiently
 from worker.wire import (

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from server.workers.client import WorkerLost
 from worker.wire import PrefixReport, PrefixUse
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from server.workers.client import GenerateStream, WorkerClient
 
 SILENT_S: Final = 5.0

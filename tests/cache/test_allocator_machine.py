@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.allocator import Allocation, Allocator
+from cache.allocators.base import Allocation, Allocator
+from cache.allocators.factory import PrefixCache, make_allocator
+from cache.allocators.hash import HashAllocator
 from cache.block_pool import BlockPool
 from cache.events import Removed, Stored, replay
-from cache.factory import PrefixCache, make_allocator
-from cache.hash_allocator import HashAllocator
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
 

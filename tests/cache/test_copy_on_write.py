@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.allocator import Allocation, Allocator, BlockCopy
-from cache.factory import PrefixCache, make_allocator
+from cache.allocators.base import Allocation, Allocator, BlockCopy
+from cache.allocators.factory import PrefixCache, make_allocator
 from cache.hashing import Namespace
 
 ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"tenant")

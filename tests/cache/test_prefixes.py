@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.allocator import Allocator
-from cache.factory import PrefixCache, make_allocator
+from cache.allocators.base import Allocator
+from cache.allocators.factory import PrefixCache, make_allocator
 from cache.hashing import hash_chain
 from cache.prefixes import PrefixRun, SharedPrefix, top_prefixes
 from cache.types import BlockHash

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.serve.supervisor import DRAIN_GRACE_S, REDIS_GRACE_S, STOP_GRACE_S
+from server.cli.serve.supervisor import DRAIN_GRACE_S, REDIS_GRACE_S, STOP_GRACE_S
 from tests.e2e.serving import SMALL_POOL, Serve, cached_tokens, chat
 from tests.waiting import HANG_S, wait_until
 

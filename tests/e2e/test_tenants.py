@@ -13,7 +13,7 @@ import pytest
 
 from cache.hashing import Namespace, hash_chain, index_entry
 from cache.redis_index.schema import Keys, decode_state
-from server.trust.identity import tenant_salt
+from server.auth.identity import tenant_salt
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
 from tests.redis_server import RedisServer
 from tests.waiting import HANG_S, wait_until

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 import redis
 
-from cache.index import WorkerLoad
+from cache.records import WorkerLoad
 from cache.redis_index import schema
 from cache.redis_index.signing import Signer
 from cache.types import Epoch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import worker.assembly
+import worker.loader
 import worker.wire
 
-for module in (worker.wire, worker.assembly):
+for module in (worker.wire, worker.loader):
     module.PROTOCOL_VERSION = module.OLDEST_PROTOCOL = 99  # type: ignore[misc, attr-defined]
 
 from worker.main import main  # noqa: E402

@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-import worker.assembly
+import worker.loader
 import worker.main
-from worker.step import Done, Launch, Runner, SequenceResult, Step
+from worker.engine.step import Done, Launch, Runner, SequenceResult, Step
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -82,13 +82,13 @@ def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) 
     os.dup2(log, 2)
     torch.set_num_threads(1)
     if additions is not None:
-        assemble = worker.assembly.assemble
+        assemble = worker.loader.assemble
 
-        def assemble_and_add(*args: object) -> worker.assembly.Assembly:
+        def assemble_and_add(*args: object) -> worker.loader.Assembly:
             assembly = assemble(*args)  # type: ignore[arg-type]
             return dataclasses.replace(assembly, runner=AddingRunner(assembly.runner, additions))  # type: ignore[arg-type]
 
-        worker.assembly.assemble = assemble_and_add  # type: ignore[assignment]
+        worker.loader.assemble = assemble_and_add  # type: ignore[assignment]
     code = worker.main.main(list(argv))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,22 +20,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
-from cache.index import Candidate, WorkerLoad, WorkerMember, signed
+from cache.records import Candidate, WorkerLoad, WorkerMember, signed
 from cache.redis_index import LinkDownError, ReaderSettings, RedisIndex, WriterSettings, schema
 from cache.redis_index.schema import Keys
 from cache.redis_index.signing import Signer
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.index.command import shown
-from server.index.report import described
-from server.router.dispatch import DispatchSettings
+from server.cli.index.command import shown
+from server.cli.index.report import described
+from server.models import ModelOptions, Models, namespace_of
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import HeadstartRouter, RouterSettings
-from server.text.models import ModelOptions, Models, namespace_of
+from server.router.scoring import DispatchSettings
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fetch, Fleet, FleetSettings
 from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
-from worker.publisher import Publisher, PublisherSettings
+from worker.engine.publisher import Publisher, PublisherSettings
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 MODEL: Final = "m"

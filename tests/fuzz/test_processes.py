@@ -15,7 +15,7 @@ import pytest
 import redis
 from tokenizers import Tokenizer
 
-from cache.index import WorkerLoad, WorkerMember, signed
+from cache.records import WorkerLoad, WorkerMember, signed
 from cache.redis_index import WriterSettings
 from tests.fuzz.garbage import attack
 from tests.fuzz.harness import SEED
@@ -25,7 +25,7 @@ from tests.redis_server import RedisServer, redis_binaries, until
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import gateway_process
-from worker.publisher import Publisher
+from worker.engine.publisher import Publisher
 from worker.wire import TokenizerBundle
 
 NUM_ROUNDS: Final = 150

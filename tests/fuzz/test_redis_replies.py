@@ -20,7 +20,7 @@ import psutil
 import pytest
 import redis
 
-from cache.index import WorkerLoad
+from cache.records import WorkerLoad
 from server.workers.client import WorkerClient
 from tests.fuzz import resp
 from tests.fuzz.harness import CASE, LOOPS, run_cases, within

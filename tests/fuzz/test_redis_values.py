@@ -20,9 +20,9 @@ from typing import Any, Final
 import pytest
 import redis
 
-from cache.index import WorkerLoad, WorkerMember, signed
+from cache.records import WorkerLoad, WorkerMember, signed
 from cache.redis_index import schema
-from server.text.models import namespace_of
+from server.models import namespace_of
 from server.workers.client import WorkerClient, WorkerError
 from server.workers.fleet import http_fetch
 from tests.fuzz import garbage

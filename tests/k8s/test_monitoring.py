@@ -14,7 +14,7 @@ from server.metrics import FleetMetrics, GatewayMetrics
 from tests.k8s import chart
 from tests.k8s.metric_names import names_in, names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
 from tests.k8s.tools import CHART, ROOT, call, succeed
-from worker.metrics import WorkerMetrics
+from worker.engine.metrics import WorkerMetrics
 
 ALERTS = CHART / "files" / "alerts.yaml"
 RULES: dict[str, Any] = yaml.safe_load(ALERTS.read_text())

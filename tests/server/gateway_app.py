@@ -8,22 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
-from server.generation.backend import Backend
-from server.generation.full_queues import FullQueues
-from server.generation.retry import RetryBudget
-from server.generation.waiting_room import WaitingRoom
+from server.auth.identity import Identities, SingleTenant
+from server.auth.limit_table import LimitTable
+from server.auth.rate_limits import RateLimits
 from server.http.protocol import GatewayProtocol
 from server.http.stream import Heart
 from server.metrics import GatewayMetrics
+from server.models import ModelOptions, Models
+from server.request.backend import Backend
+from server.request.full_queues import FullQueues
+from server.request.retry import RetryBudget
+from server.request.waiting_room import WaitingRoom
 from server.router.placement import NoWorkerError, RouteRequest
-from server.text.models import ModelOptions, Models
-from server.trust.identity import Identities, SingleTenant
-from server.trust.limit_table import LimitTable
-from server.trust.rate_limits import RateLimits
 from server.workers.client import WorkerClient
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from cache.hashing import Namespace
-from cache.index import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from tests.waiting import until as until
 from worker.wire import (

@@ -10,15 +10,15 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from server.auth.ops_key import OpsKeyMiddleware
 from server.http import protocol
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
 from server.pace import at_once
 from server.schema.decoding import measure
-from server.trust.ops_key import OpsKeyMiddleware
+from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
-from tests.server.trust.test_authentication import raw
 from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 

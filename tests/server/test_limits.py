@@ -20,16 +20,16 @@ from benchmarks.gateway_load.processes import free_ports, until_ready
 from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
 from server.api import completions
 from server.api.job import Spread, json_parts
-from server.generation.answer import MAX_AT_ONCE
 from server.metrics import GatewayMetrics
 from server.pace import Steps, at_once, paced, sample_delay
+from server.request.answer import MAX_AT_ONCE
 from server.schema import decoding
 from server.schema.decoding import MAX_CONTAINERS, MAX_VALUES
 from server.text.tokenizer import Tokenizer
+from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import chat
-from tests.server.trust.test_authentication import raw
 from worker.wire import TokenizerBundle
 
 COMPLETIONS = "/v1/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from cache.index import Candidate, WorkerLoad, WorkerMember
+from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from server.metrics import FleetMetrics
 from tests.server.gateway_app import gateway

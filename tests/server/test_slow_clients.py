@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tokenizers import Tokenizer
 
-from server.workers.http_client import HIGH_WATER_BYTES
+from server.workers.connection import HIGH_WATER_BYTES
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat

@@ -10,7 +10,7 @@ import pytest
 
 from server import tracing as gateway_tracing
 from tests.waiting import HANG_S, wait_until
-from worker import tracing as worker_tracing
+from worker.common import tracing as worker_tracing
 
 either = pytest.mark.parametrize("tracing", [gateway_tracing, worker_tracing], ids=["gateway", "worker"])
 

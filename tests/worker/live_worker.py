@@ -12,23 +12,23 @@ import aiohttp
 import uvicorn
 from starlette.types import ASGIApp
 
-from cache.factory import make_allocator
-from cache.index import WorkerMember
+from cache.allocators.factory import make_allocator
+from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
-from worker.app import make_app
-from worker.engine_loop import Engine, EngineParts
+from worker.engine.engine import Engine, EngineParts
+from worker.engine.load_report import LoadReport, PrefillRate
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.step import Runner
 from worker.grammar import GrammarCompiler
-from worker.load_report import LoadReport, PrefillRate
-from worker.metrics import WorkerMetrics
+from worker.http.app import make_app
+from worker.http.service import ServingParts, WorkerService
+from worker.http.streams import Streams
+from worker.http.waiting import Waiting
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
-from worker.service import ServingParts, WorkerService
-from worker.step import Runner
-from worker.streams import Streams
-from worker.waiting import Waiting
 from worker.wire import FrameReader, GenerateRequest, TokenizerBundle, pack_request
 
 BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)

@@ -12,9 +12,9 @@ from cache.types import BlockId
 from worker.attention.base import Attention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.engine.step import SequenceStep, Step
 from worker.model.load import LoadedModel
 from worker.runner.batch import build_batch
-from worker.step import SequenceStep, Step
 
 
 class PagedSequence:

@@ -10,9 +10,9 @@ import torch
 
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
+from worker.engine.step import Done
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.step import Done
 
 BLOCK_SIZE = 4
 SHARED = [i * 7 % 99 for i in range(40)]

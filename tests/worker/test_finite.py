@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cache.factory import PREFIX_CACHES, PrefixCache
+from cache.allocators.factory import PREFIX_CACHES, PrefixCache
 from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from tests.worker.test_random_mixes import REQUESTS
 from worker.attention.base import ForwardBatch
 from worker.attention.kv_cache import NonFiniteKV
+from worker.engine.step import SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.runner.stream import Stream
 from worker.sampling.errors import NonFiniteLogits
-from worker.step import SequenceStep, Step
 from worker.wire import End, Failed
 
 BLOCK_SIZE = 4

@@ -15,9 +15,9 @@ from tests.worker.families import FAMILIES, write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker import doctor
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.engine.step import Draw, SequenceResult, SequenceStep, Step
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.step import Draw, SequenceResult, SequenceStep, Step
 from worker.wire import SamplingParams
 
 on_gpu = [

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cache.index import WorkerState
+from cache.records import WorkerState
 from tests import smollm2
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S
@@ -47,7 +47,7 @@ sys.exit(main(sys.argv[1:]))
 LOADS_FOR_EVER = """
 import sys
 import torch
-from worker import assembly
+from worker import loader as assembly
 from worker.main import main
 def assemble(config, url, worker_id, report):
     report("loading for ever")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from worker import wire
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs

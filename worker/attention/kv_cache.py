@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cache.allocator import BlockCopy
+from cache.allocators.base import BlockCopy
 from worker.attention.base import AttentionShape
 
 _CHECKED_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -55,7 +55,7 @@ class KVCache:
         """
         keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
         if keys.is_cuda:
-            from worker.gpu_kernels import store
+            from worker.kernels.triton_ops import store
 
             store(key, value, slots, keys, values, query)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from worker.attention.base import Attention, AttentionShape
-from worker.attention.invariant import InvariantAttention
+from worker.attention.batch_invariant import InvariantAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.bits import kernels_serve

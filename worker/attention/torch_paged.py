@@ -19,7 +19,7 @@ from torch.nn import functional
 from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfinite
 from worker.attention.kv_cache import KVCache
 from worker.attention.merge import merge_partials
-from worker.transfer import to_device
+from worker.device import to_device
 
 _MAX_PADDING: Final = 1.25
 """A group of decodes may read this much more than its sequences hold; a tighter bound means more, smaller calls."""

@@ -30,7 +30,7 @@ from xformers.ops.fmha.common import Inputs
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.shapes import CONTEXTS, ROWS, padded
-from worker.transfer import to_device
+from worker.device import to_device
 
 HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})

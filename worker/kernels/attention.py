@@ -23,7 +23,7 @@ from torch import Tensor
 
 from worker.kernels.bfloat16 import Floats, Indices, carray, narrow
 from worker.kernels.compiled import compiled, compiled_callback
-from worker.kernels.team import indices_at, run_on_team, take_unit, team_address, words_at
+from worker.kernels.openmp import indices_at, run_on_team, take_unit, team_address, words_at
 from worker.kernels.vectors import add_values, dot_keys, keys_at_once, prefetch
 
 literally: Any = numba.literally  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def _attend_head(
 
 @cache
 def _compile_units(reps: int, size: int) -> Any:
-    """A kernel for `worker.kernels.team` over a `_WORK`."""
+    """A kernel for `worker.kernels.openmp` over a `_WORK`."""
     half, bunch = size // 2, keys_at_once(reps, size)
 
     def attend_units(address: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.kernels.compiled import compiled
-from worker.kernels.team import bits_at, floats_at
+from worker.kernels.openmp import bits_at, floats_at
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 Bits = NDArray[np.uint16]

@@ -9,7 +9,7 @@ import numpy as np
 from worker.kernels import bfloat16
 from worker.kernels.bfloat16 import Bits, Floats, Indices, carray
 from worker.kernels.compiled import compiled_callback
-from worker.kernels.team import bits_at, floats_at, indices_at, run_on_team, take_unit, team_address
+from worker.kernels.openmp import bits_at, floats_at, indices_at, run_on_team, take_unit, team_address
 
 _UNIT_ROWS: Final = 32
 _FIELDS: Final = ("next_unit", "num_rows", "size", "num_heads", "width", "states", "other", "out")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.device import current_device
 from worker.model.checkpoint import Checkpoint, find_checkpoint
 from worker.model.config import LEAN_MODEL_TYPES, ModelConfig
 from worker.model.decoder import Decoder
@@ -14,7 +15,6 @@ from worker.model.gguf import GGUFCheckpoint
 from worker.model.llama import LlamaDecoder
 from worker.model.options import LoadOptions
 from worker.model.weights import Progress, WeightLoader
-from worker.transfer import current_device
 
 __all__ = ["LoadOptions", "LoadedModel", "load_model"]
 
@@ -77,7 +77,7 @@ def _decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progress) -
         raise UnsupportedModel(
             f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
         )
-    from worker.model.foreign import ForeignDecoder
+    from worker.model.transformers_backend import ForeignDecoder
 
     progress(0, 1)
     decoder = ForeignDecoder(checkpoint, options)

@@ -68,7 +68,7 @@ class GpuRope:
     __slots__ = ("_kernel", "_table")
 
     def __init__(self, table: Tensor) -> None:
-        from worker.gpu_kernels import rotate
+        from worker.kernels.triton_ops import rotate
 
         self._kernel = rotate
         self._table = table

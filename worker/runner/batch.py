@@ -1,4 +1,4 @@
-"""From a `worker.step.Step` to the tensors of one forward, and back to the step's order."""
+"""From a `worker.engine.step.Step` to the tensors of one forward, and back to the step's order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from worker.attention.base import Attention, ForwardBatch, Span
-from worker.step import SequenceStep, Step
-from worker.transfer import to_device
+from worker.device import to_device
+from worker.engine.step import SequenceStep, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def build_batch(step: Step, attention: Attention, device: torch.device, block_si
 
 
 def _span(part: SequenceStep, block_size: int) -> Span:
-    """A table that is too short for the sequence goes round: see `cache.simple_allocator`. Its blocks are named again
+    """A table that is too short for the sequence goes round: see `cache.allocators.plain`. Its blocks are named again
     and again; what they held before lies outside of every layer's window."""
     table, stop = part.block_table, part.start + len(part.token_ids)
     num_blocks = -(-stop // block_size)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.shapes import CONTEXTS, ROWS, padded
+from worker.device import to_device
+from worker.engine.step import SequenceStep
 from worker.model.decoder import Decoder
-from worker.step import SequenceStep
-from worker.transfer import to_device
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]

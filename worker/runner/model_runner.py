@@ -18,6 +18,8 @@ from torch import Tensor
 
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.select import select_attention
+from worker.device import current_device, to_device, to_host
+from worker.engine.step import Launch, SequenceResult, SequenceStep, Step
 from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
@@ -25,8 +27,6 @@ from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorde
 from worker.runner.stream import Stream, stream_of
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.sampler import DrawnTokens, draw_tokens
-from worker.step import Launch, SequenceResult, SequenceStep, Step
-from worker.transfer import current_device, to_device, to_host
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _LOGPROB_ROWS: Final = 256
 
 
 class ModelRunner:
-    """A `worker.step.Runner` over one decoder and one KV pool."""
+    """A `worker.engine.step.Runner` over one decoder and one KV pool."""
 
     __slots__ = (
         "_attention",
@@ -228,7 +228,7 @@ def _followed(step: Step, last: _Outputs | None) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _StepLaunch:
-    """A `worker.step.Launch` of a step over a pool."""
+    """A `worker.engine.step.Launch` of a step over a pool."""
 
     cache: KVCache
     step: Step

@@ -8,8 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from worker.step import Done, Launch
-from worker.transfer import current_device
+from worker.device import current_device
+from worker.engine.step import Done, Launch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.device import to_device
+from worker.engine.step import Draw
 from worker.sampling.rules import TokenRules
-from worker.step import Draw
-from worker.transfer import to_device
 
 _FORBIDDEN = float("-inf")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from worker.device import to_host
 from worker.sampling.errors import NonFiniteLogits
-from worker.transfer import to_host
 from worker.wire import TokenLogprobs
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.engine.step import Draw
 from worker.sampling.rules import TokenRules, tally_of
-from worker.step import Draw
 
 
 def is_penalised(draw: Draw) -> bool:

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.step import Draw
-from worker.transfer import to_device
+from worker.device import to_device
+from worker.engine.step import Draw
 from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]

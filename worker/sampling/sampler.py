@@ -21,6 +21,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from worker.device import to_device, to_host
+from worker.engine.step import Draw, Drawn
 from worker.kernels.bits import bits, kernels_serve
 from worker.sampling.constraints import constrain, is_constrained
 from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
@@ -29,8 +31,6 @@ from worker.sampling.penalties import is_penalised, penalise
 from worker.sampling.randomness import uniform
 from worker.sampling.rules import rules_of
 from worker.sampling.truncation import truncate
-from worker.step import Draw, Drawn
-from worker.transfer import to_device, to_host
 
 _MIN_TEMPERATURE: Final = 1e-5
 """Below it a draw is greedy in effect, and dividing by less would overflow."""

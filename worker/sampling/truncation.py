@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.transfer import to_device
+from worker.device import to_device
 from worker.wire import SamplingParams
 
 _DROPPED: Final = float("-inf")

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceABC
 from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
-from cache.allocator import Allocator
+from cache.allocators.base import Allocator
 from cache.types import HASH_BYTES, BlockHash, BlockId
 from worker.scheduler.bounds import are_outside, out_of_bounds
 from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget

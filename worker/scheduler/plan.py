@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cache.allocator import BlockCopy
+from cache.allocators.base import BlockCopy
+from worker.engine.step import Draw, SequenceStep, Step
 from worker.scheduler.request import Choice, Request, RequestKey
 from worker.scheduler.request import Sequence as TokenSequence
-from worker.step import Draw, SequenceStep, Step
 from worker.wire import Frame
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
-from cache.allocator import Allocation
+from cache.allocators.base import Allocation
 from cache.hashing import hash_chain
 from cache.types import BlockHash
-from worker.step import Kept
+from worker.engine.step import Kept
 from worker.wire import FinishReason, GenerateRequest, TokenLogprobs
 
 RequestKey = NewType("RequestKey", int)

@@ -14,19 +14,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from cache.allocator import Allocator
+from cache.allocators.base import Allocator
 from cache.types import BlockId
-from worker.logs import about
+from worker.common.logs import about
+from worker.engine.step import Drawn, SequenceResult
 from worker.scheduler.admission import Admission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
-from worker.scheduler.fair_share import FairShare
+from worker.scheduler.fairness import FairShare
 from worker.scheduler.foresight import foresee
 from worker.scheduler.plan import Emission, Plan, PlannedChunk
 from worker.scheduler.queue import OrderedSequences
 from worker.scheduler.request import Choice, Request, RequestKey, split_into_sequences
 from worker.scheduler.request import Sequence as TokenSequence
 from worker.scheduler.update import append, end_of, failed_by, finish, take_prompt_logprobs
-from worker.step import Drawn, SequenceResult
 from worker.wire import End, Failed, Finished, Started
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from worker.engine.step import Drawn
 from worker.sampling.errors import NoTokenLeft
 from worker.scheduler.request import Choice, ConstraintError, Request
-from worker.step import Drawn
 from worker.wire import Failed, Finished, FinishReason, PromptLogprobs, Tokens
 
 

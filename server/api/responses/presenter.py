@@ -13,8 +13,8 @@ from server.api.logprobs import chat_logprobs
 from server.api.responses.items import Event, OutputItems
 from server.api.responses.types import ResponsesRequest
 from server.errors import ApiError
-from server.generation.answer import Answer, CollectedChoice
-from server.generation.choice import ChoiceDelta, TokenEntry
+from server.request.answer import Answer, CollectedChoice
+from server.request.choice import ChoiceDelta, TokenEntry
 from server.text.parsing.output import OutputParser, OutputRules
 from server.text.pieces import PieceTable
 

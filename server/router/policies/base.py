@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from server.router.cost import CostModel
 from server.router.placement import RouteRequest
 

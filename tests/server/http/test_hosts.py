@@ -9,7 +9,7 @@ import pytest
 
 from server.config import GatewayConfig
 from server.http.hosts import KnownHostsMiddleware
-from worker.hosts import ProgramsOnly
+from worker.common.hosts import ProgramsOnly
 
 CASES = [
     ("127.0.0.1", "localhost:8001", True),

@@ -16,12 +16,12 @@ from server.config import GatewayConfig
 from server.http.server import SPARE_FILES, HttpLimits, HttpServer, affordable_connections
 from server.http.tls import ServerCertificate, WorkerCa
 from server.workers.client import WorkerClient
-from server.workers.http_client import ConnectionPool
+from server.workers.connection import ConnectionPool
 from server.workers.networks import WorkerNetworks
 from tests.certificates import Authority
 from tests.waiting import HANG_S, until
+from worker.common.tls import ServerCertificate as WorkerCertificate
 from worker.config import WorkerConfig
-from worker.tls import ServerCertificate as WorkerCertificate
 
 LIMITS = HttpLimits(65536, 0.5, 0.5, 100, 1.0)
 

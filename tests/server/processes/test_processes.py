@@ -15,8 +15,8 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from server.trust.api_keys import digest_text
-from tests.server.console.test_console import events
+from server.auth.api_keys import digest_text
+from tests.server.ops.test_console import events
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat
@@ -49,7 +49,10 @@ async def gateway(worker: ScriptedWorker, tmp_path_factory: pytest.TempPathFacto
         )
     )
     options = ("--processes", str(NUM_PROCESSES), "--api-keys", str(keys), "--drain-grace-s", "10")
-    async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url, *options) as running:
+    async with (
+        listening(worker.app()) as worker.url,
+        gateway_process("--workers", worker.url, *options) as running,
+    ):
         await running.until_ready()
         yield running
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
 from server.router.cost import CostModel
-from server.router.foresight import Foresight, ForesightSettings
+from server.router.index_accuracy import Foresight, ForesightSettings
 from server.router.placement import RouteRequest
 from server.router.policies import POLICIES, FleetView, Option, Policy, make_policy
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cache.index import Candidate, WorkerLoad, WorkerMember
 from cache.memory_index import MemoryIndex
+from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.dispatch import DispatchSettings
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import HeadstartPlacement, HeadstartRouter, RouterSettings
+from server.router.scoring import DispatchSettings
 from server.workers.fleet import FetchError, Fleet, FleetSettings, RegistryIndex
 from worker.wire import PROTOCOL_VERSION, WorkerState
 

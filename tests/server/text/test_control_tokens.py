@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import client_at, render_chat
+from server.models import ModelOptions, ServedModel, build_model
 from server.schema.types import ChatRequest, decode
 from server.text import template_sandbox
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import PART_CHARS
-from server.text.models import ModelOptions, ServedModel, build_model
 from server.text.tokenizer import INLINE_CHARS, SegmentCache
 from server.text.tokenizer import Tokenizer as ServedTokenizer
 from server.text.words import WINDOW_CHARS

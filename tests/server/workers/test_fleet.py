@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 
-from cache.index import Candidate, WorkerLoad, WorkerMember, signed
+from cache.records import Candidate, WorkerLoad, WorkerMember, signed
 from cache.types import WorkerId
 from server.workers.fleet import FetchError, Fleet, FleetSettings, http_fetch
 from server.workers.networks import WorkerNetworks

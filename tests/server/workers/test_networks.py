@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.workers.client import WorkerClient, WorkerLost
-from server.workers.http_client import Target
+from server.workers.connection import Target
 from server.workers.networks import WorkerNetworks, is_worker_url, resolve
 from server.workers.targets import check_target
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams

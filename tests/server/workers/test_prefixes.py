@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cache.index import WorkerMember
+from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from server.workers.client import WorkerLost
 from server.workers.prefixes import fleet_prefixes, merged

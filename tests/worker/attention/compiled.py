@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 from xformers.ops.fmha import triton_splitk
 from xformers.ops.fmha._triton import splitk_kernels
 
-from worker import gpu_kernels
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.xformers_paged import XformersPagedAttention
+from worker.kernels import triton_ops as gpu_kernels
 
 H100 = GPUTarget("cuda", 90, 32)
 TYPES = {

@@ -17,12 +17,12 @@ from torch.nn import functional
 from xformers.ops.fmha import flash, triton_splitk
 from xformers.ops.fmha._triton.splitk_kernels import _fwd_kernel_splitK
 
-from worker import gpu_kernels
 from worker.attention import xformers_paged
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.attention.xformers_paged import XformersPagedAttention
+from worker.kernels import triton_ops as gpu_kernels
 from worker.model.config import RopeConfig
 from worker.model.rope import PlainRope, rope_table
 

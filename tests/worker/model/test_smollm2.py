@@ -11,9 +11,9 @@ import torch
 
 from tests import smollm2
 from tests.worker.paged import PagedModel
+from worker.engine.step import Draw, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.step import Draw, SequenceStep, Step
 from worker.wire import SamplingParams
 
 _TAUBENCH = Path(__file__).parents[2] / "data" / "taubench_airline_text_dev.jsonl.gz"

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from cache.allocator import BlockCopy
+from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
-from worker import assembly
+from worker import loader as assembly
 from worker.config import Place, WorkerConfig
+from worker.engine.step import Draw, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
 from worker.runner.model_runner import ModelRunner
 from worker.sampling.errors import NonFiniteLogits
-from worker.step import Draw, SequenceStep, Step
 from worker.wire import SamplingParams
 
 BLOCK = 4

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from worker.device import current_device
 from worker.runner.stream import CudaStream
-from worker.transfer import current_device
 
 
 class FakeCuda:

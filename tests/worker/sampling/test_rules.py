@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.scheduler.engine import HandEngine, generate
+from worker.engine.step import Draw, Kept, SequenceResult, Step
 from worker.sampling import rules, sampler
-from worker.step import Draw, Kept, SequenceResult, Step
 from worker.wire import SamplingParams
 
 VOCAB = 24
@@ -111,7 +111,7 @@ class CountedList(Sequence[int]):
 
 
 class SamplingRunner:
-    """A `worker.step.Runner` with the true sampler over random logits."""
+    """A `worker.engine.step.Runner` with the true sampler over random logits."""
 
     overlaps = False
 
@@ -124,7 +124,7 @@ class SamplingRunner:
         return results
 
     def launch(self, step: Step):
-        from worker.step import Done
+        from worker.engine.step import Done
 
         return Done(self.run(step))
 

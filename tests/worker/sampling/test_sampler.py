@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from worker.engine.step import Draw, Drawn
 from worker.sampling import sampler, truncation
 from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.randomness import uniform
 from worker.sampling.sampler import draw_tokens
 from worker.sampling.truncation import truncate
-from worker.step import Draw, Drawn
 from worker.wire import SamplingParams
 
 EOS = (2,)

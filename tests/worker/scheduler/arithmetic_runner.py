@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from cache.hashing import encode_tokens
+from worker.engine.step import Drawn, Launch, SequenceResult, SequenceStep, Step
 from worker.runner.stream import HostStream, Stream
-from worker.step import Drawn, Launch, SequenceResult, SequenceStep, Step
 from worker.wire import TokenLogprobs
 
 VOCAB = 50
@@ -33,7 +33,7 @@ def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequ
 
 
 class ArithmeticRunner:
-    """`worker.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
+    """`worker.engine.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
 
     def __init__(
         self,

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cache.factory import PrefixCache, make_allocator
+from cache.allocators.factory import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from worker.engine.step import Launch, Raised, Runner, SequenceResult, Step
 from worker.runner.stream import Stream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import Emission, Plan
 from worker.scheduler.request import Constraint, Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
-from worker.step import Launch, Raised, Runner, SequenceResult, Step
 from worker.wire import (
     ChoiceState,
     End,

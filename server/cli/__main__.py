@@ -1,0 +1,8 @@
+"""Run `headstart` as `python -m server.cli`."""
+
+import sys
+
+from server.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""`headstart index`: what the shared prefix index holds, the prefixes that requests share, and how to empty a worker.
+
+headstart index                    workers, the blocks they hold, their leases: by a gateway's ops port, or --redis URL
+headstart index prefixes           the prefixes that spared most tokens: asked of the workers through the ops port
+headstart index purge WORKER       the worker drops its cache and begins a new epoch, so nothing of it is believed
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from cache.redis_index import LinkDownError, ReaderSettings, RedisIndex
+from server.cli.index.report import described
+
+TIMEOUT_S: Final = 15.0
+CONNECT_TIMEOUT_S: Final = 5.0
+WORDS: Final = ("workers", "prefixes", "purge")
+REFUSED: Final = 2
+FAILED: Final = 1
+
+
+class CommandError(Exception):
+    """What went wrong, for the person at the terminal."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="headstart index",
+        description="The shared prefix index: workers and leases, the most shared prefixes, emptying a worker.",
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)"
+    )
+    p.add_argument("worker", nargs="?", help="whose cache `purge` empties")
+    p.add_argument("--ops", default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
+    p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="the CA of its certificate (default: the system's)")
+    p.add_argument("--ops-key-file", type=Path, metavar="FILE", help="the gateway's ops key, for `purge`")
+    p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
+    p.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
+    p.add_argument("--redis-shards", type=int, default=1, metavar="N", help="as the workers have it (1)")
+    p.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
+    p.add_argument("--redis-password-file", type=Path, metavar="FILE", help="its password (default: the URL's)")
+    p.add_argument("--model", help="of this model only")
+    p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: at most so many (default 20)")
+    p.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return p
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The answer as JSON. Raises CommandError, ValueError, OSError."""
+    if args.what == "purge" and args.worker is None:
+        raise ValueError("name the worker: headstart index purge WORKER")
+    if args.what != "purge" and args.worker is not None:
+        raise ValueError(f"only `purge` takes a worker, got {args.worker!r}")
+    if args.what == "purge":
+        return await _ask_gateway(args, "POST", f"/workers/{args.worker}/purge")
+    if args.what == "prefixes":
+        model = {} if args.model is None else {"model": args.model}
+        return await _ask_gateway(args, "GET", "/prefixes", {"limit": str(args.limit), **model})
+    answer = await (_read_redis(args) if args.redis is not None else _ask_gateway(args, "GET", "/index"))
+    workers = [worker for worker in answer["workers"] if args.model in (None, worker["model"])]
+    return {**answer, "workers": sorted(workers, key=lambda worker: (worker["model"], worker["worker_id"]))}
+
+
+async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
+    if args.redis_shards < 1:
+        raise ValueError(f"--redis-shards must be at least 1, got {args.redis_shards}")
+    password = None if args.redis_password_file is None else args.redis_password_file.read_text().strip()
+    settings = ReaderSettings(
+        prefix=args.redis_prefix, num_shards=args.redis_shards, username=args.redis_username, password=password
+    )
+    index = RedisIndex(args.redis, settings)
+    task = asyncio.create_task(index.run())
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            while not all(shard.connected for shard in index.health()):  # noqa: ASYNC110 - it has no event for this
+                await asyncio.sleep(0.01)
+        return {"workers": [described(entry) for entry in await index.entries()]}
+    except TimeoutError:
+        raise CommandError(f"no Redis answers at {index.health()[0].redis} within {CONNECT_TIMEOUT_S:.0f} s") from None
+    except LinkDownError as error:
+        raise CommandError(str(error)) from None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _ask_gateway(
+    args: argparse.Namespace, method: str, path: str, query: dict[str, str] | None = None
+) -> dict[str, Any]:
+    headers = {}
+    if args.ops_key_file is not None:
+        headers["authorization"] = f"Bearer {args.ops_key_file.read_text().strip()}"
+    context = ssl.create_default_context(cafile=args.ops_ca_file)
+    url = args.ops.rstrip("/") + path
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+            session.request(method, url, params=query, headers=headers, ssl=context) as response,
+        ):
+            answer = await response.json(content_type=None)
+            if response.status != 200:
+                raise CommandError(f"{args.ops}{path} answered {response.status}: {_message(answer)}")
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        reason = str(error) or "no answer in time"
+        raise CommandError(f"no gateway's ops port at {args.ops}: {reason}; give --ops URL") from None
+    if not isinstance(answer, dict):
+        raise CommandError(f"{args.ops}{path} is not a gateway's ops port")
+    return answer
+
+
+def _message(answer: object) -> str:
+    """Of an error in the API's form."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message", error)) if isinstance(error, dict) else str(answer)[:200]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows under their headings, the first of them; numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = [all(_is_number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(",", "").replace(".", "").replace("-", "").isdecimal() or text == ""
+
+
+def shown(what: str, answer: dict[str, Any]) -> str:
+    """The answer for people."""
+    if what == "purge":
+        return f"{answer['worker']} has dropped its cache; its epoch is now {answer.get('epoch', 'another')}"
+    if what == "prefixes":
+        rows = [["hits", "tokens", "blocks", "in use", "idle s", "model", "prefix", "workers"]]
+        for prefix in answer["prefixes"]:
+            path = prefix["path"]
+            where = path[0] if len(path) == 1 else f"{path[0]} .. {path[-1]}"
+            numbers = (prefix[name] for name in ("num_hits", "num_tokens", "num_blocks", "num_references"))
+            workers = " ".join(prefix["workers"])
+            rows.append([*(f"{n:,}" for n in numbers), f"{prefix['idle_s']:.1f}", prefix["model"], where, workers])
+        lines = [table(rows) if len(rows) > 1 else "no prefix has been shared yet"]
+        lines += [f"no answer of {worker}: {error}" for worker, error in sorted(answer["errors"].items())]
+        return "\n".join(lines)
+    if not answer["workers"]:
+        return "no worker is in the index"
+    rows = [["worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state"]]
+    for worker in answer["workers"]:
+        state = "lapsed" if not worker["live"] else "draining" if worker["draining"] else "live"
+        numbers = (worker[name] for name in ("blocks", "tokens", "running", "waiting"))
+        times = (f"{worker[name]:.1f}" for name in ("lease_left_s", "lease_age_s"))
+        rows.append(
+            [worker["worker_id"], worker["model"], *(f"{n:,}" for n in numbers), *times, worker["epoch"], state]
+        )
+    return table(rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: done. 1: the gateway or Redis could not do it. 2: cannot work as asked."""
+    args = parser().parse_args(argv)
+    try:
+        answer = asyncio.run(run(args))
+    except CommandError as error:
+        print(f"headstart index: {error}", file=sys.stderr)
+        return FAILED
+    except (ValueError, OSError) as error:
+        print(f"headstart index: {error}", file=sys.stderr)
+        return REFUSED
+    print(json.dumps(answer) if args.json else shown(args.what, answer))
+    return 0

@@ -1,0 +1,101 @@
+"""`headstart keys`: makes keys and entries of a key file, and checks one."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from server.auth.api_keys import KeyFileError, digest_text, load_keys, parse_keys
+
+KEY_BYTES: Final = 32
+KEY_PREFIX: Final = "hs-"
+MIN_CHARS: Final = 22
+"""So many random base64 characters have 128 bits."""
+
+
+def new_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def entry_text(key: str, args: argparse.Namespace) -> str:
+    """One table of the file. Raises ValueError for a value that is refused there."""
+    lines = ["[[keys]]", f"digest = {_quoted(digest_text(key.encode()))}", f"tenant = {_quoted(args.tenant)}"]
+    if args.name is not None:
+        lines.append(f"name = {_quoted(args.name)}")
+    if args.models:
+        lines.append(f"models = [{', '.join(map(_quoted, args.models))}]")
+    for field in ("requests_per_minute", "tokens_per_minute", "max_streams"):
+        if (value := getattr(args, field)) is not None:
+            lines.append(f"{field} = {value}")
+    if args.may_prioritise:
+        lines.append("may_prioritise = true")
+    text = "\n".join(lines) + "\n"
+    parse_keys(text)
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="headstart keys", description="API keys for headstart gateway --api-keys FILE.")
+    commands = p.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="make a key, shown once, and its entry for the file")
+    digest = commands.add_parser("digest", help="the entry of a key that exists, read from standard input")
+    for command in (new, digest):
+        command.add_argument("--tenant", required=True, help="whose key it is: one tenant, one cache")
+        command.add_argument("--name", help="for logs")
+        command.add_argument("--models", nargs="+", metavar="MODEL", help="those it may use (default: all)")
+        command.add_argument("--requests-per-minute", type=int, metavar="N")
+        command.add_argument("--tokens-per-minute", type=int, metavar="N")
+        command.add_argument("--max-streams", type=int, metavar="N", help="requests at a time")
+        command.add_argument("--may-prioritise", action="store_true", help="may set `priority`")
+        command.add_argument("--file", type=Path, help="append the entry there instead of printing it")
+    check = commands.add_parser("check", help="say whether a key file can be used")
+    check.add_argument("file", type=Path)
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        if args.command == "check":
+            print(f"{args.file}: {len(load_keys(args.file))} keys")
+            return 0
+        key = new_key() if args.command == "new" else sys.stdin.readline().strip("\r\n")
+        if not key:
+            raise ValueError("no key on standard input")
+        if len(key) < MIN_CHARS:
+            print(f"headstart keys: {len(key)} characters can be guessed; use `headstart keys new`", file=sys.stderr)
+        entry = entry_text(key, args)
+        if args.file is not None:
+            _append(args.file, entry)
+    except (KeyFileError, ValueError, OSError) as error:
+        print(f"headstart keys: {error}", file=sys.stderr)
+        return 2
+    if args.command == "new":
+        print(f"# The key, shown this once: {key}" if args.file is None else key)
+    if args.file is None:
+        print(entry, end="")
+    return 0
+
+
+def _append(path: Path, entry: str) -> None:
+    """In one write, and only to what is a key file with it. Raises ValueError and OSError."""
+    old = path.read_text() if path.exists() else ""
+    text = ("\n" if old else "") + entry
+    try:
+        parse_keys(old + text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    path.touch(mode=0o600)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string. Raises ValueError for control characters."""
+    if any(ord(char) < 32 or ord(char) == 127 for char in text):
+        raise ValueError(f"control characters in {text!r}")
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

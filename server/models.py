@@ -1,0 +1,218 @@
+"""The models this gateway can serve: what it learnt from their workers, kept under the namespace's fingerprint.
+
+A worker is the only source of a model's tokenizer, template and limits. The first worker of a model that answers
+defines it; as long as one of these lives, workers with another namespace are refused by the fleet, loudly. When none
+has been seen for a while (the model was replaced), the next worker defines it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from cache.hashing import Namespace
+from cache.records import WorkerMember
+from cache.types import BlockHash
+from server.auth.identity import Identity
+from server.errors import ForbiddenError, NotFoundError
+from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.parsing.formats import ToolFormat, format_of
+from server.text.parsing.output import THINK
+from server.text.tokenizer import Tokenizer, TokenizerError
+from server.workers.client import WorkerClient, WorkerError
+from worker.wire import TokenizerBundle
+
+log = logging.getLogger(__name__)
+
+ESCAPED_BYTES: Final = 6
+"""Of JSON, for a byte of text: `\\u0061` is the longest way to write `a`, and a letter of four bytes takes twelve."""
+BATCH_TEXT_BYTES: Final = 20 << 20
+BESIDE_TEXT_BYTES: Final = 12 << 20
+"""For all strings of a body but those of its prompts: schemas, grammars, bad words, thoughts that a template drops."""
+UNPIN_AFTER_S: Final = 10.0
+MAX_ROOTS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """One model, ready to turn requests into tokens."""
+
+    name: str
+    namespace: Namespace
+    bundle: TokenizerBundle
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    tool_format: ToolFormat
+    """How it writes tool calls."""
+    thinks: bool
+    """It may think in tags before it answers."""
+    created: int
+    fingerprint: str
+    """Of the namespace: what its workers announce."""
+    allows_control_tokens: bool = False
+    """In what clients say."""
+    _roots: dict[bytes, BlockHash] = field(default_factory=dict)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.bundle.max_model_len
+
+    @property
+    def prompt_bytes(self) -> int | None:
+        """No prompt of more bytes fits; None: that cannot be told."""
+        bound = self.tokenizer.bound
+        return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
+
+    def root(self, salt: bytes) -> BlockHash:
+        """The tenant's root, kept: a few microseconds a request."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[salt] = self.namespace.root(salt=salt)
+        return root
+
+
+def namespace_of(bundle: TokenizerBundle) -> Namespace:
+    return Namespace(
+        model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What cannot be told from a model's files, or is told wrongly by them."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    tool_format: ToolFormat | None = None
+    """None: by the template."""
+    thinks: bool | None = None
+    """None: by the template."""
+    control_tokens_in_content: bool = False
+    """Control tokens that clients write are control tokens."""
+
+
+def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
+    """Parses the bundle's files (tenths of a second: not on the event loop). Raises TokenizerError, TemplateError."""
+    for field_name in ("block_size", "max_model_len", "vocab_size"):
+        if getattr(bundle, field_name) < 1:
+            raise TokenizerError(f"the bundle's {field_name} is {getattr(bundle, field_name)}")
+    template = None
+    if bundle.chat_template is not None:
+        template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
+    tokenizer = Tokenizer(bundle, executor, "" if template is None else template.turns())
+    if template is not None and not options.control_tokens_in_content:
+        template.keep_as_text(tokenizer.control_tokens)
+    namespace = namespace_of(bundle)
+    return ServedModel(
+        name=bundle.model,
+        namespace=namespace,
+        fingerprint=namespace.fingerprint,
+        bundle=bundle,
+        tokenizer=tokenizer,
+        template=template,
+        tool_format=options.tool_format or format_of(bundle.chat_template or "") or "hermes",
+        thinks=THINK in (bundle.chat_template or "") if options.thinks is None else options.thinks,
+        created=int(time.time()),
+        allows_control_tokens=options.control_tokens_in_content,
+    )
+
+
+class Models:
+    """Models by name and alias. One task calls `follow`; everybody reads."""
+
+    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, options: ModelOptions) -> None:
+        self._client = client
+        self._executor = executor
+        self._options = options
+        self._aliases = dict(options.aliases)
+        self._by_name: dict[str, ServedModel] = {}
+        self._seen_s: dict[str, float] = {}
+        self._failed_until_s: dict[tuple[str, str], float] = {}
+
+    def get(self, name: str) -> ServedModel:
+        """The model that a request names, by alias too. Raises NotFoundError."""
+        model = self._by_name.get(self._aliases.get(name, name))
+        if model is None:
+            message = f"The model {name!r:.200} does not exist or is not served here."
+            raise NotFoundError(message, param="model", code="model_not_found")
+        return model
+
+    def allowed(self, name: str, identity: Identity) -> ServedModel:
+        """`get` for somebody. Raises NotFoundError, or ForbiddenError for a model that is not for this key."""
+        model = self.get(name)
+        if not identity.may_use(name, model.name):
+            raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
+        return model
+
+    def names(self) -> list[tuple[str, ServedModel]]:
+        """Every name a request may use, aliases last."""
+        named = list(self._by_name.items())
+        return named + [(a, self._by_name[m]) for a, m in self._aliases.items() if m in self._by_name]
+
+    def max_text_bytes(self) -> int | None:
+        """No body needs more in its strings, whichever model it is for; None: that cannot be told."""
+        longest = 0
+        for model in self._by_name.values():
+            if model.prompt_bytes is None:
+                return None
+            longest = max(longest, model.prompt_bytes)
+        return ESCAPED_BYTES * longest + BESIDE_TEXT_BYTES if longest else None
+
+    def max_batch_text_bytes(self) -> int | None:
+        """As `max_text_bytes`, of a body with many prompts. Decoded text may take four times its bytes."""
+        longest = self.max_text_bytes()
+        return None if longest is None else max(longest, BATCH_TEXT_BYTES)
+
+    def namespaces(self) -> dict[str, str]:
+        """Model name to the fingerprint that its workers must announce."""
+        after_s = time.monotonic() - UNPIN_AFTER_S
+        return {name: model.fingerprint for name, model in self._by_name.items() if self._seen_s[name] >= after_s}
+
+    async def admit(self, member: WorkerMember) -> ServedModel | None:
+        """Learn a worker's model unless it is known; None when the worker's bundle cannot be used."""
+        known = self._by_name.get(member.model)
+        now_s = time.monotonic()
+        if known is not None and known.fingerprint == member.namespace:
+            self._seen_s[member.model] = now_s
+            return known
+        if known is not None and member.model in self.namespaces():
+            return None
+        key = (member.url, member.epoch)
+        if self._failed_until_s.get(key, 0.0) > now_s:
+            return None
+        try:
+            bundle = await self._client.bundle(member.url)
+            if namespace_of(bundle).fingerprint != member.namespace:
+                raise TokenizerError("the bundle's namespace is not the one that the worker announces")
+            model = await asyncio.get_running_loop().run_in_executor(
+                self._executor, build_model, bundle, self._executor, self._options
+            )
+        except Exception as error:  # also what a strange bundle makes a library raise
+            kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}
+            self._failed_until_s = kept | {key: now_s + 5.0}
+            log.error(
+                "worker %s at %s: its model %s is not usable: %s",
+                member.worker_id,
+                member.url,
+                member.model,
+                error,
+                exc_info=None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error,
+            )
+            return None
+        self._by_name[member.model] = model
+        self._seen_s[member.model] = now_s
+        log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
+        return model
+
+    async def follow(self, workers: Callable[[], Sequence[WorkerMember]], interval_s: float) -> None:
+        """Learn the models of all workers, for ever."""
+        while True:
+            for member in workers():
+                await self.admit(member)
+            await asyncio.sleep(interval_s)

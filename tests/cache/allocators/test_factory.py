@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from cache.allocators.factory import make_allocator
+from cache.allocators.hash import HashAllocator
+from cache.allocators.plain import SimpleAllocator
+from cache.allocators.radix import RadixAllocator
+
+
+def test_every_name_has_its_allocator() -> None:
+    assert isinstance(make_allocator("hash", 10, 4), HashAllocator)
+    assert isinstance(make_allocator("radix", 10, 4), RadixAllocator)
+    off = make_allocator("off", 10, 4, window_size=8)
+    assert isinstance(off, SimpleAllocator)
+    assert off.num_free_blocks == 9
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_a_window_needs_off(kind: str) -> None:
+    with pytest.raises(ValueError, match="window_size"):
+        make_allocator(kind, 10, 4, window_size=8)  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="hash, radix, off"):
+        make_allocator("lru", 10, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix", "off"])
+def test_a_pool_without_a_block_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="num_blocks"):
+        make_allocator(kind, 1, 4)  # type: ignore[arg-type]

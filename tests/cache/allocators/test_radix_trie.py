@@ -1,0 +1,122 @@
+"""The trie by the results that TGI documents for its own, and what ours does better."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.allocators.radix_trie import RadixTrie
+from cache.types import BlockId
+
+
+def ids(*values: int) -> list[BlockId]:
+    return [BlockId(value) for value in values]
+
+
+def insert(trie: RadixTrie, *keys: int) -> int:
+    """Every key is its own block, as in TGI's tests."""
+    num_known, _ = trie.insert(trie.root(), keys, ids(*keys), [b"" for _ in keys])  # type: ignore[list-item]
+    return num_known
+
+
+def find(trie: RadixTrie, *keys: int) -> list[BlockId]:
+    return trie.find(trie.root(), keys)
+
+
+def test_insertions_return_the_known_prefix() -> None:
+    trie = RadixTrie()
+    assert insert(trie, 0, 1, 2) == 0
+    assert insert(trie, 0, 1, 2) == 3
+    assert insert(trie, 1, 2, 3) == 0
+    assert insert(trie, 0, 1, 2, 3, 4) == 3
+    assert insert(trie, 0, 1, 2, 3, 5, 6, 7) == 4
+    trie.check_integrity([])
+
+
+def test_find_returns_the_blocks_of_the_longest_prefix() -> None:
+    trie = RadixTrie()
+    insert(trie, 0, 1, 2)
+    insert(trie, 1, 2, 3)
+    insert(trie, 0, 1, 2, 3, 4)
+    insert(trie, 0, 1, 2, 3, 5, 6, 7)
+    assert find(trie, 0) == [0]
+    assert find(trie, 0, 1, 2) == [0, 1, 2]
+    assert find(trie, 1, 2, 3) == [1, 2, 3]
+    assert find(trie, 0, 1, 2, 3) == [0, 1, 2, 3]
+    assert find(trie, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
+    assert find(trie, 0, 1, 2, 3, 5) == [0, 1, 2, 3, 5]
+
+
+def test_eviction_goes_by_leaves_and_cuts_them() -> None:
+    trie = RadixTrie()
+    insert(trie, 0, 1, 2)
+    insert(trie, 0, 1, 2, 3, 5, 6, 7)
+    insert(trie, 0, 1, 2, 3, 4)
+    insert(trie, 1, 2, 3)
+    assert trie.evict(1).block_ids == [7]
+    assert find(trie, 0, 1, 2, 3, 5, 6, 7) == [0, 1, 2, 3, 5, 6]
+    find(trie, 0, 1, 2, 3, 4)
+    find(trie, 1, 2, 3)
+    assert trie.evict(2).block_ids == [5, 6]
+    assert find(trie, 0, 1, 2, 3, 5, 6, 7) == [0, 1, 2, 3]
+    find(trie, 1, 2, 3)
+    assert trie.evict(3).block_ids == [4, 3, 2]
+    assert find(trie, 0, 1, 2, 3, 4) == [0, 1]
+    assert trie.evict(10).block_ids == [1, 2, 3, 0, 1]
+    trie.check_integrity([])
+    assert trie.num_blocks == 0
+
+
+def test_a_partial_match_goes_no_deeper() -> None:
+    trie = RadixTrie()
+    insert(trie, 0, 1, 2)
+    insert(trie, 0, 1, 2, 9)
+    assert find(trie, 0, 1, 9) == [0, 1]  # 9 follows 2, not 1
+
+
+def test_holding_a_part_of_a_node_lets_the_rest_go() -> None:
+    trie = RadixTrie()
+    insert(trie, 0, 1, 2, 3)
+    match = trie.match(trie.root(), [0, 1, 7])
+    assert (match.num_blocks, match.num_unheld) == (2, 2)
+    held = trie.hold(match)
+    assert trie.num_evictable == 2
+    assert trie.evict(10).block_ids == [2, 3]
+    trie.check_integrity([held])
+    trie.release(held)
+    assert trie.num_evictable == 2
+    assert trie.evict(10).block_ids == [0, 1]
+
+
+def test_who_holds_a_node_goes_on_to_hold_all_of_it_when_it_is_split() -> None:
+    trie = RadixTrie()
+    insert(trie, 0, 1, 2, 3)
+    held = trie.hold(trie.match(trie.root(), [0, 1, 2, 3]))
+    insert(trie, 0, 1, 8)
+    assert trie.num_evictable == 1
+    assert trie.evict(10).block_ids == [8]
+    trie.check_integrity([held])
+    trie.release(held)
+    assert trie.num_evictable == 4
+
+
+def test_an_empty_namespace_is_forgotten() -> None:
+    trie = RadixTrie()
+    for namespace in range(100):
+        trie.insert(trie.root(namespace), [0], ids(1), [b""])  # type: ignore[list-item]
+        trie.evict(1)
+        trie.release(trie.hold(trie.match(trie.root(namespace), [0])))
+        assert trie.find(trie.root(namespace), [0]) == []
+    assert list(trie.nodes()) == []
+
+
+def test_a_namespace_finds_nothing_of_another() -> None:
+    trie = RadixTrie()
+    trie.insert(trie.root("a"), [0, 1], ids(1, 2), [b"", b""])  # type: ignore[list-item]
+    assert trie.find(trie.root("b"), [0, 1]) == []
+    assert trie.find(trie.root("a"), [0, 1]) == [1, 2]
+
+
+def test_a_block_for_every_key() -> None:
+    trie = RadixTrie()
+    with pytest.raises(ValueError, match="2 keys for 1 blocks"):
+        trie.insert(trie.root(), [0, 1], ids(1))

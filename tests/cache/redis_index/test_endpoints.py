@@ -1,0 +1,209 @@
+"""TLS with an own CA and ACL users, a Cluster of three masters, Sentinel: real processes of each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from cache.hashing import index_entry
+from cache.records import WorkerLoad, WorkerMember
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.types import BlockHash, Epoch, WorkerId
+from tests.cache.redis_index.test_faults import GATEWAY_RIGHTS, WORKER_RIGHTS, running
+from tests.e2e.serving import free_ports
+from tests.redis_server import REDIS_7, RedisServer, needs_redis_7, needs_redis_tls
+from tests.waiting import HANG_S, until
+
+HASHES = [BlockHash(os.urandom(16)) for _ in range(12)]
+ENTRIES = [index_entry(block) for block in HASHES]
+
+pytestmark = needs_redis_7
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a unix socket."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def member(name: str) -> WorkerMember:
+    epoch = Epoch(f"epoch-{name}")
+    return WorkerMember(WorkerId(name), epoch, "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
+
+
+async def written(writer: IndexWriter, count: int) -> None:
+    async def stands() -> bool:
+        return writer.link.up and await writer.rewrite(ENTRIES[:count], WorkerLoad())
+
+    await until(stands)
+
+
+async def matches(index: RedisIndex) -> dict[str, int] | None:
+    found = await index.lookup(HASHES)
+    return None if found is None else {item.member.worker_id: item.matched_blocks for item in found}
+
+
+async def until_seen(index: RedisIndex, expected: dict[str, int]) -> None:
+    async def seen() -> bool:
+        return await matches(index) == expected
+
+    await until(seen)
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+def certificates(folder: Path) -> None:
+    """A CA of our own and a server's certificate by it, for 127.0.0.1."""
+    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl(*new, "-x509", "-days", "2", "-subj", "/CN=a CA", "-keyout", folder / "ca.key", "-out", folder / "ca.crt")
+    openssl(*new, "-subj", "/CN=redis", "-keyout", folder / "redis.key", "-out", folder / "redis.csr")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    signed_by = ("-CA", folder / "ca.crt", "-CAkey", folder / "ca.key", "-CAcreateserial", "-extfile", folder / "names")
+    openssl("x509", "-req", "-days", "2", "-in", folder / "redis.csr", *signed_by, "-out", folder / "redis.crt")
+
+
+@needs_redis_tls
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
+    (port,) = free_ports(1)
+    certificates(folder)
+    (folder / "other").mkdir()
+    certificates(folder / "other")
+    files = ("--tls-cert-file", folder / "redis.crt", "--tls-key-file", folder / "redis.key", "--tls-ca-cert-file")
+    tls = ("--tls-port", str(port), *map(str, files), str(folder / "ca.crt"), "--tls-auth-clients", "no")
+    with RedisServer(folder, REDIS_7, *tls) as server:
+        server.command("ACL", "SETUSER", "gateway", "on", ">g/@:#", "%R~{team-a:*", *GATEWAY_RIGHTS)
+        server.command("ACL", "SETUSER", "worker", "on", ">w", "~{team-a:*", *WORKER_RIGHTS)
+        server.command("ACL", "SETUSER", "default", "off")
+        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={folder}"
+        writer = IndexWriter(
+            f"rediss://worker:w@127.0.0.1:{port}?ssl_ca_certs={folder / 'ca.crt'}",
+            member("w"),
+            WriterSettings(prefix="team-a"),
+        )
+        reader = ReaderSettings(prefix="team-a", poll_s=0.05, username="gateway", password="g/@:#")
+        index = RedisIndex(f"{url}/ca.crt", reader)
+        stranger = RedisIndex(f"{url}/other/ca.crt", reader)
+        async with running(writer, index, stranger):
+            await written(writer, 7)
+            await until_seen(index, {"w": 7})
+            assert await matches(stranger) is None, "a certificate of another CA"
+            assert stranger.blind
+
+
+# --- a Cluster --------------------------------------------------------------------------------------------------------
+
+
+def cluster(folder: Path, stack: ExitStack) -> list[tuple[RedisServer, int]]:
+    """Three masters with a third of the slots each, joined, and their ports."""
+    numbers = free_ports(6)
+    ports, bus_ports = numbers[:3], numbers[3:]
+    nodes = []
+    for number, (port, bus_port) in enumerate(zip(ports, bus_ports, strict=True)):
+        (folder / str(number)).mkdir()
+        options = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port), "--cluster-node-timeout", "2000")
+        server = stack.enter_context(RedisServer(folder / str(number), REDIS_7, "--port", str(port), *options))
+        server.command("CLUSTER", "ADDSLOTSRANGE", str(16384 * number // 3), str(16384 * (number + 1) // 3 - 1))
+        nodes.append((server, port))
+    for port, bus_port in zip(ports[1:], bus_ports[1:], strict=True):
+        nodes[0][0].command("CLUSTER", "MEET", "127.0.0.1", str(port), str(bus_port))
+    return nodes
+
+
+async def test_a_cluster_of_three_masters(folder: Path) -> None:
+    """From one seed every shard finds the node of its slot, by MOVED; a slot that moves is followed there."""
+    with ExitStack() as stack:
+        nodes = cluster(folder, stack)
+        await until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node, _ in nodes))
+        url = f"redis+cluster://127.0.0.1:{nodes[0][1]},127.0.0.1:{nodes[1][1]}"
+        writers = [IndexWriter(url, member(f"w{n}"), WriterSettings(num_shards=8, lease_s=600)) for n in range(12)]
+        index = RedisIndex(url, ReaderSettings(num_shards=8, poll_s=0.05, deadline_s=HANG_S))
+        async with running(*writers, index):
+            for count, writer in enumerate(writers):
+                await written(writer, count)
+            await until_seen(index, {f"w{n}": n for n in range(12)})
+            assert all(node.command("DBSIZE") != b":0\r\n" for node, _ in nodes), "the shards lie on all nodes"
+
+            slot = int(nodes[0][0].command("CLUSTER", "KEYSLOT", "{headstart:0}")[1:])
+            _move([node for node, _ in nodes], slot)
+            for count, writer in enumerate(writers):
+                await written(writer, count)
+            await until_seen(index, {f"w{n}": n for n in range(12)})
+
+
+def _move(nodes: Sequence[RedisServer], slot: int) -> None:
+    """Give a slot to the next node. Its keys are dropped: the index is a hint, and workers write it anew."""
+    held = [node.command("CLUSTER", "COUNTKEYSINSLOT", str(slot)) for node in nodes]
+    owner = next(number for number, count in enumerate(held) if count != b":0\r\n")
+    _, heir, _ = nodes[(owner + 1) % 3].command("CLUSTER", "MYID").split(b"\r\n")
+    for key in nodes[owner].command("CLUSTER", "GETKEYSINSLOT", str(slot), "1000").split(b"\r\n"):
+        if b"{" in key:
+            nodes[owner].command("DEL", key)
+    for number in (owner + 1, owner, owner + 2):
+        assert nodes[number % 3].command("CLUSTER", "SETSLOT", str(slot), "NODE", heir) == b"+OK\r\n"
+
+
+# --- Sentinel ---------------------------------------------------------------------------------------------------------
+
+
+async def test_sentinel_promotes_the_replica(folder: Path) -> None:
+    """The primary dies under a writer and a reader; both find the promoted replica, and all is there."""
+    first, second, watch = free_ports(3)
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+    config = folder / "sentinel.conf"
+    config.write_text(
+        f"port {watch}\ndir {folder}\nlogfile {folder}/sentinel.log\nsentinel monitor index 127.0.0.1 {first} 1\n"
+        "sentinel down-after-milliseconds index 300\nsentinel failover-timeout index 1000\n"
+    )
+    with (
+        RedisServer(folder / "first", REDIS_7, "--port", str(first)) as primary,
+        RedisServer(folder / "second", REDIS_7, "--port", str(second), "--replicaof", f"127.0.0.1 {first}") as replica,
+    ):
+        await until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"))
+        sentinel = await asyncio.create_subprocess_exec(REDIS_7, str(config), "--sentinel")
+        try:
+            url = f"redis+sentinel://127.0.0.1:{watch}/index"
+            writer = IndexWriter(url, member("w"), WriterSettings(lease_s=600.0))
+            index = RedisIndex(url, ReaderSettings(poll_s=0.05, breaker_probe_s=0.05))
+            async with running(writer, index):
+                await written(writer, 9)
+                await until_seen(index, {"w": 9})
+                await _until_it_knows_the_replica(watch)
+                primary.kill()
+                async with asyncio.timeout(HANG_S):
+                    while writer.in_doubt or not await writer.publish([], [], WorkerLoad(), 9):
+                        await index.lookup(HASHES)
+                        if writer.link.up:
+                            await writer.rewrite(ENTRIES[:9], WorkerLoad())
+                        await asyncio.sleep(0.01)
+                await until_seen(index, {"w": 9})
+                assert b"role:master" in replica.command("INFO", "replication")
+        finally:
+            sentinel.kill()
+            await sentinel.wait()
+
+
+async def _until_it_knows_the_replica(port: int) -> None:
+    async def known() -> bool:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"SENTINEL REPLICAS index\r\n")
+        reply = await reader.readline()
+        writer.close()
+        return reply == b"*1\r\n"
+
+    await until(known)

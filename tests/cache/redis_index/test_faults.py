@@ -1,0 +1,189 @@
+"""A Redis that is slow, loading, or a read-only replica: lookups stay cheap and all is well afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cache.hashing import index_entry
+from cache.records import WorkerLoad, WorkerMember
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.types import BlockHash, Epoch, WorkerId
+from tests.redis_server import RedisServer, needs_redis_7
+from tests.running import running
+from tests.waiting import until
+
+MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
+SETTINGS = ReaderSettings(poll_s=0.05, refresh_interval_s=0.0, breaker_probe_s=0.05)
+
+GATEWAY_RIGHTS = (
+    "+get",
+    "+hgetall",
+    "+time",
+    "+evalsha_ro",
+    "+script|load",
+    "+sismember",
+    "+smismember",
+    "+hmget",
+    "+hvals",
+)
+WORKER_RIGHTS = (
+    *("+multi", "+exec", "+time", "+get", "+set", "+sadd", "+srem", "+scard", "+pexpire", "+unlink"),
+    *("+hset", "+hget", "+hexists", "+hdel", "+hgetall"),
+)
+
+
+class Proxy:
+    """Between client and server, on a unix socket: can be slow, or answer like a server that loads."""
+
+    def __init__(self, path: Path, server: Path) -> None:
+        self.url = f"unix://{path}"
+        self.delay_s = 0.0
+        self.loading = False
+        self._path = path
+        self._server = server
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        listener = await asyncio.start_unix_server(self._serve, str(self._path))
+        try:
+            yield
+        finally:
+            listener.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        upstream_reader, upstream_writer = await asyncio.open_unix_connection(str(self._server))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._requests(reader, upstream_writer, writer))
+                group.create_task(self._replies(upstream_reader, writer))
+        except* (ConnectionError, EOFError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+            upstream_writer.close()
+
+    async def _requests(
+        self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, client: asyncio.StreamWriter
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            if self.loading:
+                client.write(b"-LOADING Redis is loading the dataset in memory\r\n")
+            else:
+                upstream.write(data)
+        raise EOFError
+
+    async def _replies(self, upstream: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        while data := await upstream.read(1 << 16):
+            await asyncio.sleep(self.delay_s)
+            client.write(data)
+        raise EOFError
+
+
+class Scene:
+    """A worker that writes to the server itself and a gateway that reads through the proxy."""
+
+    def __init__(self, server: RedisServer, folder: Path) -> None:
+        self.server = server
+        self.events: list[str] = []
+        self.proxy = Proxy(folder / "proxy.sock", server.socket)
+        self.writer = IndexWriter(server.url, MEMBER, WriterSettings(lease_s=600.0))
+        self.index = RedisIndex(self.proxy.url, SETTINGS, count=self.events.append)
+        self.hashes = [BlockHash(os.urandom(16)) for _ in range(10)]
+
+    async def write(self) -> bool:
+        if not self.writer.link.up:
+            return False
+        held = [index_entry(block) for block in self.hashes]
+        return await self.writer.rewrite(held, WorkerLoad())
+
+    async def sees(self) -> bool:
+        found = await self.index.lookup(self.hashes)
+        return found is not None and [item.matched_blocks for item in found] == [10]
+
+    async def costs_little(self) -> bool:
+        """Of 51 lookups few ask Redis: then the breaker is open, and the others wait for nothing."""
+        self.events.clear()
+        for _ in range(51):
+            await self.index.lookup(self.hashes)
+        return self.events.count("skipped") >= 51 - 2 * SETTINGS.breaker_failures
+
+
+async def test_a_slow_redis_costs_little_and_comes_back(own_redis: RedisServer, tmp_path: Path) -> None:
+    scene = Scene(own_redis, tmp_path)
+    async with scene.proxy.running(), running(scene.writer, scene.index):
+        await until(scene.write)
+        await until(scene.sees)
+        scene.proxy.delay_s = 0.2
+        assert await scene.costs_little()
+        assert await scene.index.lookup(scene.hashes) is None
+        scene.proxy.delay_s = 0.0
+        await until(scene.sees)
+
+
+async def test_a_loading_redis_costs_little_and_comes_back(own_redis: RedisServer, tmp_path: Path) -> None:
+    scene = Scene(own_redis, tmp_path)
+    async with scene.proxy.running(), running(scene.writer, scene.index):
+        await until(scene.write)
+        await until(scene.sees)
+        scene.proxy.loading = True
+        assert await scene.costs_little()
+        assert await scene.index.lookup(scene.hashes) is None
+        scene.proxy.loading = False
+        await until(scene.sees)
+
+
+async def test_a_replica_serves_lookups_and_is_left_by_writers(own_redis: RedisServer, tmp_path: Path) -> None:
+    scene = Scene(own_redis, tmp_path)
+    async with scene.proxy.running(), running(scene.writer, scene.index):
+        await until(scene.write)
+        await until(scene.sees)
+        own_redis.command("REPLICAOF", "127.0.0.1", "1")
+        assert not await scene.writer.publish([], [], WorkerLoad(), 10)
+        assert scene.writer.in_doubt
+        await until(scene.sees)
+        own_redis.command("REPLICAOF", "NO", "ONE")
+        await until(scene.write)
+        await until(scene.sees)
+
+
+@needs_redis_7
+@pytest.mark.parametrize("denied", [(), ("-hvals",)])
+async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, denied: tuple[str, ...]) -> None:
+    """The gateway may read and run read-only scripts; the worker may write its keys and run none."""
+    own_redis.command("ACL", "SETUSER", "gateway", "on", ">g", "~{headstart:*", *GATEWAY_RIGHTS, *denied)
+    own_redis.command("ACL", "SETUSER", "worker", "on", ">w", "~{headstart:*", *WORKER_RIGHTS)
+    writer = IndexWriter(own_redis.url, MEMBER, WriterSettings(username="worker", password="w"))
+    index = RedisIndex(
+        own_redis.url, ReaderSettings(poll_s=0.05, refresh_interval_s=0.0, username="gateway", password="g")
+    )
+    hashes = [BlockHash(os.urandom(16)) for _ in range(4)]
+    async with running(writer, index):
+
+        async def written() -> bool:
+            return writer.link.up and await writer.rewrite([index_entry(h) for h in hashes[:3]], WorkerLoad())
+
+        async def seen() -> bool:
+            found = await index.lookup(hashes)
+            return found is not None and [item.matched_blocks for item in found] == [3]
+
+        await until(written)
+        assert await writer.publish([index_entry(hashes[3])], [], WorkerLoad(), 4)
+        assert await writer.publish([], [index_entry(hashes[3])], WorkerLoad(), 3)
+        await until(seen)
+        assert await writer.prune() == 0
+        await writer.retire()
+        assert own_redis.command("HLEN", "{headstart:0}:members") == b":0\r\n"

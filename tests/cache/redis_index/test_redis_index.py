@@ -1,0 +1,732 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from redis.asyncio.connection import Connection
+
+from cache.hashing import index_entry
+from cache.records import Candidate, WorkerLoad, WorkerMember
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
+from cache.redis_index.endpoint import Endpoint
+from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply
+from cache.redis_index.shard import Shard
+from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
+from tests.redis_server import RedisServer
+from tests.running import running
+from tests.waiting import HANG_S, until
+
+LASTING = WriterSettings(lease_s=600.0)
+"""Nobody renews it."""
+FAILURES = ReaderSettings().breaker_failures
+EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S)
+
+
+def member(name: str = "w0", epoch: str | None = None, model: str = "m") -> WorkerMember:
+    epoch = epoch or f"epoch-of-{name}"
+    return WorkerMember(
+        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", model, "n" * 32, "cpu-float32", 16, 4096, protocol=1
+    )
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
+    return [index_entry(block_hash) for block_hash in hashes]
+
+
+@asynccontextmanager
+async def linked(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
+    async with running(*parts):
+        for part in parts:
+            await until(lambda part=part: part.link.up if isinstance(part, IndexWriter) else not part.blind)
+        yield
+
+
+async def matches(index: RedisIndex, hashes: Sequence[BlockHash], model: str | None = None) -> dict[str, int] | None:
+    found = await index.lookup(hashes, model)
+    return None if found is None else {item.member.worker_id: item.matched_blocks for item in found}
+
+
+def becomes(index: RedisIndex, hashes: Sequence[BlockHash], expected: dict[str, int]) -> Callable[[], Awaitable[bool]]:
+    async def check() -> bool:
+        return await matches(index, hashes) == expected
+
+    return check
+
+
+async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: RedisServer) -> None:
+    hashes = chain(100)
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(4)]
+    index = RedisIndex(redis_server.url, EAGER)
+    load = WorkerLoad({GatewayId("g"): 0.5}, 7.0, 8000.0, 1, 2, 3, 4, draining=True)
+    async with linked(*writers, index):
+        for writer, length in zip(writers, (0, 1, 64, 100), strict=True):
+            assert await writer.rewrite(entries(hashes[:length]), load)
+        await until(becomes(index, hashes, {"w0": 0, "w1": 1, "w2": 64, "w3": 100}))
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert [item.load for item in found] == [load] * 4
+        assert all(item.load_age_s < HANG_S for item in found)
+        assert await matches(index, chain(3)) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
+        (shard,) = index._shards
+        shard.failed()
+        assert await matches(index, []) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
+        assert shard._failures == 0, "failures count in a row alone"
+
+
+async def test_every_length_of_match_is_found_from_every_finger(redis_server: RedisServer) -> None:
+    hashes = chain(37)
+    lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
+    writers = [IndexWriter(redis_server.url, member(f"w{i:03}"), LASTING) for i in range(len(lengths))]
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(*writers, index):
+        for writer, length in zip(writers, lengths, strict=True):
+            assert await writer.rewrite(entries(hashes[:length]), WorkerLoad())
+        await until(becomes(index, hashes, {f"w{i:03}": length for i, length in enumerate(lengths)}))
+
+
+async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer) -> None:
+    hashes = chain(5)
+    writers = [
+        IndexWriter(redis_server.url, member("a", model="x"), LASTING),
+        IndexWriter(redis_server.url, member("b"), LASTING),
+    ]
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(*writers, index):
+        for writer in writers:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"a": 5, "b": 5}))
+        assert await matches(index, hashes, "x") == {"a": 5}
+
+
+async def test_batches_change_the_set(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite([], WorkerLoad())
+        assert await writer.publish(entries(hashes[:8]), [], WorkerLoad(), 8)
+        await until(becomes(index, hashes, {"w0": 8}))
+        assert await writer.publish(entries(hashes[8:]), [], WorkerLoad(), 10)
+        assert await matches(index, hashes) == {"w0": 10}
+        assert await writer.publish([], entries(hashes[:3:-1]), WorkerLoad(), 4)
+        assert await matches(index, hashes) == {"w0": 4}
+
+
+async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        redis_server.command("FLUSHALL")
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert writer.in_doubt
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+
+
+@pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
+async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+    async with linked(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        key = "{headstart:0}:b:w0:epoch-of-w0:1"
+        command: dict[str, tuple[str | bytes, ...]] = {
+            "lost entry": ("SREM", key, hashes[3][:8]),
+            "foreign entry": ("SADD", key, "12345678"),
+            "set gone": ("DEL", key),
+        }
+        assert redis_server.command(*command[damage]) == b":1\r\n"
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert redis_server.command("EXISTS", key) == b":0\r\n"
+
+
+SECRET = b"secret"
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+@pytest.mark.parametrize("field", ["states", "members"])
+@pytest.mark.parametrize("found", [None, b"junk", b"genuine of another"], ids=["gone", "junk", "foreign"])
+async def test_an_entry_that_somebody_overwrote_is_put_back_and_the_set_stays(
+    redis_server: RedisServer, field: str, found: bytes | None, secret: bytes
+) -> None:
+    events: list[str] = []
+    settings = WriterSettings(cluster_secret=secret)
+    writer = IndexWriter(redis_server.url, member(), settings, count=events.append)
+    other = IndexWriter(redis_server.url, member(epoch="other"), WriterSettings(cluster_secret=b"other" * bool(secret)))
+    hash_key, set_key = "{headstart:0}:" + field, "{headstart:0}:b:w0:epoch-of-w0:1"
+    async with linked(writer, other):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        genuine = redis_server.command("HGET", hash_key, "w0")
+        if found is None:
+            redis_server.command("HDEL", hash_key, "w0")
+        elif found == b"junk":
+            redis_server.command("HSET", hash_key, "w0", found)
+        else:
+            assert await other.rewrite([], WorkerLoad())
+        assert redis_server.command("HGET", hash_key, "w0") != genuine
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert redis_server.command("SCARD", set_key) == b":10\r\n"
+        assert (redis_server.command("HGET", hash_key, "w0") == genuine) == (field == "members")
+        assert events == ["rewritten", "displaced"]
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert events == ["rewritten", "displaced"]
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+async def test_a_redis_that_has_gone_back_in_time_is_written_anew(redis_server: RedisServer, secret: bytes) -> None:
+    """Restored from a snapshot, a set may hold as many entries as before and others."""
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    async with linked(writer):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        snapshot = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        redis_server.command("HSET", "{headstart:0}:states", "w0", snapshot)
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert writer.in_doubt
+
+
+@pytest.mark.parametrize("key", ["states", "members", "version", "b:w0:epoch-of-w0:1", "b:w0:epoch-of-w0:2"])
+@pytest.mark.parametrize("other", [("SET", "x"), ("RPUSH", "x", "y"), ("SADD", "x"), ("HSET", "x", "y")])
+async def test_a_key_of_another_type_is_put_right(redis_server: RedisServer, key: str, other: tuple[str, ...]) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        redis_server.command("DEL", "{headstart:0}:" + key)
+        redis_server.command(other[0], "{headstart:0}:" + key, *other[1:])
+
+        async def is_back() -> bool:
+            if writer.in_doubt:
+                await writer.rewrite(entries(hashes), WorkerLoad())
+            else:
+                await writer.publish([], [], WorkerLoad(), 10)
+            return not writer.in_doubt and await matches(index, hashes) == {"w0": 10}
+
+        await until(is_back)
+
+
+async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer) -> None:
+    """Wherever a worker dies in a rewrite: look after each command."""
+    settings = WriterSettings(chunk=3, chunks_in_flight=2)
+    writer = IndexWriter(redis_server.url, member(), settings)
+    async with linked(writer):
+        real, sent = writer.link.call, []
+
+        async def one_by_one(*commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
+            replies: list[Reply] = []
+            part: list[Sequence[Argument]] = []
+            for command in commands:  # a MULTI is sent whole: EXEC alone makes it count
+                part.append(command)
+                if part[0] != ("MULTI",) or command == ("EXEC",):
+                    replies += await real(*part, timeout_s=timeout_s)
+                    part.clear()
+                    ttl = redis_server.command("PTTL", "{headstart:0}:b:w0:epoch-of-w0:1")
+                    sent.append(ttl)
+                    assert ttl != b":-1\r\n"
+            return replies
+
+        writer.link.call = one_by_one  # type: ignore[method-assign]
+        assert await writer.rewrite(entries(chain(20)), WorkerLoad())
+        assert len(sent) >= 7
+
+
+async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
+        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
+        redis_server.command("SADD", "{headstart:0}:b:w0:epoch-of-w0:1", *entries(hashes))
+        await until(becomes(index, hashes, {"w0": 4}))
+
+
+async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    before, after = (
+        IndexWriter(redis_server.url, member(), LASTING),
+        IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
+    )
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(before, after, index):
+        assert await before.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        assert await after.rewrite([], WorkerLoad())
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert all(item.matched_blocks == 0 for item in found)
+        assert await before.publish([], [], WorkerLoad(), 10), "the old process takes its entry back"
+        assert await after.publish([], [], WorkerLoad(), 0), "the new one again"
+        await until(becomes(index, hashes, {"w0": 0}))
+
+
+async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        writer.begin_epoch(member(epoch="e1"))
+        assert await writer.rewrite([], WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 0}))
+        assert redis_server.command("EXISTS", "{headstart:0}:b:w0:epoch-of-w0:1") == b":0\r\n"
+        assert index.members() == [member(epoch="e1")]
+
+
+async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> None:
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(lease_s=0.15))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite([], WorkerLoad())
+        await until(becomes(index, [], {"w0": 0}))
+        await until(becomes(index, [], {}))
+        assert index.members() == [member()], "a lapsed member stays known"
+        assert await writer.publish([], [], WorkerLoad(), 0)
+        assert await matches(index, []) == {"w0": 0}
+
+
+async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -> None:
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(chain(3)), WorkerLoad())
+        await until(becomes(index, [], {"w0": 0}))
+        await writer.retire()
+        await until(becomes(index, [], {}))
+        await until(lambda: index.members() == [])
+        assert redis_server.command("DBSIZE") == b":1\r\n", "the version alone is left"
+
+
+async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: RedisServer) -> None:
+    before, after = (
+        IndexWriter(redis_server.url, member(), LASTING),
+        IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
+    )
+    async with linked(before, after):
+        assert await before.rewrite([], WorkerLoad())
+        assert await after.rewrite([], WorkerLoad())
+        await before.retire()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":1\r\n"
+        await after.retire()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
+
+
+async def test_sets_that_nobody_renews_end_by_themselves(redis_server: RedisServer) -> None:
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member(), replace(LASTING, set_ttl_s=1000.0))
+
+    def left_ms(key: str) -> int:
+        return int(redis_server.command("PTTL", key)[1:])
+
+    async with linked(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        key = "{headstart:0}:b:w0:epoch-of-w0:1"
+        assert 900_000 < left_ms(key) <= 1_000_000
+        redis_server.command("PEXPIRE", key, "50000")
+        assert await writer.publish([], [], WorkerLoad(), 3)
+        assert left_ms(key) > 900_000
+        assert await writer._fill(b"broken off", entries(hashes), 5000)
+        assert 0 < left_ms("broken off") <= 5000, "a rewrite that does not come to its end leaves nothing for ever"
+
+
+async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:
+    dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
+    # Its own lease has ended, too: it has been slow, and is about to write again.
+    alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(lease_s=0.01, dead_after_s=0.05))
+    patient = IndexWriter(redis_server.url, member("patient"), WriterSettings(dead_after_s=30.0))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(dead, alive, patient, index):
+        assert await dead.rewrite([], WorkerLoad())
+        assert await alive.rewrite([], WorkerLoad())
+        await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
+        await asyncio.sleep(0.05)
+        assert await patient.prune() == 0, "seconds are no milliseconds"
+
+        async def pruned() -> bool:
+            return await alive.prune() == 1
+
+        await until(pruned)
+        await until(lambda: {m.worker_id for m in index.members()} == {"alive"})
+
+
+@pytest.mark.parametrize(
+    ("poison", "is_told"),
+    [
+        (("HSET", "{headstart:0}:states", "w0", b"\xc1"), True),
+        (("HSET", "{headstart:0}:states", "w0", "x" * 100_000), True),
+        (("HSET", "{headstart:0}:states", "stranger", "x" * 100_000), True),
+        (("HSET", "{headstart:0}:members", "evil", '{"worker_id":"evil"}'), True),
+        (("HSET", "{headstart:0}:members", "evil", b"\xff" * 10), True),
+        (("SET", "{headstart:0}:b:w0:epoch-of-w0:1", "a string"), False),
+        (("SET", "{headstart:0}:version", "x" * 1000), False),
+        (("SET", "{headstart:0}:foreign", "x"), False),
+    ],
+)
+async def test_poison_costs_at_most_its_own_worker(
+    redis_server: RedisServer, poison: tuple[str | bytes, ...], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is ignored, with one line in the log and an event for the metric each time that it is met."""
+    hashes = chain(10)
+    writers = [
+        IndexWriter(redis_server.url, member("w0"), LASTING),
+        IndexWriter(redis_server.url, member("w1"), LASTING),
+    ]
+    events: list[str] = []
+    index = RedisIndex(redis_server.url, EAGER, count=events.append)
+    async with linked(*writers, index):
+        for writer in writers:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10, "w1": 10}))
+        redis_server.command(*poison)
+        redis_server.command("SET", "{headstart:0}:version", "another")
+        with caplog.at_level(logging.WARNING, logger="cache.redis_index"):
+            for _ in range(20):
+                found = await matches(index, hashes)
+                assert found is not None
+                assert found["w1"] == 10
+                await asyncio.sleep(0.002)
+            if is_told:
+                await until(lambda: "invalid" in events)
+        assert len(caplog.records) == is_told
+        assert events.count("invalid") >= is_told
+        assert "evil" not in {m.worker_id for m in index.members()}
+
+
+async def test_what_stands_beside_the_states_is_not_read_again(redis_server: RedisServer) -> None:
+    """Somebody else's values, of any size and number, cost one refresh and no lookup."""
+    hashes = chain(4)
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(3)]
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(*writers, index):
+        for writer in writers:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 4, "w1": 4, "w2": 4}))
+        redis_server.command("HSET", "{headstart:0}:states", "foreign", "x" * 1_000_000)
+        sent = num_bytes_sent(redis_server)
+        for _ in range(30):
+            assert await matches(index, hashes) == {"w0": 4, "w1": 4, "w2": 4}
+        assert num_bytes_sent(redis_server) - sent < 5_000_000, "one lookup that met it, and a refresh or two"
+
+
+def num_bytes_sent(server: RedisServer) -> int:
+    stats = server.command("INFO", "stats")
+    (line,) = [line for line in stats.split(b"\r\n") if line.startswith(b"total_net_output_bytes:")]
+    return int(line.partition(b":")[2])
+
+
+async def test_registries_of_the_wrong_type_are_survived(redis_server: RedisServer) -> None:
+    redis_server.command("SET", "{headstart:0}:states", "x")
+    redis_server.command("SADD", "{headstart:0}:version", "x")
+    redis_server.command("RPUSH", "{headstart:0}:members", "x")
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(index):
+        assert not await matches(index, chain(3))
+
+
+async def test_shards_are_read_together(redis_server: RedisServer) -> None:
+    hashes = chain(6)
+    writers = [IndexWriter(redis_server.url, member(f"w{i}"), replace(LASTING, num_shards=4)) for i in range(12)]
+    index = RedisIndex(redis_server.url, ReaderSettings(num_shards=4, poll_s=0.02, deadline_s=HANG_S))
+    async with linked(*writers, index):
+        for i, writer in enumerate(writers):
+            assert await writer.rewrite(entries(hashes[: i % 7]), WorkerLoad())
+        await until(becomes(index, hashes, {f"w{i}": i % 7 for i in range(12)}))
+        assert len(await index.entries()) == 12
+
+
+async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: RedisServer) -> None:
+    """Ten thousand lookups cancelled at every stage, and as many beside them checked against their own answers."""
+    chains = [chain(length) for length in range(1, 21)]
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+    index = RedisIndex(redis_server.url, EAGER)
+
+    async def ask(hashes: list[BlockHash]) -> list[Candidate] | None:
+        return await index.lookup(hashes)
+
+    async with linked(writer, index):
+        assert await writer.rewrite([entry for hashes in chains for entry in entries(hashes)], WorkerLoad())
+        await until(becomes(index, chains[0], {"w0": 1}))
+        num_checked = num_cancelled = 0
+        for turn in range(600):
+            tasks = [(hashes, asyncio.create_task(ask(hashes))) for hashes in chains for _ in range(2)]
+            for _ in range(turn % 5):
+                await asyncio.sleep(0)
+            cancelled = {id(task) for _, task in tasks[turn % 2 :: 2] if task.cancel()}
+            num_cancelled += len(cancelled)
+            for hashes, task in tasks:
+                if id(task) in cancelled:
+                    with suppress(asyncio.CancelledError):
+                        await task
+                    continue
+                found = await task
+                assert found is not None
+                assert [item.matched_blocks for item in found] == [len(hashes)]
+                num_checked += 1
+        assert num_cancelled >= 10_000
+        assert num_checked >= 10_000
+
+
+async def test_a_stopped_redis_costs_little_and_comes_back(own_redis: RedisServer) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(own_redis.url, member(), LASTING)
+    events: list[str] = []
+    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        own_redis.stop()
+        events.clear()
+        for _ in range(50):
+            assert await index.lookup(hashes) is None
+        assert events.count("timeout") <= FAILURES, "then the breaker is open, and nothing is waited for"
+        assert events.count("skipped") == 50 - events.count("timeout")
+        assert "breaker_opened" in events
+        own_redis.resume()
+        await until(becomes(index, hashes, {"w0": 10}))
+        assert "breaker_closed" in events
+
+
+async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(own_redis.url, member(), LASTING)
+    events: list[str] = []
+    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        own_redis.kill()
+        await until(lambda: not writer.link.up and index.blind)
+        events.clear()
+        for _ in range(20):
+            assert await index.lookup(hashes) is None
+        assert events.count("down") + events.count("skipped") == 20, "nothing is waited for"
+        own_redis.start()
+        await until(lambda: writer.link.up)
+        assert writer.in_doubt
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+
+
+async def test_a_redis_that_is_not_there_is_no_error() -> None:
+    index = RedisIndex("unix:///nonexistent/redis.sock")
+    async with running(index):
+        await asyncio.sleep(0)
+        assert await index.lookup(chain(3)) is None
+        assert index.members() == []
+        assert index.blind
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis+sentinel://h:1", "redis+cluster://", "foo"])
+def test_an_unusable_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="Redis URL"):
+        RedisIndex(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:s3cret@h:1/0", "redis://h:1?password=s3cret", "redis+cluster://:s3cret@h:1,h:2"]
+)
+def test_no_password_is_told(url: str) -> None:
+    (health,) = RedisIndex(url).health()
+    assert "s3cret" not in health.redis
+    assert "h:1" in health.redis
+
+
+async def test_a_rewrite_that_did_not_arrive_whole_does_not_stand(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+
+    async def fill(*what: object) -> bool:
+        return True
+
+    async with linked(writer):
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_fill", fill)
+            assert not await writer.rewrite(entries(chain(3)), WorkerLoad())
+            assert writer.in_doubt
+        assert await writer.rewrite(entries(chain(3)), WorkerLoad())
+        assert not writer.in_doubt
+
+
+def test_a_lease_written_by_a_clock_that_has_jumped_is_in_doubt() -> None:
+    writer = IndexWriter("redis://h:1", member())
+    writer._offset_ms = 0.0
+
+    def settled(jump_ms: int) -> bool:
+        now_ms = int(time.monotonic() * 1000) + jump_ms
+        return writer._settled([b"%d" % (now_ms // 1000), b"%d" % (now_ms % 1000 * 1000)])
+
+    assert settled(0)
+    assert not settled(60_000)
+    assert writer.in_doubt
+    assert settled(60_000)
+    assert not writer.in_doubt
+
+
+def test_failures_in_a_row_open_the_breaker() -> None:
+    events: list[str] = []
+    shard = Shard("redis://h:1", 0, ReaderSettings(breaker_failures=3), events.append)
+    for _ in range(3):
+        shard.failed()
+        shard.failed()
+        assert not shard.breaker_open
+        shard.succeeded()
+    for _ in range(3):
+        shard.failed()
+    assert shard.breaker_open
+    shard.succeeded()
+    assert not shard.breaker_open
+    assert events == ["breaker_opened", "breaker_closed"]
+
+
+async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ReaderSettings(deadline_s=0.02, breaker_failures=1, breaker_probe_s=0.001, poll_s=0.001)
+    shard = Shard("redis://h:1", 0, settings, lambda event: None)
+    shard.link._connection = Connection()
+    delay_s, num_probes = 0.03, 0
+
+    async def lookup(blob: bytes, model: str | None) -> list[Candidate]:
+        nonlocal num_probes
+        await asyncio.sleep(delay_s)
+        num_probes += 1
+        return []
+
+    monkeypatch.setattr(shard, "lookup", lookup)
+    shard.failed()
+    probing = asyncio.create_task(shard.probe())
+    try:
+        await until(lambda: num_probes == 3)
+        assert shard.breaker_open
+        delay_s = 0.0
+        await until(lambda: not shard.breaker_open)
+    finally:
+        probing.cancel()
+
+
+async def test_so_many_commands_may_wait_for_their_replies() -> None:
+    """A Redis that has stopped does not fill our memory."""
+    link = Link(Endpoint("redis://h:1", connect_timeout_s=HANG_S), LinkSettings(max_pending=3))
+    with pytest.raises(LinkDownError, match="no connection"):
+        link.submit([b"PING"], 1)
+    link._connection = Connection()
+    for _ in range(3):
+        link.submit([b"PING"], 1)
+    with pytest.raises(LinkDownError, match="3 commands wait"):
+        link.submit([b"PING"], 1)
+
+
+@pytest.mark.parametrize("prefix", ["", "a{b}", "x y", "p" * 200])
+def test_an_unusable_prefix_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="key prefix"):
+        RedisIndex("redis://localhost", ReaderSettings(prefix=prefix))
+
+
+async def test_lookups_in_flight_together_on_a_new_connection_all_succeed(redis_server: RedisServer) -> None:
+    """The script is not loaded, and an old server has no EVALSHA_RO: each of them learns it from its own reply."""
+    hashes = chain(3)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 3}))
+        redis_server.command("SCRIPT", "FLUSH")
+        (shard,) = index._shards
+        shard._evalsha = b"EVALSHA_RO"
+        shard._queries.clear()
+        found = await asyncio.gather(*(matches(index, hashes) for _ in range(50)))
+        assert found == [{"w0": 3}] * 50
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+async def test_a_registry_read_wrongly_once_is_read_again(redis_server: RedisServer, secret: bytes) -> None:
+    """Its version may say that nothing has changed."""
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05, cluster_secret=secret)
+    index = RedisIndex(redis_server.url, settings)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 3}))
+        index._shards[0]._registry.refresh([], [])
+        assert await matches(index, hashes) == {}
+        await until(becomes(index, hashes, {"w0": 3}))
+
+
+@pytest.mark.parametrize("matches", [None, b"QUEUED", [], [b"3"], [-1], [4], [None], [[]], ["x"], [1, 2]])
+def test_what_is_no_match_reaches_no_router(matches: object) -> None:
+    shard = Shard("redis://h:1", 0, EAGER, lambda event: None)
+    shard._registry.refresh([(b"w0", schema.encode_member(member()))], [])
+    query = shard._query(None)
+    with pytest.raises(LinkDownError, match="malformed"):
+        shard._candidates(query, 3, [b"v", [b"1", b"0"], matches, []])
+
+
+HEADER = b"\n*1234567"
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        [("SET", "version", HEADER)],
+        [("HSET", "members", "zz", HEADER), ("HSET", "states", "zz", HEADER)],
+        [("SET", f"b:w0:epoch-of-w0:{n}", "x") for n in range(2, 60)],
+        [("SADD", f"b:w0:epoch-of-w0:{n}", "junk") for n in range(1, 60)],
+        [("DEL", "version"), ("RPUSH", "version", "x")],
+        [("SET", "version", b"x" * (1 << 20))],
+        [("HSET", "members", *(f"w{n // 2}" if n % 2 == 0 else "x" for n in range(2, 6000)))],
+    ],
+    ids=["header in version", "header in fields", "strings ahead", "sets ahead", "list", "large", "many"],
+)
+async def test_what_somebody_leaves_behind_costs_no_hits_for_long(
+    redis_server: RedisServer, junk: list[tuple[str | bytes, ...]], secret: bytes
+) -> None:
+    """Nobody takes it away: the worker and the gateway get along with it."""
+    hashes = chain(10)
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, cluster_secret=secret, max_refresh_age_s=0.2)
+    index = RedisIndex(redis_server.url, settings)
+
+    async def is_there() -> bool:
+        if writer.in_doubt:
+            await writer.rewrite(entries(hashes), WorkerLoad())
+        else:
+            await writer.publish([], [], WorkerLoad(), 10)
+        return not writer.in_doubt and (await matches(index, hashes) or {}).get("w0") == 10
+
+    async with linked(writer, index):
+        await until(is_there)
+        for command, key, *rest in junk:
+            assert isinstance(key, str)
+            redis_server.command(command, "{headstart:0}:" + key, *rest)
+        await until(is_there)
+        for _ in range(5):
+            assert await is_there()
+
+
+async def test_too_many_members_hide_new_ones_and_none_that_is_known(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "MAX_MEMBERS", 3)
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member())
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05))
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 3}))
+        for n in range(1, 9):
+            redis_server.command("HSET", "{headstart:0}:members", f"w{n}", schema.encode_member(member(f"w{n}")))
+        redis_server.command("SET", "{headstart:0}:version", "other")
+        await until(lambda: index._shards[0]._version == b"other")
+        assert await matches(index, hashes) == {"w0": 3}

@@ -1,0 +1,201 @@
+"""What a gateway makes of the registry's entries, without a Redis."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.records import WorkerLoad, WorkerMember
+from cache.redis_index import schema
+from cache.redis_index.registry import Registry
+from cache.redis_index.signing import Signer
+from cache.types import Epoch, WorkerId
+
+MEMBER = WorkerMember(WorkerId("w0"), Epoch("e0"), "http://w0", "m", "n", "cpu", 16, 4096, protocol=1)
+
+
+def state(generation: int, *, written_ms: int = 500) -> bytes:
+    return schema.encode_state(
+        MEMBER,
+        WorkerLoad(num_running=generation),
+        generation=generation,
+        batch=1,
+        deadline_ms=written_ms + 1500,
+        written_ms=written_ms,
+        num_entries=9,
+    )
+
+
+UNSIGNED = Signer(b"", "headstart", 0)
+
+
+def registry() -> Registry:
+    read = Registry(lambda event: None, UNSIGNED)
+    read.refresh([(b"w0", schema.encode_member(MEMBER))], [(b"w0", state(1))])
+    return read
+
+
+def test_what_was_found_in_a_set_that_was_given_up_is_not_credited() -> None:
+    read = registry()
+    workers = read.workers(None)
+
+    def seen(generation: int) -> tuple[int, int]:
+        (candidate,) = read.candidates(workers, [5], [state(generation)], 1000)
+        return candidate.matched_blocks, candidate.load.num_running
+
+    layout = read.layout
+    assert seen(1) == (5, 1)
+    assert read.layout == layout
+    assert seen(2) == (0, 2)
+    assert read.layout != layout, "the next lookup asks for the new set"
+    assert seen(2) == (5, 2)
+
+
+def test_who_has_no_state_or_no_lease_is_no_candidate() -> None:
+    read = registry()
+    workers = read.workers(None)
+    (candidate,) = read.candidates(workers, [5], [state(1)], 1999)
+    assert candidate.load_age_s == pytest.approx(1.499)
+    assert read.candidates(workers, [5], [state(1)], 2000) == []
+    assert read.candidates(workers, [5], [], 1000) == []
+    assert read.candidates(workers, [5], [None], 1000) == []
+    assert len(read.candidates(workers, [5], [state(1, written_ms=3000)], 2500)) == 1, "it is there again"
+
+
+def test_entries_tell_the_lapsed_too_in_seconds() -> None:
+    read = registry()
+    for now_ms, lease_left_s, age_s in ((1000, 1.0, 0.5), (4000, -2.0, 3.5)):
+        read.at(now_ms)
+        (entry,) = read.entries()
+        assert (entry.lease_left_s, entry.age_s) == pytest.approx((lease_left_s, age_s))
+        assert (entry.num_entries, entry.generation) == (9, 1)
+
+
+def test_what_is_odd_is_counted_each_time_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[str] = []
+    read = Registry(events.append, UNSIGNED)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            read.refresh([(b"w0", b"junk")], [])
+    assert events == ["invalid"] * 3
+    assert len(caplog.records) == 1
+
+
+SIGNER = Signer(b"secret", "headstart", 0)
+OTHERS = {
+    "secret": Signer(b"other", "headstart", 0),
+    "prefix": Signer(b"secret", "headstart2", 0),
+    "shard": Signer(b"secret", "headstart", 1),
+    "none": UNSIGNED,
+}
+
+
+def signed_record(member: WorkerMember = MEMBER, signer: Signer = SIGNER) -> bytes:
+    return signer.sign_member(member.worker_id, schema.encode_member(member))
+
+
+def signed_state(batch: int, member: WorkerMember = MEMBER, signer: Signer = SIGNER, **changes: object) -> bytes:
+    fields: dict[str, object] = {"generation": 1, "deadline_ms": 6000, "written_ms": batch, "num_entries": 9}
+    load = WorkerLoad(num_running=batch)
+    record = schema.encode_state(member, load, batch=batch, **{**fields, **changes})  # type: ignore[arg-type]
+    return signer.sign_state(member.worker_id, record)
+
+
+class Signed:
+    """A registry with a secret that has read w0 in batch 5."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+        self.registry = Registry(lambda event: self.events.update([event]), SIGNER)
+        self.refresh(signed_record(), signed_state(5))
+
+    def refresh(self, record: bytes | None, state: bytes | None = None, field: bytes = b"w0") -> None:
+        self.registry.refresh([] if record is None else [(field, record)], [] if state is None else [(field, state)])
+
+    def seen(self, *states: bytes | None, now_ms: int = 1000) -> list[tuple[str, int, int]]:
+        """Epoch, match and running sequences of the candidates of a lookup that gave `states`."""
+        workers = self.registry.workers(None)
+        found = self.registry.candidates(workers, [7] * len(workers), states, now_ms)
+        return [(c.member.epoch, c.matched_blocks, c.load.num_running) for c in found]
+
+
+def test_a_signed_entry_is_read_as_an_unsigned_one_is() -> None:
+    fleet = Signed()
+    assert fleet.seen(signed_state(6)) == [("e0", 7, 6)]
+    assert not fleet.events
+    assert schema.decode_member(b"w0", signed_record()) == MEMBER, "also by a gateway that knows no signatures"
+    assert schema.decode_state(signed_state(6)).batch == 6
+
+
+@pytest.mark.parametrize("other", sorted(OTHERS))
+def test_a_foreign_entry_changes_nothing(other: str) -> None:
+    fleet = Signed()
+    moved = replace(MEMBER, url="http://10.9.9.9", epoch=Epoch("e9"), epoch_started_ms=9)
+    fleet.refresh(signed_record(moved, OTHERS[other]), signed_state(9, moved, OTHERS[other]))
+    assert fleet.seen(signed_state(9, signer=OTHERS[other])) == [("e0", 7, 5)], "as it was known, from memory"
+    assert fleet.events["invalid"] >= 2
+    assert fleet.seen(None, now_ms=6000) == [], "until its lease has ended"
+
+
+def test_a_passed_batch_number_and_a_swapped_state_change_nothing() -> None:
+    fleet = Signed()
+    other = replace(MEMBER, worker_id=WorkerId("w1"))
+    assert fleet.seen(signed_state(4, deadline_ms=90_000)) == [("e0", 7, 5)]
+    assert fleet.events == {"stale": 1}
+    assert fleet.seen(signed_state(8, other)) == [("e0", 7, 5)], "signed for another worker"
+    assert fleet.events["invalid"] == 1
+    assert fleet.seen(signed_state(6)) == [("e0", 7, 6)]
+
+
+def test_an_older_epoch_is_not_taken_for_a_new_one() -> None:
+    fleet = Signed()
+    later = replace(MEMBER, epoch=Epoch("e1"), epoch_started_ms=2)
+    earlier = replace(MEMBER, epoch=Epoch("e-"), epoch_started_ms=1)
+    fleet.refresh(signed_record(later), signed_state(6, later))
+    assert fleet.seen(signed_state(6, later)) == [("e1", 7, 6)]
+    fleet.refresh(signed_record(earlier), signed_state(7, earlier))
+    assert fleet.seen(signed_state(7, earlier)) == [("e1", 7, 6)]
+    assert fleet.events["stale"] == 1
+
+
+def test_who_has_left_the_registry_is_no_candidate_even_with_a_lease() -> None:
+    fleet = Signed()
+    fleet.refresh(None)
+    assert fleet.seen() == []
+
+
+def test_an_unsigned_member_is_an_address_to_ask_and_nothing_else() -> None:
+    fleet = Signed()
+    stranger = replace(MEMBER, worker_id=WorkerId("w7"), secret_check="old")
+    fleet.registry.refresh([(b"w0", signed_record()), (b"w7", schema.encode_member(stranger))], [(b"w7", state(1))])
+    assert [member.worker_id for member in fleet.registry.members()] == ["w0", "w7"]
+    assert [worker.member.worker_id for worker in fleet.registry.workers(None)] == ["w0"]
+
+
+@given(data=st.data(), what=st.sampled_from(["member", "state"]))
+def test_no_changed_byte_passes(data: st.DataObject, what: str) -> None:
+    """Flip, cut, extend or move any part of a signed entry: what decodes is what was signed, or it does not pass."""
+    fleet = Signed()
+    genuine = signed_record() if what == "member" else signed_state(6)
+    at = data.draw(st.integers(0, len(genuine) - 1))
+    forged = data.draw(
+        st.sampled_from(
+            [
+                genuine[:at] + bytes([genuine[at] ^ data.draw(st.integers(1, 255))]) + genuine[at + 1 :],
+                genuine[:at],
+                genuine + b"0",
+                genuine[at:] + genuine[:at] if at else genuine[1:],
+            ]
+        )
+    )
+    if what == "member":
+        fleet.refresh(forged, signed_state(5))
+    else:
+        fleet.seen(forged)
+    assert fleet.seen(None) == [("e0", 7, 5)]
+    assert fleet.registry.workers(None)[0].member == MEMBER

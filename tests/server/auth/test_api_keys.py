@@ -1,0 +1,414 @@
+"""The key file, the keys command, and the limits that hang on a key."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import queue
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+from starlette.types import Scope
+
+from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
+from server.auth.identity import MAX_KEY_BYTES, Identity, KeyHolders, KeyLimits, request_salt, tenant_salt
+from server.auth.limit_table import NUM_ROWS, LimitTable, create_shared
+from server.auth.rate_limits import RateLimits, duration_text
+from server.auth.throttle import FailedAuth, FailureAllowance, source_of
+from server.cli.keys import main, new_key
+from server.errors import AuthenticationError, OverloadedError
+from tests.waiting import HANG_S
+
+
+def entry(key: str, tenant: str = "one", extra: str = "") -> str:
+    return f'[[keys]]\ndigest = "{digest_text(key.encode())}"\ntenant = "{tenant}"\n{extra}\n'
+
+
+def request(key: str | None, client: str = "192.0.2.1") -> Scope:
+    headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+    return {"type": "http", "headers": headers, "client": (client, 1)}
+
+
+def holders(tmp_path: Path, text: str, failed: FailedAuth | None = None) -> KeyHolders:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    return KeyHolders(b"secret", KeyFile(path), failed or FailedAuth())
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('[[keys]]\ndigest = "abc"\ntenant = "x"', "digest"),
+        ('[[keys]]\ntenant = "x"', "digest"),
+        (entry("k").replace('tenant = "one"', ""), "tenant"),
+        (entry("k", extra="requests_per_minute = 0"), "requests_per_minute"),
+        (entry("k", extra="rpm = 5"), "rpm"),
+        (entry("k", extra='models = "all"'), "models"),
+        (entry("k", tenant="line\\nbreak"), "tenant"),
+        (entry("k") + entry("k", tenant="two"), "twice"),
+        ("keys = 5", "keys"),
+        ("not toml", "TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_by_the_field(text: str, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        parse_keys(text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"keys\.toml: No such file"):
+        load_keys(tmp_path / "keys.toml")
+
+
+def test_a_file_too_large_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("k") + "#" * MAX_FILE_BYTES)
+    with pytest.raises(KeyFileError, match="larger than"):
+        load_keys(path)
+
+
+def test_who_has_a_key(tmp_path: Path) -> None:
+    extra = 'models = ["tiny"]\nrequests_per_minute = 5\nmay_prioritise = true'
+    who = holders(tmp_path, entry("My API Key") + entry("second", "two", extra) + entry("third", "two"))
+    one, two = who.identify(request("My API Key")), who.identify(request("second"))
+    assert (one.tenant, one.salt, one.models, one.may_prioritise) == ("one", tenant_salt(b"secret", "one"), None, False)
+    assert (two.models, two.may_prioritise, two.limits) == (frozenset({"tiny"}), True, KeyLimits(5))
+    third = who.identify(request("third"))
+    assert third.salt == two.salt != one.salt
+    assert third.key_digest != two.key_digest, "a limit is one key's"
+    assert who.of_tenant("two").salt == two.salt
+
+
+def test_a_salt_of_a_request_is_its_tenants_own(tmp_path: Path) -> None:
+    who = holders(tmp_path, entry("a") + entry("b", "two"))
+    one, two = who.identify(request("a")), who.identify(request("b"))
+    salts = {request_salt(tenant, cache_salt) for tenant in (one, two) for cache_salt in (None, "x", "y")}
+    assert len(salts) == 6
+    assert request_salt(one, "x") == request_salt(who.of_tenant("one"), "x")
+
+
+def test_a_key_too_long_to_be_one_is_none(tmp_path: Path) -> None:
+    key = "x" * (MAX_KEY_BYTES + 1)
+    with pytest.raises(AuthenticationError):
+        holders(tmp_path, entry(key)).identify(request(key))
+
+
+@pytest.mark.parametrize("key", ["", "my api key", "My API Key2", "My  API Key", "My API", digest_text(b"My API Key")])
+def test_who_has_none(tmp_path: Path, key: str) -> None:
+    with pytest.raises(AuthenticationError):
+        holders(tmp_path, entry("My API Key")).identify(request(key))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"My API Key")],
+        [(b"authorization", b"Basic My API Key")],
+        [(b"authorization", b"Bearer My API Key"), (b"authorization", b"Bearer My API Key")],
+        [(b"x-api-key", b"My API Key")],
+        [(b"authorization", b"Bearer " + b"x" * 5000)],
+    ],
+)
+def test_headers_that_hold_no_key(tmp_path: Path, headers: list[tuple[bytes, bytes]]) -> None:
+    scope = {**request(None), "headers": headers}
+    with pytest.raises(AuthenticationError):
+        holders(tmp_path, entry("My API Key")).identify(scope)
+
+
+def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+    with pytest.raises(AuthenticationError):
+        holders(tmp_path, "").identify(request(""))
+
+
+def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("old"))
+    outcomes: list[bool] = []
+    keys = KeyFile(path, on_reload=outcomes.append)
+    keys.reload_if_changed()
+    assert outcomes == []
+    path.write_text("nonsense [")
+    with caplog.at_level(logging.ERROR):
+        keys.reload_if_changed()
+        keys.reload_if_changed()
+    assert outcomes == [False]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert keys.find(b"old") is not None
+    new = tmp_path / "new.toml"
+    new.write_text(entry("new"))
+    os.replace(new, path)
+    keys.reload_if_changed()
+    assert outcomes == [False, True]
+    assert keys.find(b"old") is None
+    assert keys.find(b"new") is not None
+    path.unlink()
+    keys.reload_if_changed()
+    assert keys.find(b"new") is not None, "a file that is gone for a moment locks nobody out"
+
+
+def test_every_digest_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(entry(f"key {number}", f"t{number}") for number in range(20)))
+    keys = KeyFile(path)
+    compared: list[int] = []
+    real = __import__("hmac").compare_digest
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: (compared.append(1), real(a, b))[1])
+    for key in (b"key 0", b"key 19", b"none", b""):
+        compared.clear()
+        keys.find(key)
+        assert len(compared) == 20
+
+
+def test_guessing_is_slowed_down_and_locks_nobody_out(tmp_path: Path) -> None:
+    now_s = 1000.0
+    failed = FailedAuth(FailureAllowance(burst=3, per_s=0.5), clock=lambda: now_s)
+    who = holders(tmp_path, entry("good") + entry("fresh", "two"), failed)
+    who.identify(request("good"))
+    for _ in range(3):
+        with pytest.raises(AuthenticationError):
+            who.identify(request("guess"))
+    with pytest.raises(OverloadedError) as refused:
+        who.identify(request("fresh"))
+    assert refused.value.retry_after_s == pytest.approx(2.0)
+    assert who.identify(request("good")).tenant == "one"
+    assert who.identify(request("fresh", "192.0.2.2")).tenant == "two"
+    with pytest.raises(OverloadedError):
+        who.identify(request("fresh"))  # nor does it learn that somebody else has this key
+    now_s += 2.0
+    assert who.identify(request("fresh")).tenant == "two"
+
+
+@pytest.mark.parametrize(
+    ("client", "source"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+    ],
+)
+def test_a_source_is_a_network_of_one_client(client: str, source: str) -> None:
+    assert source_of({"client": (client, 1)}) == source
+
+
+def test_sources_are_bounded() -> None:
+    failed = FailedAuth()
+    for number in range(30_000):
+        failed.record({"client": (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 1)})
+        failed.succeeded({"client": (f"10.0.0.{number & 255}", 1)}, b"%d" % number)
+    assert len(failed._failures) == 10_000
+    assert len(failed._good) == 10_000
+
+
+def limited(**limits: int) -> Identity:
+    return Identity("t", b"salt", limits=KeyLimits(**limits), key_digest=b"d" * 32)
+
+
+def test_requests_a_minute() -> None:
+    now_s = 50.0
+    limits = RateLimits(LimitTable.private(clock=lambda: now_s))
+    who = limited(requests_per_minute=6)
+    for remaining in range(5, -1, -1):
+        lease = limits.admit(who)
+        assert lease is not None
+        assert (b"x-ratelimit-remaining-requests", b"%d" % remaining) in lease.headers
+        lease.close()
+    with pytest.raises(OverloadedError) as refused:
+        limits.admit(who)
+    assert refused.value.retry_after_s == pytest.approx(10.0)
+    assert (b"x-ratelimit-reset-requests", b"1m0s") in refused.value.headers()
+    assert (b"retry-after", b"10") in refused.value.headers()
+    now_s += 10.0
+    assert limits.admit(who) is not None
+    assert limits.admit(Identity("t", b"salt")) is None, "no limits, no lease"
+
+
+def test_tokens_a_minute_are_paid_back() -> None:
+    now_s = 50.0
+    limits = RateLimits(LimitTable.private(clock=lambda: now_s))
+    lease = limits.admit(limited(tokens_per_minute=600))
+    assert lease is not None
+    lease.take_tokens(400)
+    assert (b"x-ratelimit-remaining-tokens", b"200") in lease.headers
+    lease.add_tokens(260)
+    with pytest.raises(OverloadedError) as refused:
+        lease.take_tokens(40)
+    assert refused.value.retry_after_s == pytest.approx(10.0)
+    now_s += 10.0
+    lease.take_tokens(40)
+    now_s += 60.0
+    lease.take_tokens(10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
+    with pytest.raises(OverloadedError) as refused:
+        lease.take_tokens(1)
+    assert refused.value.retry_after_s == pytest.approx(940.1)
+
+
+def test_open_requests() -> None:
+    limits = RateLimits(LimitTable.private())
+    who = limited(max_streams=2)
+    leases = [limits.admit(who), limits.admit(who)]
+    with pytest.raises(OverloadedError, match="2 requests open"):
+        limits.admit(who)
+    assert leases[0] is not None
+    leases[0].close()
+    assert limits.admit(who) is not None
+
+
+def test_a_refused_request_holds_no_place() -> None:
+    limits = RateLimits(LimitTable.private())
+    who = limited(max_streams=1, requests_per_minute=1)
+    lease = limits.admit(who)
+    assert lease is not None
+    lease.close()
+    for _ in range(3):
+        with pytest.raises(OverloadedError, match="a minute"):
+            limits.admit(who)
+
+
+def _take(path: Path, process: int, taken: multiprocessing.Queue[int]) -> None:
+    table = LimitTable.shared(path, process)
+    row = table.row(b"k" * 32)
+    taken.put(sum(table.take(row, "requests", 1e-9, 1000, 1) == 0.0 for _ in range(600)))
+
+
+def test_processes_share_one_limit(tmp_path: Path) -> None:
+    path = tmp_path / "limits"
+    create_shared(path)
+    context = multiprocessing.get_context("fork")
+    taken: multiprocessing.Queue[int] = context.Queue()
+    children = [context.Process(target=_take, args=(path, number, taken)) for number in range(3)]
+    for child in children:
+        child.start()
+    total = sum(taken.get(timeout=HANG_S) for _ in children)
+    for child in children:
+        child.join()
+    assert total == 1000
+
+
+def _take_when_told(path: Path, go: Event, told: multiprocessing.Queue[float]) -> None:
+    table = LimitTable.shared(path, 1)
+    row = table.row(b"k" * 32)
+    told.put(-1.0)
+    go.wait(HANG_S)
+    told.put(table.take(row, "requests", 1.0, 1.0, 1))
+
+
+def test_a_row_is_one_processs_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "limits"
+    create_shared(path)
+    context = multiprocessing.get_context("fork")
+    told: multiprocessing.Queue[float] = context.Queue()
+    go = context.Event()
+    table = LimitTable.shared(path, 0)
+    row = table.row(b"k" * 32)
+    child = context.Process(target=_take_when_told, args=(path, go, told))
+    child.start()
+    try:
+        assert told.get(timeout=HANG_S) == -1.0
+        with table._locked(row):
+            go.set()
+            with pytest.raises(queue.Empty):
+                told.get(timeout=0.3)
+        assert told.get(timeout=HANG_S) == 0.0
+    finally:
+        go.set()
+        child.join()
+
+
+def test_a_process_that_died_holds_no_streams(tmp_path: Path) -> None:
+    path = tmp_path / "limits"
+    create_shared(path)
+    first, second = LimitTable.shared(path, 0), LimitTable.shared(path, 1)
+    row = first.row(b"k" * 32)
+    assert second.row(b"k" * 32) == row
+    assert first.enter(row, 3)
+    assert first.enter(row, 3)
+    assert second.enter(row, 3)
+    assert not first.enter(row, 3)
+    again = LimitTable.shared(path, 1)
+    assert again.enter(row, 3)
+    assert not again.enter(row, 3), "the first still has its two"
+    again.leave(row)
+    third = LimitTable.shared(path, 1)
+    assert third.enter(row, 3)
+    assert not first.enter(row, 3)
+
+
+def test_keys_whose_rows_would_be_the_same_have_one_each() -> None:
+    table = LimitTable.private()
+    first, second = ((5 + number * NUM_ROWS).to_bytes(8, "little") + bytes(24) for number in range(2))
+    assert table.enter(table.row(first), 1)
+    assert not table.enter(table.row(first), 1)
+    assert table.enter(table.row(second), 1)
+
+
+def test_identities_of_entries_that_were_replaced_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("k"))
+    keys = KeyFile(path)
+    who = KeyHolders(b"secret", keys, FailedAuth())
+    for number in range(1, 20):
+        path.write_text(entry("k", extra=f"max_streams = {number}") + "#" * number)
+        keys.reload_if_changed()
+        assert who.identify(request("k")).limits.max_streams == number
+    assert len(who._identities) <= 3
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.12, "120ms"), (1.0, "1s"), (59.2, "1m0s"), (360, "6m0s")])
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    options = ["--name", "laptop", "--models", "tiny", "--requests-per-minute", "5", "--may-prioritise"]
+    assert main(["new", "--tenant", "research", *options, "--file", str(file)]) == 0
+    key = capsys.readouterr().out.strip()
+    assert main(["new", "--tenant", "other"]) == 0
+    shown = capsys.readouterr().out
+    assert key.startswith("hs-")
+    assert key not in file.read_text()
+    file.write_text(file.read_text() + shown)
+    keys = KeyFile(file)
+    found = keys.find(key.encode())
+    assert found is not None
+    assert (found.tenant, found.name, found.models, found.requests_per_minute) == (
+        "research",
+        "laptop",
+        frozenset({"tiny"}),
+        5,
+    )
+    assert len(keys) == 2
+    assert main(["check", str(file)]) == 0
+    assert "2 keys" in capsys.readouterr().out
+
+
+def test_the_command_takes_an_existing_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("My API Key\n"))
+    assert main(["digest", "--tenant", "one"]) == 0
+    captured = capsys.readouterr()
+    assert parse_keys(captured.out)[0].digest == digest_text(b"My API Key")
+    assert "can be guessed" in captured.err
+
+
+@pytest.mark.parametrize("options", [["--tenant", "a\nb"], ["--tenant", ""], ["--tenant", "x", "--max-streams", "0"]])
+def test_the_command_refuses_what_the_file_would(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", *options]) == 2
+    assert "headstart keys:" in capsys.readouterr().err
+
+
+def test_the_command_leaves_a_broken_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("broken [")
+    assert main(["new", "--tenant", "x", "--file", str(file)]) == 2
+    assert file.read_text() == "broken ["
+    assert "hs-" not in capsys.readouterr().out
+
+
+def test_keys_are_random() -> None:
+    assert len({new_key() for _ in range(100)}) == 100
+    assert len(new_key()) > 40

@@ -1,0 +1,259 @@
+"""The public port with API keys: who gets in, on every route, and what a key may do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from server.auth.api_keys import KeyFile, digest_text
+from server.auth.identity import KeyHolders
+from server.auth.throttle import FailedAuth, FailureAllowance
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import chat, post
+from tests.waiting import HANG_S, until
+from worker.wire import Frame, GenerateRequest, TokenizerBundle
+
+KEYS = {
+    "My API Key": 'tenant = "one"',
+    "other key of one": 'tenant = "one"\nmay_prioritise = true',
+    "key of two": 'tenant = "two"',
+    "key without models": 'tenant = "one"\nmodels = ["another"]',
+    "key of alias": 'tenant = "one"\nmodels = ["nick"]',
+    "slow key": 'tenant = "one"\nrequests_per_minute = 2\ntokens_per_minute = 100000',
+    "few tokens": 'tenant = "one"\ntokens_per_minute = 200',
+    "one stream": 'tenant = "one"\nmax_streams = 1',
+}
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/version"),
+]
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
+
+
+@pytest.fixture
+def holders(tmp_path: Path) -> KeyHolders:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        "\n".join(f'[[keys]]\ndigest = "{digest_text(key.encode())}"\n{rest}' for key, rest in KEYS.items())
+    )
+    return KeyHolders(b"secret", KeyFile(path), FailedAuth(FailureAllowance(burst=1000)))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def raw(url: str, request: bytes) -> tuple[int, bytes]:
+    """Status and all bytes of the answer to hand-written bytes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(request)
+        async with asyncio.timeout(HANG_S):
+            data = await reader.read()
+    finally:
+        writer.close()
+    return int(data.split(b" ", 2)[1]) if data else 0, data
+
+
+TRICKS = [
+    "{path}",
+    "{path}/",
+    "/{path}",
+    "/health/live/..{path}",
+    "/health/live%2f..{path}",
+    "{path}?x=/health/live",
+    "{path}#/health/live",
+    "{path};/health/live",
+    "/./{path}",
+    "/%2e{path}",
+    "/HEALTH/LIVE{path}",
+    "/health/live%00{path}",
+    "/health/live{path}",
+]
+HOSTS = ["x/health/live?a=", "x/health/live", "health/live", "x#", "x:80/health/live?", "a\x0bb", "x@y", ""]
+
+
+async def test_no_route_and_no_trick_lets_a_stranger_in(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    async with gateway(worker, identities=holders) as target:
+        requests = [(method, trick.format(path=path), "h") for method, path in ROUTES for trick in TRICKS]
+        requests += [(method, path, host) for method, path in ROUTES for host in HOSTS]
+        requests += [(method, "/v1/models", "h") for method in ("HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "PATCH")]
+        requests += [("GET", path, "h") for path in ("/metrics", "/workers", "/drain", "/docs", "/openapi.json", "/x")]
+        for method, path, host in requests:
+            text = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            status, data = await raw(target.url, text.encode())
+            assert status in (400, 401), (method, path, host, data)
+            assert b"tiny" not in data
+        assert worker.received == []
+
+
+async def test_health_needs_no_key(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    async with gateway(worker, identities=holders) as target:
+        for path in ("/health/live", "/health/ready"):
+            status, _ = await raw(target.url, f"GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
+            assert status == 200
+
+
+@pytest.mark.parametrize("key", [None, "", "wrong", digest_text(b"My API Key"), "My API Ke", "my api key"])
+async def test_a_wrong_key_is_a_401_in_our_shape(worker: ScriptedWorker, holders: KeyHolders, key: str | None) -> None:
+    async with gateway(worker, identities=holders) as target:
+        status, headers, body = await post(target.url, chat(), **({} if key is None else bearer(key)))
+        assert status == 401
+        assert headers["www-authenticate"] == "Bearer"
+        error = json.loads(body)["error"]
+        assert error["code"] == "invalid_api_key"
+        assert key is None or not key or key not in error["message"]
+
+
+async def test_keys_let_in_and_tenants_have_roots_of_their_own(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    async with gateway(worker, identities=holders) as target:
+        for key in ("My API Key", "other key of one", "key of two"):
+            assert (await post(target.url, chat(), **bearer(key)))[0] == 200
+        one, again, two = (request.root for request in worker.received)
+        assert one == again != two
+        for salt in ("one", "default", "key of one"):
+            await post(target.url, chat(cache_salt=salt, prompt_cache_key="one"), **bearer("key of two"))
+        assert len({one, *(request.root for request in worker.received[2:])}) == 5
+        one, again, *others = (request.tenant for request in worker.received)
+        assert one == again
+        assert len(set(others)) == 1, "a salt makes no other tenant: a worker's time is shared out by these tags"
+        assert len({"one", "two", one, others[0]}) == 4, "which name nobody"
+
+
+async def test_a_key_for_other_models(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    async with gateway(worker, identities=holders, aliases={"nick": "tiny"}) as target:
+        for path, body in (
+            ("/v1/chat/completions", chat()),
+            ("/v1/completions", {"model": "nick", "prompt": "x"}),
+            ("/v1/responses", {"model": "tiny", "input": "x"}),
+            ("/tokenize", {"model": "tiny", "prompt": "x"}),
+            ("/tokenize", chat()),
+            ("/detokenize", {"model": "tiny", "tokens": [5]}),
+        ):
+            status, _, answer = await post(target.url, body, path, **bearer("key without models"))
+            assert status == 403, (path, answer)
+            assert json.loads(answer)["error"]["type"] == "permission_error"
+        one = b"GET /v1/models/tiny HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer %b\r\n\r\n"
+        assert (await raw(target.url, one % b"key without models"))[0] == 403
+        assert (await raw(target.url, one % b"My API Key"))[0] == 200
+        assert await listed(target.url, "key without models") == []
+        assert await listed(target.url, "key of alias") == ["nick"]
+        assert await listed(target.url, "My API Key") == ["tiny", "nick"]
+        assert (await post(target.url, chat(model="nick"), **bearer("key of alias")))[0] == 200
+        assert (await post(target.url, chat(), **bearer("key of alias")))[0] == 403
+
+
+async def listed(url: str, key: str) -> list[str]:
+    request = f"GET /v1/models HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
+    status, data = await raw(url, request.encode())
+    assert status == 200
+    return [model["id"] for model in json.loads(data.partition(b"\r\n\r\n")[2])["data"]]
+
+
+async def test_priority_is_a_right(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    async with gateway(worker, identities=holders) as target:
+        assert (await post(target.url, chat(priority=-5), **bearer("My API Key")))[0] == 403
+        assert (await post(target.url, chat(priority=-5), **bearer("other key of one")))[0] == 200
+        assert [request.priority for request in worker.received] == [-5]
+
+
+async def test_rates_are_told_and_kept(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    async with gateway(worker, identities=holders) as target:
+        for remaining in ("1", "0"):
+            status, headers, _ = await post(target.url, chat(), **bearer("slow key"))
+            assert status == 200
+            assert headers["x-ratelimit-limit-requests"] == "2"
+            assert headers["x-ratelimit-remaining-requests"] == remaining
+            assert int(headers["x-ratelimit-remaining-tokens"]) < 100_000
+            assert headers["x-ratelimit-reset-requests"]
+        status, headers, body = await post(target.url, chat(), **bearer("slow key"))
+        assert status == 429
+        assert 25 <= int(headers["retry-after"]) <= 30
+        assert headers.getall("x-ratelimit-remaining-requests") == ["0"]
+        assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+        assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200, "a limit is one key's"
+
+
+async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    worker.reply = worker.reply * 400
+    async with gateway(worker, identities=holders) as target:
+        status, headers, _ = await post(target.url, chat(max_tokens=400), **bearer("few tokens"))
+        assert status == 200
+        assert int(headers["x-ratelimit-remaining-tokens"]) > 100, "the prompt alone leaves enough for another"
+        status, headers, _ = await post(target.url, chat(), **bearer("few tokens"))
+        assert status == 429
+        assert headers["x-ratelimit-remaining-tokens"] == "0"
+        assert len(worker.received) == 1
+
+
+async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        await go_on.wait()
+        async for frame in worker.answer(request):
+            yield frame
+
+    worker.behave = behave
+    async with gateway(worker, identities=holders) as target:
+        first = asyncio.create_task(post(target.url, chat(stream=True), **bearer("one stream")))
+        await until(lambda: worker.received)
+        status, headers, _ = await post(target.url, chat(), **bearer("one stream"))
+        assert (status, headers["retry-after"]) == (429, "1")
+        go_on.set()
+        await first
+        assert (await post(target.url, chat(), **bearer("one stream")))[0] == 200
+
+
+async def test_a_new_file_counts_without_a_restart(
+    worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\ndigest = "{digest_text(b"old")}"\ntenant = "t"\n')
+    keys = KeyFile(path)
+    following = asyncio.create_task(keys.follow(0.02))
+    try:
+        async with gateway(worker, identities=KeyHolders(b"s", keys, FailedAuth())) as target:
+
+            async def status(key: str) -> int:
+                answer: int = (await post(target.url, chat(), **bearer(key)))[0]
+                return answer
+
+            assert (await status("old"), await status("new")) == (200, 401)
+            path.write_text(f'[[keys]]\ndigest = "{digest_text(b"new")}"\ntenant = "t" # longer')
+
+            async def new_counts() -> bool:
+                return await status("new") == 200
+
+            await until(new_counts)
+            assert await status("old") == 401
+    finally:
+        following.cancel()
+
+
+async def test_guesses_are_slowed_down(worker: ScriptedWorker, holders: KeyHolders) -> None:
+    holders._failed = FailedAuth(FailureAllowance(burst=3, per_s=1e-6))
+    async with gateway(worker, identities=holders) as target:
+        assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200
+        statuses: list[Any] = [(await post(target.url, chat(), **bearer(f"guess {n}")))[0] for n in range(5)]
+        assert statuses == [401, 401, 401, 429, 429]
+        assert (await post(target.url, chat(), **bearer("key of two")))[0] == 429
+        assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200

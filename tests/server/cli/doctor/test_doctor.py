@@ -1,0 +1,103 @@
+"""`headstart doctor`: each check against what it looks at, really there or really not."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from server import cli
+from server.cli.doctor import machine, network, worker
+from server.cli.doctor.check import Check, exit_status, verdict
+from tests.redis_server import RedisServer, newest_redis, redis_binaries
+
+
+def test_a_line_says_what_and_how_to_mend_it() -> None:
+    failed = Check("redis", "fail", "nobody answers", "start it")
+    assert failed.text(colours=False).split() == ["fail", "redis", "nobody", "answers", "->", "start", "it"]
+    assert "\033[31mfail" in failed.text(colours=True)
+    assert (exit_status([failed]), exit_status([Check("a", "warn", "b", "c")])) == (1, 0)
+    assert "1 of 2" in verdict([failed, Check("a", "ok", "b")])
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "problem"),
+    [
+        ("msgpack", ">=1.1", None),
+        ("msgpack", ">=1.1,<2", None),
+        ("msgpack", ">=99", "msgpack 1."),
+        ("no-such-package-anywhere", "", "no-such-package-anywhere is missing"),
+    ],
+)
+def test_a_package_that_is_too_old_or_missing_is_named(name: str, bounds: str, problem: str | None) -> None:
+    found = machine._problem(name, bounds)
+    assert found is None if problem is None else found is not None and found.startswith(problem)
+
+
+def test_our_own_packages_are_as_they_should_be() -> None:
+    assert machine.packages().status == "ok"
+
+
+@pytest.mark.parametrize("binary", redis_binaries().values())
+async def test_a_redis_that_answers(tmp_path: Path, binary: str) -> None:
+    with RedisServer(tmp_path, binary) as redis:
+        check = await network.redis_at(redis.url, None, None)
+    assert "PING" in check.found
+    assert check.status == ("warn" if " 6.2" in check.found else "ok"), check
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "mend"),
+    [
+        (("--requirepass", "secret"), "fail", "--redis-password-file"),
+        (("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"), "warn", "noeviction"),
+    ],
+)
+async def test_a_redis_that_is_not_set_up_well(
+    tmp_path: Path, arguments: tuple[str, ...], status: str, mend: str
+) -> None:
+    binary = newest_redis()
+    server = RedisServer(tmp_path, binary, *arguments)
+    server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
+    with server as redis:
+        check = await network.redis_at(redis.url, None, None)
+    assert (check.status, mend in check.mend) == (status, True), check
+
+
+async def test_no_redis_or_no_url(tmp_path: Path) -> None:
+    check = await network.redis_at(f"unix://{tmp_path}/nowhere.sock", None, None)
+    assert (check.status, "start it" in check.mend) == ("fail", True)
+    check = await network.redis_at("http://u:secret@here", None, None)
+    assert (check.status, "secret" in check.found) == ("fail", False)
+
+
+async def test_a_port_is_free_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "TIMEOUT_S", 0.2)  # of the question whether it is ours, to one who never answers
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        assert (await network.port("port", "127.0.0.1", number, "--port")).status == "fail"
+    assert (await network.port("port", "127.0.0.1", number, "--port")).status == "ok"
+
+
+def test_a_gateway_only_machine_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(network, "TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["doctor", "--gateway-only", "--json", "--port", port, "--ops-port", "0"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert [each["name"] for each in told["checks"] if each["status"] == "fail"] == ["port"]
+
+
+@pytest.mark.parametrize("argv", [["--port", "70000"], ["--num-workers", "0"], ["--redis-password-file", "/nowhere"]])
+def test_a_wrong_question(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *argv]) == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+async def test_a_worker_part_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MODULE", "no_such_module_anywhere")
+    (check,) = [check async for check in worker.checks([])]
+    assert (check.status, "no_such_module_anywhere" in check.found) == ("fail", True)

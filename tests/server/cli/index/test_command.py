@@ -1,0 +1,130 @@
+"""`headstart index` over a real gateway process and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from cache.records import WorkerLoad
+from cache.redis_index import IndexWriter, WriterSettings
+from cache.types import Epoch, IndexEntry, WorkerId
+from server import cli
+from tests.redis_server import RedisServer, newest_redis
+from tests.running import running
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.test_app import ANSWER
+from tests.server.test_gateway import gateway_process
+from tests.waiting import until
+from worker.wire import TokenizerBundle
+
+WRITER = WriterSettings(prefix="team-a", num_shards=2, lease_s=60.0)
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    binary = newest_redis()
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
+        yield server
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+
+
+@asynccontextmanager
+async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator[None]:
+    """`worker` holds 20 blocks; `w1` holds 3, and its lease has ended."""
+    other = replace(worker.member(), worker_id=WorkerId("w1"), epoch=Epoch("epoch-w1"))
+    writers = [
+        IndexWriter(redis.url, worker.member(), WRITER),
+        IndexWriter(redis.url, other, replace(WRITER, lease_s=0.0)),
+    ]
+    async with running(*writers):
+        for writer, count in zip(writers, (20, 3), strict=True):
+            held = [IndexEntry(os.urandom(8)) for _ in range(count)]
+
+            async def stands(writer: IndexWriter = writer, held: list[IndexEntry] = held) -> bool:
+                return writer.link.up and await writer.rewrite(held, WorkerLoad(num_running=2))
+
+            await until(stands)
+        yield
+
+
+async def headstart(*arguments: str) -> int:
+    return await asyncio.to_thread(cli.main, ["index", *arguments])
+
+
+async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
+    redis: RedisServer, worker: ScriptedWorker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "ops.key"
+    key.write_text("an ops key\n")
+    layout = ("--redis", redis.url, "--redis-prefix", "team-a", "--redis-shards", "2")
+    async with (
+        listening(worker.app()) as worker.url,
+        published(redis, worker),
+        gateway_process("--workers", worker.url, *layout, "--ops-key-file", str(key)) as gateway,
+    ):
+        await gateway.until_ready()
+
+        async def answer(*arguments: str) -> Any:
+            assert await headstart(*arguments, "--json") == 0
+            return json.loads(capsys.readouterr().out)
+
+        for source in (("--ops", gateway.ops), layout):
+            live, lapsed = (await answer(*source))["workers"]
+            assert (live["worker_id"], live["blocks"], live["tokens"], live["live"]) == ("w0", 20, 320, True)
+            assert 0 < live["lease_left_s"] <= 60
+            assert 0 <= live["lease_age_s"] < 30
+            assert (lapsed["worker_id"], lapsed["blocks"], lapsed["live"]) == ("w1", 3, False)
+            assert (await answer(*source, "--model", "another"))["workers"] == []
+        assert await headstart("--ops", gateway.ops) == 0
+        heading, first, second = capsys.readouterr().out.splitlines()
+        assert heading.split()[:4] == ["worker", "model", "blocks", "tokens"]
+        assert first.split()[:3] + first.split()[-2:] == ["w0", "tiny", "20", "epoch-w0", "live"]
+        assert second.split()[-1] == "lapsed"
+
+        assert [prefix["num_hits"] for prefix in (await answer("prefixes", "--ops", gateway.ops))["prefixes"]] == [4, 2]
+        assert len((await answer("prefixes", "--limit", "1", "--ops", gateway.ops))["prefixes"]) == 1
+        assert await headstart("prefixes", "--ops", gateway.ops) == 0
+        assert "00 .. 02" in capsys.readouterr().out
+
+        assert await headstart("purge", "w0", "--ops", gateway.ops) == 1
+        assert "answered 401: The ops key is needed" in capsys.readouterr().err
+        keyed = ("--ops", gateway.ops, "--ops-key-file", str(key))
+        assert await answer("purge", "w0", *keyed) == {"worker": "w0", "epoch": "epoch-after-purge"}
+        assert await headstart("purge", "nobody", *keyed) == 1
+        assert "There is no worker 'nobody'" in capsys.readouterr().err
+
+        redis.kill()
+        assert await headstart("--ops", gateway.ops) == 1
+        assert "answered 503: Redis does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--ops", "http://127.0.0.1:1"], 1, "no gateway's ops port at http://127.0.0.1:1"),
+        (["--redis", "http://127.0.0.1:1"], 2, "use redis://"),
+        (["--redis", "unix:///nowhere", "--redis-shards", "0"], 2, "--redis-shards must be at least 1, got 0"),
+        (["purge"], 2, "name the worker: headstart index purge WORKER"),
+        (["workers", "w0"], 2, "only `purge` takes a worker, got 'w0'"),
+        (["purge", "w0", "--ops-key-file", "/nowhere"], 2, "No such file or directory: '/nowhere'"),
+    ],
+)
+def test_it_says_what_is_wrong(
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["index", *arguments]) == status
+    assert message in capsys.readouterr().err

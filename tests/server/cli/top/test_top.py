@@ -1,0 +1,180 @@
+"""`headstart top`: the screen for what a feed tells, and the command against a real gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from server import cli
+from server.cli.doctor import network
+from server.cli.top.events import FeedError, events, ops_url
+from server.cli.top.screen import Size, coloured, index_state, lines
+from server.cli.top.view import View
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.test_app import ANSWER
+from tests.server.test_gateway import gateway_process
+from tests.waiting import HANG_S
+from worker.wire import TokenizerBundle
+
+TRAFFIC = {
+    "prompt_tokens": 111.0,
+    "hit_rate": 0.43,
+    "ttft_p50_s": 0.75,
+    "ttft_p95_s": 0.975,
+    "output_tokens_per_s": 12.0,
+    "in_flight": 3,
+    "decisions_per_s": 200.0,
+}
+INDEX = {"blind": False, "reason": "", "kept": 1.0, "told": 0.9}
+SHARD = {"redis": "redis://here", "connected": True, "breaker_open": False}
+
+
+def worker(name: str, state: str = "serving") -> dict[str, Any]:
+    load = {"running": 2, "waiting": 1, "queued_s": 0.25, "prefill_tokens_per_s": 105.0, "blocks": 100}
+    load |= {"free_blocks": 40, "age_s": 0.0}
+    lost = state == "lost"
+    return {"worker": name, "model": "m", "state": state, "hit_rate": 0.5, "lease_left_s": 4.2} | {
+        "load": None if lost else load
+    }
+
+
+def decision(request: str, worker: str) -> dict[str, Any]:
+    costs = [{"worker": worker, "cost": 0.223}, {"worker": "other", "cost": 0.539}]
+    return {"request": request, "at": 0.0, "worker": worker, "prompt_tokens": 74, "matched_tokens": 32} | {
+        "found_tokens": None,
+        "candidates": costs,
+    }
+
+
+def stem(tokens: int, level: int, *workers: str, num_workers: int | None = None) -> dict[str, Any]:
+    return {"num_tokens": tokens, "level": level, "num_hits": 7, "workers": list(workers)} | {
+        "num_workers": num_workers or len(workers)
+    }
+
+
+def view(*workers: dict[str, Any]) -> View:
+    seen = View()
+    seen.hear("hello", {"version": "1", "gateway": "g", "policy": "headstart", "decisions": [decision("a", "w0")]})
+    index = {**INDEX, "shards": [SHARD]}
+    seen.hear("snapshot", {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers})
+    seen.hear("prefixes", {"stems": [stem(48, 1, "w0", "w1", num_workers=9), stem(96, 2, "w1")]})
+    return seen
+
+
+def test_everything_is_on_the_screen() -> None:
+    seen = view(worker("w0"), worker("w1", "lost"))
+    seen.hear("decisions", {"decisions": [decision("b", "w1")], "found": {"a": 64}})
+    text = "\n".join(lines(seen, Size(160, None)))
+    for part in ("43 % of 111", "750 ms", "200 decisions/s", "index healthy", "1 of 2 workers", "60/100", "4.2 s"):
+        assert part in text
+    latest, earlier = [line for line in text.splitlines() if " cached  " in line]
+    assert "w1" in latest
+    assert "32 of 74 cached" in latest
+    assert "64 of 74 cached" in earlier
+    assert "next other 0.539" in earlier
+    assert "48 tokens" in text
+    assert "w0 w1 and 7 more" in text
+    assert "\n  + 96 tokens" in text
+
+
+@pytest.mark.parametrize("size", [Size(80, 24), Size(40, 10), Size(200, 60)])
+def test_a_small_terminal_is_not_overrun_and_the_lost_worker_is_seen(size: Size) -> None:
+    seen = view(*(worker(f"w{i}") for i in range(64)), worker("w64", "lost"))
+    shown = lines(seen, size)
+    assert len(shown) <= (size.lines or 0)
+    assert max(map(len, shown)) <= size.columns
+    assert any("w64" in line for line in shown)
+
+
+def test_a_name_cannot_command_the_terminal() -> None:
+    seen = view(worker("w\033]0;evil\a"))
+    seen.hear("decisions", {"decisions": [decision("b", "w\033[2J")], "found": {}})
+    text = "\n".join(lines(seen, Size(160, None)))
+    assert "\033" not in text
+    assert "\a" not in text
+    assert "\033[36m" in "\n".join(lines(seen, Size(160, None), coloured))
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ({**INDEX, "shards": []}, "not used"),
+        ({**INDEX, "shards": [{**SHARD, "connected": False}]}, "unreachable"),
+        ({**INDEX, "shards": [{**SHARD, "breaker_open": True}]}, "breaker open"),
+        ({**INDEX, "shards": [SHARD, {**SHARD, "connected": False}]}, "degraded"),
+        ({**INDEX, "blind": True, "reason": "few hits", "shards": [SHARD]}, "blind: few hits"),
+    ],
+)
+def test_the_index_in_words(index: dict[str, Any], says: str) -> None:
+    assert index_state(index)[0].startswith(says)
+
+
+def test_where_a_gateway_is() -> None:
+    assert ops_url("8001") == "http://127.0.0.1:8001"
+    assert ops_url("there:9/dashboard") == "http://there:9"
+    with pytest.raises(ValueError, match="no URL of an ops port"):
+        ops_url("ftp://there")
+
+
+def test_no_gateway_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "http://127.0.0.1:1", "--once"]) == 1
+    assert "is a gateway running?" in capsys.readouterr().err
+    assert cli.main(["top", "--interval", "0"]) == 2
+
+
+async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+    scripted = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+    async with listening(scripted.app()) as scripted.url, gateway_process("--workers", scripted.url) as gateway:
+        await gateway.until_ready()
+
+        async def top(*arguments: str) -> str:
+            command = [sys.executable, "-m", "server.cli", "top", gateway.ops, "--once", *arguments]
+            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            out, _ = await process.communicate()
+            assert process.returncode == 0
+            return out.decode()
+
+        async with asyncio.timeout(HANG_S):
+            text, told = await asyncio.gather(top(), top("--json"))
+        assert "1 of 1 workers serving" in text
+        assert "\033" not in text, "no terminal, no colours"
+        assert "80 tokens" in text, "the prefixes that the worker tells of"
+        assert [row["worker"] for row in json.loads(told)["workers"]] == ["w0"]
+        with pytest.raises(FeedError, match="ops port"):
+            await anext(events(gateway.url))
+        number = int(gateway.ops.rpartition(":")[2])
+        assert "with 1 worker" in (await network.port("ops port", "127.0.0.1", number, "--ops-port")).found
+
+
+async def test_on_a_terminal_it_draws_over_and_outlives_the_gateway(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer
+) -> None:
+    scripted = ScriptedWorker(bundle)
+    ours, theirs = os.openpty()
+    heard = b""
+
+    async def until(text: bytes) -> None:
+        nonlocal heard
+        while text not in heard:
+            heard += await asyncio.to_thread(os.read, ours, 65536)
+
+    async with asyncio.timeout(HANG_S), listening(scripted.app()) as scripted.url:
+        async with gateway_process("--workers", scripted.url) as gateway:
+            await gateway.until_ready()
+            command = [sys.executable, "-m", "server.cli", "top", gateway.ops, "--interval", "0.1"]
+            top = await asyncio.create_subprocess_exec(*command, stdout=theirs, stderr=theirs)
+            await until(b"1 of 1 workers serving")
+        await until(b"Trying again")
+        top.send_signal(signal.SIGINT)
+        await until(b"\033[?1049l")
+        assert await top.wait() == 0
+    os.close(ours)
+    os.close(theirs)
+    assert heard.index(b"\033[?1049h") < heard.index(b"\033[H")

@@ -1,0 +1,119 @@
+"""The pages, the live feed and what an operator may do, over a real gateway process and a scripted worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer
+
+from server.ops.pages import FOLDER
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.sse_grammar import check_chat
+from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_gateway import Process, gateway_process
+from tests.waiting import HANG_S
+from worker.wire import TokenizerBundle
+
+
+@pytest.fixture
+async def gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> AsyncIterator[Process]:
+    worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids, num_cached_tokens=16)
+    async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as running:
+        await running.until_ready()
+        yield running
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
+    name = ""
+    async for line in response.content:
+        if line.startswith(b"event: "):
+            name = line[7:].strip().decode()
+        elif line.startswith(b"data: "):
+            yield name, json.loads(line[6:])
+
+
+async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> None:
+    async with (
+        asyncio.timeout(HANG_S),
+        aiohttp.ClientSession() as session,
+        session.get(gateway.ops + "/events") as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+        stream = events(response)
+        name, hello = await anext(stream)
+        assert (name, hello["policy"], hello["decisions"]) == ("hello", "headstart", [])
+        while name != "snapshot":
+            name, snapshot = await anext(stream)
+        assert [(row["worker"], row["state"]) for row in snapshot["workers"]] == [("w0", "serving")]
+        assert snapshot["index"]["shards"] == []
+        while name != "prefixes":
+            name, prefixes = await anext(stream)
+        assert [(stem["level"], stem["workers"]) for stem in prefixes["stems"]] == [(1, ["w0"]), (2, ["w0"])]
+        await post(gateway.url, chat(stream=True))
+        while name != "decisions":
+            name, news = await anext(stream)
+        (decision,) = news["decisions"]
+        assert (decision["worker"], decision["num_candidates"]) == ("w0", 1)
+        assert decision["candidates"][0]["cost"] > 0
+        if decision["found_tokens"] is None:
+            while name != "decisions" or not news["found"]:
+                name, news = await anext(stream)
+        async with session.get(gateway.ops + "/events") as late:
+            _, hello = await anext(events(late))
+            assert [each["found_tokens"] for each in hello["decisions"]] == [16]
+
+
+async def test_the_gateway_stops_though_somebody_looks(gateway: Process) -> None:
+    async with (
+        asyncio.timeout(HANG_S),
+        aiohttp.ClientSession() as session,
+        session.get(gateway.ops + "/events") as response,
+    ):
+        await response.content.readline()
+        gateway.process.terminate()
+        await response.read()
+        assert await gateway.process.wait() == 0
+
+
+async def test_pages_load_nothing_from_elsewhere(gateway: Process) -> None:
+    async with aiohttp.ClientSession() as session:
+        for path in ("/dashboard", "/chat", *(f"/pages/{file.name}" for file in FOLDER.iterdir())):
+            async with session.get(gateway.ops + path) as response:
+                assert response.status == 200, path
+                policy = response.headers["content-security-policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                etag = response.headers["etag"]
+            async with session.get(gateway.ops + path, headers={"if-none-match": etag}) as response:
+                assert response.status == 304, path
+        async with session.get(gateway.ops + "/pages/..%2fops.py") as response:
+            assert response.status == 404
+
+
+async def test_the_chat_page_reaches_the_public_api_and_the_public_port_allows_no_origin(gateway: Process) -> None:
+    _, _, raw = await post(gateway.ops, chat(stream=True), "/chat/api/v1/chat/completions")
+    assert check_chat(raw) == [ANSWER]
+    async with (
+        aiohttp.ClientSession(headers={"origin": gateway.ops}) as session,
+        session.get(gateway.url + "/v1/models") as response,
+    ):
+        assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("headers", [{"origin": "https://elsewhere.example"}, {"sec-fetch-site": "cross-site"}])
+@pytest.mark.parametrize("path", ["/workers/w0/drain", "/drain", "/chat/api/v1/chat/completions"])
+async def test_another_sites_page_cannot_act(gateway: Process, headers: dict[str, str], path: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(gateway.ops + path, headers=headers) as response:
+        assert response.status == 403
+        assert (await response.json())["error"]["code"] == "cross_origin"
+
+
+async def test_an_unknown_worker_is_said(gateway: Process) -> None:
+    async with aiohttp.ClientSession() as session, session.post(gateway.ops + "/workers/nobody/purge") as response:
+        assert response.status == 404
+        assert "nobody" in (await response.json())["error"]["message"]

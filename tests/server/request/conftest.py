@@ -1,0 +1,25 @@
+"""As many scripted workers as a test wants."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.server.request.failing_workers import MakeWorker
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import ANSWER
+from worker.wire import TokenizerBundle
+
+
+@pytest.fixture
+def make(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> MakeWorker:
+    ids = raw_tokenizer.encode(ANSWER).ids
+    numbers = count()
+
+    def build(**fields: Any) -> ScriptedWorker:
+        return ScriptedWorker(bundle, worker_id=f"w{next(numbers)}", reply=ids, **fields)
+
+    return build

@@ -1,0 +1,116 @@
+"""What nobody waits for any more is aborted on its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from tests.server.gateway_app import gateway
+from tests.server.http.test_reading import MIB
+from tests.server.http.test_reading import post as written
+from tests.server.request.failing_workers import MakeWorker
+from tests.server.sse_grammar import check_chat
+from tests.server.test_app import chat, post
+from tests.waiting import HANG_S, until
+from worker.wire import Finished, Frame, GenerateRequest, Started, Tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["queued", "running"])
+async def test_a_client_that_leaves_is_an_abort_at_once(make: MakeWorker, stream: bool, when: str) -> None:
+    worker = make()
+    forever = asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        if when == "running":
+            for id_ in worker.reply[:4]:
+                yield Tokens(0, (id_,))
+        await forever.wait()
+
+    worker.behave = behave
+    # Nothing but the end of the connection tells: no keep-alive is written and no stream looked after meanwhile.
+    async with gateway(worker, keepalive_s=3600.0, silent_s=3600.0) as target:
+        async with aiohttp.ClientSession() as session:
+            request = asyncio.create_task(session.post(target.url + "/v1/chat/completions", json=chat(stream=stream)))
+            await until(lambda: worker.num_running)
+            num_waiting = len(worker.received[0].prompt_ids) if when == "queued" else 0
+            await until(lambda: target.waiting_room.num_tokens == num_waiting)
+            if stream and when == "running":
+                response = await request
+                await response.content.readany()
+                response.close()
+            else:
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+        await until(lambda: not worker.num_running and target.router.placements[0].calls[-1:] == ["close False"])
+        assert len(worker.aborted) == 1
+        assert target.metrics.disconnects._value.get() == 1
+
+
+async def test_a_client_that_leaves_a_batch_aborts_every_prompt(make: MakeWorker) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:4]))
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    body = {"model": "tiny", "prompt": ["one", "two"], "stream": True}
+    async with gateway(worker) as target:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(target.url + "/v1/completions", json=body) as response,
+        ):
+            await until(lambda: worker.num_running == 2)
+            await response.content.readany()
+        await until(lambda: len(worker.aborted) == 2)
+        assert [placement.calls[-1] for placement in target.router.placements] == ["close False"] * 2
+
+
+async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWorker) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in worker.answer(request):
+            if isinstance(frame, Finished):
+                await asyncio.Event().wait()
+            yield frame
+
+    worker.behave = behave
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(stream=True, n=2, stop="Fra", max_tokens=8))
+        assert check_chat(raw, num_choices=2) == ["The capital of "] * 2
+        request_id = worker.received[0].request_id
+        await until(lambda: {(request_id, 0), request_id} == set(worker.aborted))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1024, 160_000, 16 * MIB])
+async def test_a_client_that_leaves_is_an_abort_for_bodies_of_every_size(
+    make: MakeWorker, stream: bool, size: int
+) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:1]))
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    body = json.dumps(chat(stream=stream)).encode()
+    async with gateway(worker, max_body_bytes=32 * MIB) as target:
+        for chunked in (False, True):
+            host, _, port = target.url.removeprefix("http://").partition(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(written(body.ljust(size), chunked=chunked, path="/v1/chat/completions"))
+            await until(lambda: worker.num_running, HANG_S)
+            num_aborted = len(worker.aborted)
+            writer.close()
+            await until(lambda n=num_aborted: len(worker.aborted) == n + 1, HANG_S)
+            await until(lambda: not worker.num_running, HANG_S)

@@ -1,0 +1,253 @@
+"""Workers that die, break connections, stop or misspeak, and streams that are resumed elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from cache.types import Epoch
+from tests.server.gateway_app import gateway
+from tests.server.request.failing_workers import MakeWorker, dies_after
+from tests.server.scripted_worker import Die, Script, ScriptedWorker
+from tests.server.sse_grammar import GrammarError, check_chat, events
+from tests.server.test_app import ANSWER, MESSAGES, chat, client, post
+from tests.waiting import HANG_S
+from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, Tokens
+
+
+def gone_after(worker: ScriptedWorker, num_tokens: int) -> Script:
+    """As `dies_after`, and never again a token."""
+    dies, lives = dies_after(worker, num_tokens), iter([True])
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        if not next(lives, False):
+            yield Started(0)
+            raise Die
+        async for frame in dies(request):
+            yield frame
+
+    return behave
+
+
+@asynccontextmanager
+async def breaks_kept_connections(worker: ScriptedWorker) -> AsyncIterator[str]:
+    """An address before the worker's: a connection breaks when a second request comes over it."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = urlsplit(worker.url)
+        answers, requests = await asyncio.open_connection(address.hostname, address.port)
+        answered = False
+
+        async def relay_back() -> None:
+            nonlocal answered
+            while data := await answers.read(65536):
+                answered = True
+                writer.write(data)
+
+        back = asyncio.create_task(relay_back())
+        try:
+            while (data := await reader.read(65536)) and not answered:
+                requests.write(data)
+        finally:
+            back.cancel()
+            requests.close()
+            writer.transport.abort()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, stream: bool, num_tokens: int) -> None:
+    dying, healthy = make(num_cached_tokens=3), make(num_cached_tokens=5)
+    dying.behave = dies_after(dying, num_tokens)
+    async with gateway(dying, healthy) as target:
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        status, _, raw = await post(target.url, chat(stream=stream, n=1, seed=5, **options))
+        assert status == 200
+        if stream:
+            text, usage = check_chat(raw, include_usage=True)[0], events(raw)[-2]["usage"]
+        else:
+            body = json.loads(raw)
+            text, usage = body["choices"][0]["message"]["content"], body["usage"]
+        assert text == ANSWER
+        assert usage["prompt_tokens_details"]["cached_tokens"] == (3 if num_tokens else 5), "of who gave the first"
+        assert target.metrics.registry.get_sample_value("headstart_resumed_total") == (num_tokens > 0)
+        (resumed,) = healthy.received
+        assert list(resumed.choices[0].output_ids) == healthy.reply[:num_tokens]
+        assert resumed.choices[0].seed == dying.received[0].choices[0].seed == 5
+        first, second = target.router.placements
+        assert first.calls[-1] == "close False"
+        assert second.calls == ["started 5", "first token", "close True"]
+        assert second.request.excluded == {(dying.worker_id, dying.member().epoch)}
+        assert second.request.numerics == (dying.numerics if num_tokens else None)
+
+
+async def test_n_choices_are_resumed_each_where_it_was(make: MakeWorker) -> None:
+    dying, healthy = make(), make()
+    dying.behave = dies_after(dying, 4)
+    async with gateway(dying, healthy) as target:
+        _, _, raw = await post(target.url, chat(stream=True, n=3))
+        assert check_chat(raw, num_choices=3) == [ANSWER] * 3
+        assert [len(choice.output_ids) for choice in healthy.received[0].choices] == [2, 1, 1]
+
+
+async def test_no_worker_of_the_numerics_class_means_an_error_event(make: MakeWorker) -> None:
+    dying, other = make(), make(numerics="cuda-bfloat16")
+    dying.behave = gone_after(dying, 5)
+    async with gateway(dying, other) as target:
+        status, _, raw = await post(target.url, chat(stream=True))
+        assert status == 200
+        with pytest.raises(GrammarError):
+            check_chat(raw)
+        *_, last = events(raw)
+        assert last["error"]["code"] == "worker_lost"
+        assert set(last["error"]) == {"message", "type", "param", "code"}
+        assert b"[DONE]" not in raw
+        assert other.received == []
+        dying.behave = gone_after(dying, 5)
+        async with client(target) as sdk:
+            with pytest.raises(openai.APIError) as raised:
+                async for _ in await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True):
+                    pass
+            assert raised.value.code == "worker_lost"
+
+
+async def test_unstreamed_answers_begin_again_on_other_numerics(make: MakeWorker) -> None:
+    dying, other = make(), make(numerics="cuda-bfloat16")
+    dying.behave = dies_after(dying, 5)
+    async with gateway(dying, other) as target:
+        status, headers, raw = await post(target.url, chat())
+        assert status == 200
+        assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
+        assert json.loads(raw)["usage"]["completion_tokens"] == len(other.reply) + 1
+        assert target.metrics.registry.get_sample_value("headstart_restarted_total") == 1
+        assert other.received[0].choices[0].output_ids == ()
+        assert headers["x-headstart-worker"] == other.worker_id
+
+
+async def test_a_dead_address_is_passed_over(make: MakeWorker) -> None:
+    gone, healthy = make(), make()
+    async with gateway(gone, healthy) as target:
+        dead = target.router.members[0]
+        target.router.members[0] = type(dead)(
+            **{f: getattr(dead, f) for f in dead.__slots__} | {"url": "http://127.0.0.1:1"}
+        )
+        status, headers, _ = await post(target.url, chat(stream=True))
+        assert (status, headers["x-headstart-worker"]) == (200, healthy.worker_id)
+        assert target.router.failed == [gone.worker_id]
+
+
+async def test_a_kept_connection_that_broke_is_no_lost_worker(
+    make: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make()
+    async with breaks_kept_connections(worker) as url, gateway(worker) as target:
+        target.router.members[0] = replace(target.router.members[0], url=url)
+        with caplog.at_level(logging.INFO, logger="server.request"):
+            async with asyncio.timeout(HANG_S):
+                while not any("close False" in placement.calls for placement in target.router.placements):
+                    assert (await post(target.url, chat()))[0] == 200
+        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == 0
+        assert target.router.failed == []
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+async def test_a_stream_outlives_many_handovers_and_gets_a_lost_worker_back(make: MakeWorker) -> None:
+    """Workers that stop hand over, which is no loss; a worker that was lost is asked again when there is no other."""
+    worker = make()
+    tries = count()
+
+    async def flaky(request: GenerateRequest) -> AsyncIterator[Frame]:
+        done = len(request.choices[0].output_ids)
+        number = next(tries)
+        if number == 4:
+            async for frame in worker.answer(request):
+                yield frame
+            return
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[done : done + 1]))
+        if number < 3:
+            target.router.members[0] = replace(worker.member(), epoch=Epoch(f"boot {number}"))
+            yield Failed("draining", "the worker stops", retryable=True)
+            return
+        await asyncio.sleep(0.02)  # let what was sent be read
+        raise Die
+
+    worker.behave = flaky
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert next(tries) == 5
+        assert len(target.router.placements) == 5
+
+
+async def test_failed_frames(make: MakeWorker) -> None:
+    failing, healthy = make(), make()
+
+    async def draining(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(failing.reply[:3]))
+        yield Failed("draining", "the worker stops", retryable=True)
+
+    failing.behave = draining
+    async with gateway(failing, healthy) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+
+        async def broken(request: GenerateRequest) -> AsyncIterator[Frame]:
+            yield Started(0)
+            yield Failed("internal_error", "secret details", retryable=False)
+
+        failing.behave = broken
+        status, _, raw = await post(target.url, chat(stream=True))
+        assert status == 500
+        assert b"secret" not in raw
+
+
+@pytest.mark.parametrize("frames", [[End(0, 0, 0)], [Started(0), Tokens(7, (1,))], [Started(0), Finished(0, "abort")]])
+async def test_nonsense_from_a_worker_is_a_loss(make: MakeWorker, frames: list[Frame]) -> None:
+    odd, healthy = make(), make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        for frame in frames:
+            yield frame
+
+    odd.behave = behave
+    async with gateway(odd, healthy) as target:
+        status, _, raw = await post(target.url, chat())
+        assert status == 200
+        assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
+        assert (len(odd.received), len(healthy.received)) == (1, 1)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_the_end_lost_with_its_worker(make: MakeWorker, is_told: bool) -> None:
+    """All tokens came: nothing is left to be asked of anybody, and where Finished came too, nothing was lost."""
+    dying = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, (*dying.reply, 2))
+        if is_told:
+            yield Finished(0, "stop", 2)
+            await asyncio.sleep(0.02)  # let what was sent be read
+        raise Die
+
+    dying.behave = behave
+    async with gateway(dying) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert len(target.router.placements) == 1
+        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not is_told)

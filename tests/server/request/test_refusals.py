@@ -1,0 +1,133 @@
+"""Workers that refuse, and what the gateway refuses: floods, requests that kill workers, workers that lie."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from server.request import full_queues
+from server.request.retry import RetryBudget
+from tests.server.gateway_app import gateway
+from tests.server.request.failing_workers import MakeWorker, dies_after
+from tests.server.scripted_worker import Refuse, Script
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import Failed, Frame, GenerateRequest, Started
+
+
+def refuses(status: int, code: str, *, retryable: bool = True, retry_after_s: float | None = None) -> Script:
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        raise Refuse(status, code, retryable=retryable, retry_after_s=retry_after_s)
+        yield Started(0)
+
+    return behave
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "queue_full"), (503, "draining"), (409, "wrong_epoch")])
+async def test_refusals_go_elsewhere_at_once(make: MakeWorker, status: int, code: str) -> None:
+    refusing, healthy = make(), make()
+    refusing.behave = refuses(status, code)
+    async with gateway(refusing, healthy) as target:
+        got, _, raw = await post(target.url, chat())
+        assert got == 200
+        assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
+        assert all(placement.calls[-1] == "close False" for placement in target.router.placements[:-1])
+        assert len(refusing.received) == (2 if status == 409 else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (429, "queue_full", (429, "queue_full", "1")),
+        (503, "draining", (503, "service_unavailable", "1")),
+        (400, "invalid_request", (400, None, None)),
+        (500, "internal_error", (500, "internal_error", None)),
+    ],
+)
+async def test_refused_by_all_is_a_status(
+    make: MakeWorker, stream: bool, status: int, code: str, expected: tuple[int, str | None, str | None]
+) -> None:
+    workers = make(), make()
+    for worker in workers:
+        worker.behave = refuses(status, code, retryable=status in (429, 503))
+    async with gateway(*workers) as target:
+        got, headers, raw = await post(target.url, chat(stream=stream))
+        error = json.loads(raw)["error"]
+        assert (got, error["code"], headers.get("retry-after")) == expected
+        assert headers.get("x-should-retry") == {429: "true", 500: "false"}.get(got)
+
+
+async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
+    """So that trouble is not multiplied: with nothing saved up, a tenth of them."""
+    budget = RetryBudget(clock=lambda: 0.0)
+    while budget.spend():
+        pass
+    refusing, healthy = make(), make()
+    refusing.behave = refuses(503, "draining")
+    async with gateway(refusing, healthy, budget=budget) as target:
+        statuses = [(await post(target.url, chat()))[0] for _ in range(13)]
+    assert statuses.count(200) == len(healthy.received) == 1
+    assert statuses[9:12].count(200) == 1
+
+
+async def test_a_flood_is_answered_without_asking_the_workers_each_time(
+    make: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause_s = 2.0  # so long that a slow machine sends the whole flood meanwhile
+    monkeypatch.setattr(full_queues, "PAUSE_S", pause_s)
+    workers = make(), make()
+    for worker, retry_after_s in zip(workers, (2.0, 5.0), strict=True):
+        worker.behave = refuses(429, "queue_full", retry_after_s=retry_after_s)
+    async with gateway(*workers) as target:
+        answers = [await post(target.url, chat())]
+        answers += await asyncio.gather(*(post(target.url, chat()) for _ in range(40)))
+        assert {(status, json.loads(raw)["error"]["code"]) for status, _, raw in answers} == {(429, "queue_full")}
+        assert {headers["retry-after"] for _, headers, _ in answers} == {"2"}, "when the first of them has room"
+        assert sum(len(worker.received) for worker in workers) < 40
+        for worker in workers:
+            worker.behave = worker.answer
+        await asyncio.sleep(pause_s)
+        assert (await post(target.url, chat()))[0] == 200
+
+
+async def test_a_request_that_kills_workers_is_stopped_and_quarantined(make: MakeWorker) -> None:
+    workers = [make() for _ in range(5)]
+    for worker in workers:
+        worker.behave = dies_after(worker, 0)
+    async with gateway(*workers) as target:
+        for _ in range(2):
+            status, headers, _ = await post(target.url, chat(seed=1))
+            assert (status, headers["x-should-retry"]) == (500, "false")
+        assert [len(worker.received) for worker in workers] == [1, 1, 0, 0, 0]
+        assert target.metrics.registry.get_sample_value("headstart_quarantined_total") == 1
+        assert [worker.received[0].is_suspect for worker in workers[:2]] == [False, True]
+        for worker in workers:
+            worker.behave = None
+        status, _, _ = await post(target.url, chat(seed=1, temperature=0.5))
+        assert status == 200, "another request is not in quarantine"
+
+
+async def test_a_worker_that_says_so_is_believed(make: MakeWorker) -> None:
+    blaming, other = make(), make()
+
+    async def blame(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Failed("poisonous", "the request has broken the device", retryable=False)
+
+    blaming.behave = blame
+    async with gateway(blaming, other) as target:
+        for _ in range(2):
+            status, headers, _ = await post(target.url, chat(seed=1))
+            assert (status, headers["x-should-retry"]) == (500, "false")
+        assert (len(blaming.received), len(other.received)) == (1, 0)
+
+
+async def test_a_worker_whose_bundle_is_not_its_namespace_is_not_served(make: MakeWorker) -> None:
+    liar = make(namespace="0" * 32)
+    async with gateway(liar) as target:
+        assert target.models.names() == []
+        status, _, _ = await post(target.url, chat())
+        assert status == 503

@@ -1,0 +1,141 @@
+"""Workers that hang, and those that are only slow: told apart, waited for, and cut at the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+
+from tests.server.gateway_app import gateway
+from tests.server.request.failing_workers import MakeWorker
+from tests.server.scripted_worker import ScriptedWorker, until
+from tests.server.sse_grammar import check_chat, events
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import Failed, Frame, GenerateRequest, Started, Tokens
+
+
+async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -> None:
+    hung, healthy = make(), make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(hung.reply[:4]))
+        hung.hung = True
+        await asyncio.Event().wait()
+
+    hung.behave = behave
+    async with gateway(hung, healthy, silent_s=0.3) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert len(healthy.received[0].choices[0].output_ids) == 4
+
+
+async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker) -> None:
+    workers = [make(), make()]
+    pause, num_paused = asyncio.Event(), 0
+
+    def behaviour(worker: ScriptedWorker) -> Callable[[GenerateRequest], AsyncIterator[Frame]]:
+        async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+            nonlocal num_paused
+            num_sent = 0
+            async for frame in worker.answer(request):
+                if num_sent == 4:
+                    num_paused += 1
+                    for each in workers:
+                        each.hung = True
+                    await pause.wait()
+                num_sent += 1
+                yield frame
+
+        return behave
+
+    for worker in workers:
+        worker.behave = behaviour(worker)
+    async with gateway(*workers, silent_s=0.1) as target:
+        asked = asyncio.create_task(post(target.url, chat(stream=True)))
+        await until(lambda: num_paused, 20.0)
+        await until(lambda: workers[0].num_probed >= 4 and workers[1].num_probed >= 2, 20.0)
+        assert not asked.done()
+        for worker in workers:
+            worker.hung = False
+        pause.set()
+        _, _, raw = await asked
+        assert check_chat(raw) == [ANSWER]
+        assert [len(worker.received) for worker in workers] == [1, 0], "it was never taken elsewhere"
+
+
+async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:4]))
+        worker.hung = True
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    async with gateway(worker, silent_s=0.1, alone_s=0.5) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert "error" in events(raw)[-1]
+
+
+async def test_a_slow_but_living_worker_is_waited_for(make: MakeWorker) -> None:
+    slow = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        num_sent = 0
+        async for frame in slow.answer(request):
+            if num_sent == 5:  # with tokens still to come: all but the end would not be asked of anybody else
+                await asyncio.sleep(0.6)
+            yield frame
+            num_sent += 1
+
+    slow.behave = behave
+    async with gateway(slow, silent_s=0.1) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert len(slow.received) == 1
+
+
+async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorker) -> None:
+    worker = make()
+    go = asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        await go.wait()
+        yield Failed("internal_error", "x", retryable=False)
+
+    worker.behave = behave
+    async with (
+        gateway(worker, keepalive_s=0.05) as target,
+        aiohttp.ClientSession() as session,
+        session.post(target.url + "/v1/chat/completions", json=chat(stream=True)) as response,
+    ):
+        assert response.status == 200
+        assert await response.content.readexactly(16) == b": ping\n\n: ping\n\n"
+        go.set()
+        (error,) = events(await response.read())
+        assert error["error"]["code"] == "internal_error"
+
+
+async def test_the_deadline_is_a_504_or_an_error_event(make: MakeWorker) -> None:
+    worker = make()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:4]))
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+    async with gateway(worker, request_timeout_s=2.0) as target:
+        status, _, raw = await post(target.url, chat())
+        assert (status, json.loads(raw)["error"]["code"]) == (504, "timeout")
+        deadline_s = worker.received[0].deadline_s
+        assert deadline_s is not None
+        assert 0.0 < deadline_s <= 2.0, "the worker is told how long anybody waits"
+        status, _, raw = await post(target.url, chat(stream=True))
+        assert status == 200
+        assert events(raw)[-1]["error"]["code"] == "timeout"

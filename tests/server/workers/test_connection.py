@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from server.workers.connection import HIGH_WATER_BYTES, ConnectionBrokenError, ConnectionPool, HttpConnection
+from tests.waiting import until
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def server(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Runs `serve` for every request on a connection; the heads that came."""
+    heads: list[bytes] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                heads.append(head)
+                await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+                await serve(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    listener = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with listener:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", heads
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[ConnectionPool]:
+    opened = ConnectionPool(connect_timeout_s=1.0)
+    yield opened
+    opened.close()
+
+
+async def read_all(connection: HttpConnection) -> bytes:
+    await connection.head()
+    parts = []
+    while part := await connection.read():
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def test_an_answer_byte_by_byte_and_the_connection_again(pool: ConnectionPool) -> None:
+    peers = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.add(writer.get_extra_info("peername"))
+        for byte in CHUNKED + b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n":
+            writer.write(bytes([byte]))
+            await writer.drain()
+
+    async with server(serve) as (url, heads):
+        for _ in range(3):
+            connection = await pool.post(url, b"body")
+            assert await connection.head() == 200
+            assert await read_all(connection) == b"hello world"
+            pool.give_back(url, connection)
+        assert len(peers) == 1
+        assert heads[0].startswith(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1:")
+
+
+async def test_given_back_before_the_last_chunk(pool: ConnectionPool) -> None:
+    go = asyncio.Event()
+    num_peers = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + b"1\r\nx\r\n")
+        await go.wait()
+        writer.write(b"0\r\n\r\n")
+
+    async with server(serve) as (url, heads):
+        first = await pool.post(url, b"")
+        assert await first.read() == b"x"
+        pool.give_back(url, first)
+        second = await pool.post(url, b"")
+        assert second is not first, "the first has not ended yet"
+        go.set()
+        assert await read_all(second) == b"x"
+        await until(lambda: first.usable)
+        assert await pool.post(url, b"") is first
+        num_peers = len(heads)
+        second.close()
+    assert num_peers <= 3
+
+
+async def test_a_connection_closed_while_idle_is_not_taken(pool: ConnectionPool) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
+        await writer.drain()
+        raise ConnectionResetError
+
+    async with server(serve) as (url, _):
+        connection = await pool.post(url, b"")
+        assert await read_all(connection) == b"x"
+        pool.give_back(url, connection)
+        await until(lambda: not connection.usable)
+        assert await pool.post(url, b"") is not connection
+
+
+@pytest.mark.parametrize("sent", [b"", CHUNKED[:20], CHUNKED + b"5\r\nhe", b"\0\0\0\0\r\n\r\n", CHUNKED + b"zz\r\n"])
+async def test_broken_answers(pool: ConnectionPool, sent: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        await writer.drain()
+        raise ConnectionResetError
+
+    async with server(serve) as (url, _):
+        connection = await pool.post(url, b"")
+        with pytest.raises(ConnectionBrokenError) as broken:
+            await read_all(connection)
+        assert not broken.value.reused
+
+
+async def test_nobody_reads_and_the_sender_waits(pool: ConnectionPool) -> None:
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(CHUNKED)
+        for _ in range(400):
+            writer.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+            sent += 0x10000
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    async with server(serve) as (url, _):
+        connection = await pool.post(url, b"")
+        await connection.head()
+        seen = -1
+        while seen != sent:
+            seen = sent
+            await asyncio.sleep(0.1)
+        assert sent < 400 * 0x10000 / 2
+        assert connection._size <= 2 * HIGH_WATER_BYTES
+        assert len(await read_all(connection)) == 400 * 0x10000
+
+
+async def test_no_listener() -> None:
+    with pytest.raises(OSError, match="Connect"):
+        await ConnectionPool(connect_timeout_s=1.0).post("http://127.0.0.1:1", b"")

@@ -1,0 +1,156 @@
+"""Gateway and worker trust each other by the cluster secret, and the gateway dials workers' networks only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from cache.records import WorkerLoad, WorkerMember, signature, signed
+from cache.types import Epoch, WorkerId
+from server.workers.client import WorkerClient, WorkerLost
+from server.workers.connection import ConnectionPool
+from server.workers.fleet import Fleet, FleetSettings, NoIndex
+from server.workers.networks import AddressRefusedError, WorkerNetworks
+from tests.worker.live_worker import serve
+from worker.engine.metrics import WorkerMetrics
+from worker.http.app import make_app
+from worker.http.service import WorkerService
+from worker.wire import PROTOCOL_VERSION, WorkerState, gateway_token
+
+MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:9", "m", "ns", "cpu", 16, 512, PROTOCOL_VERSION)
+
+
+def test_a_signature_binds_what_a_gateway_acts_on() -> None:
+    mine = signed(b"secret", MEMBER)
+    assert mine.secret_check == signature(b"secret", MEMBER) != ""
+    assert signature(b"", MEMBER) == ""
+    assert signature(b"other", MEMBER) != mine.secret_check
+    for changes in (
+        {"url": "http://127.0.0.1:10"},
+        {"worker_id": "v"},
+        {"model": "n"},
+        {"namespace": "x"},
+        {"numerics": "cuda"},
+        {"block_size": 8},
+    ):
+        assert signature(b"secret", replace(MEMBER, **changes)) != mine.secret_check
+    assert signature(b"secret", replace(MEMBER, epoch=Epoch("later"))) == mine.secret_check
+
+
+@pytest.mark.parametrize(
+    ("member", "accepted"),
+    [
+        (signed(b"secret", MEMBER), True),
+        (MEMBER, False),
+        (signed(b"other", MEMBER), False),
+        (replace(signed(b"secret", MEMBER), url="http://127.0.0.1:10"), False),
+        (signed(b"secret", replace(MEMBER, url="http://169.254.169.254")), False),
+        (signed(b"secret", replace(MEMBER, url="http://u@127.0.0.1")), False),
+        (signed(b"secret", replace(MEMBER, url="http://127.0.0.1/x")), False),
+    ],
+)
+async def test_the_fleet_takes_signed_workers_only(
+    member: WorkerMember, accepted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    async def fetch(url: str) -> WorkerState:
+        asked.append(url)
+        return WorkerState(member, WorkerLoad())
+
+    index = NoIndex()
+    index.members = lambda: [member]  # type: ignore[method-assign]
+    fleet = Fleet(index, fetch, FleetSettings(cluster_secret=b"secret"), clock=lambda: 1.0)
+    await fleet.poll()
+    assert asked == [member.url] * accepted
+    assert bool(fleet.workers()) == accepted
+    assert ("is refused" in caplog.text) != accepted
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [
+        ("127.0.0.1", True),
+        ("10.1.2.3", True),
+        ("192.168.0.9", True),
+        ("::1", True),
+        ("fd00::5", True),
+        ("::ffff:10.0.0.1", True),
+        ("169.254.169.254", False),
+        ("100.100.100.200", False),
+        ("8.8.8.8", False),
+        ("0.0.0.0", False),
+        ("fe80::1", False),
+        ("::ffff:8.8.8.8", False),
+        ("2001:db8::1", False),
+    ],
+)
+def test_the_default_networks(address: str, allowed: bool) -> None:
+    assert WorkerNetworks().allows(address) == allowed
+
+
+def test_a_bad_network_is_named() -> None:
+    with pytest.raises(ValueError, match="--worker-networks"):
+        WorkerNetworks(["10.0.0.1/8"])
+
+
+async def test_nothing_else_is_dialled_on_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = WorkerNetworks(["10.0.0.0/8"])
+    client = WorkerClient.open("", networks)
+    try:
+        for host in ("127.0.0.1", "localhost"):
+            with pytest.raises(AddressRefusedError):
+                await ConnectionPool(connect_timeout_s=1, networks=networks).post(f"http://{host}:9", b"")
+            with pytest.raises(WorkerLost, match="--worker-networks"):
+                await client.bundle(f"http://{host}:9")
+    finally:
+        await client.close()
+
+
+async def test_a_worker_answers_who_shows_its_token() -> None:
+    token = gateway_token(b"secret")
+    assert token not in ("", gateway_token(b"other"))
+    service = WorkerService(WorkerMetrics())
+    routes = ["/generate", "/abort", "/state", "/bundle", "/drain", "/purge", "/debug/state", "/nowhere"]
+    async with serve(service, make_app(service, token)) as url, aiohttp.ClientSession() as http:
+        for path in routes:
+            for shown in (None, "", "Bearer", "Bearer ", f"Bearer {token}x", f"Basic {token}", token):
+                headers = {} if shown is None else {"authorization": shown}
+                async with http.post(url + path, headers=headers) as answer:
+                    assert answer.status == 401, (path, shown)
+            async with http.post(url + path, headers={"authorization": f"Bearer {token}"}) as answer:
+                assert answer.status != 401
+        assert service.draining
+        for path in ("/health/live", "/health/ready", "/metrics"):
+            async with http.get(url + path) as answer:
+                assert answer.status != 401
+        client = WorkerClient.open(token)
+        try:
+            assert await client.is_alive(url)
+            with pytest.raises(WorkerLost, match="503"):
+                await client.bundle(url)
+        finally:
+            await client.close()
+
+
+async def test_redirects_are_not_followed() -> None:
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    client = WorkerClient.open("token")
+    try:
+        with pytest.raises(WorkerLost, match="302"):
+            await client.bundle(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert len(asked) == 1
+    finally:
+        await client.close()
+        server.close()

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from cache.types import GatewayId
+from tests.worker.scheduler.engine import HandEngine, generate
+from worker.engine.load_report import LoadReport, PrefillRate
+
+
+def test_without_a_measurement_there_is_no_rate() -> None:
+    rate = PrefillRate()
+    assert rate.tokens_per_s == 0.0
+    assert rate.seconds(100) == 0.0
+
+
+def test_the_rate_follows_what_is_measured_and_forgets() -> None:
+    rate = PrefillRate(1000, 1.0)
+    rate.add(500, 1.0, 1.0)
+    assert 500.0 < rate.tokens_per_s < 1000.0
+    for second in range(300):
+        rate.add(100, 1.0, 2.0 + second)
+    assert rate.tokens_per_s == pytest.approx(100.0, rel=0.01)
+    assert rate.seconds(50) == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_measurement_of_long_ago_gives_way_to_a_new_one() -> None:
+    slow = PrefillRate()
+    for second in range(60):
+        slow.add(100, 1.0, 1.0 + second)
+    assert slow.tokens_per_s == pytest.approx(100.0)
+    slow.add(1000, 1.0, 3600.0)
+    assert slow.tokens_per_s == pytest.approx(1000.0, rel=0.01)
+
+
+def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -> None:
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
+    report = LoadReport(PrefillRate(100, 1.0))
+    report.assign(engine.submit(generate([1] * 160, 5, gateway_id="a")))
+    report.assign(engine.submit(generate([2] * 10, 5, gateway_id="b")))
+
+    def queued() -> dict[GatewayId, float]:
+        return dict(report.report(engine.scheduler, draining=False).queued_prefill_s)
+
+    assert queued() == pytest.approx({"a": 1.6, "b": 0.1})
+    engine.step()  # 64 tokens: 10 are b's
+    assert queued() == pytest.approx({"a": 1.06})
+    engine.step()
+    assert queued() == pytest.approx({"a": 0.43})  # one was b's decode
+    engine.step()
+    assert queued() == {}
+    assert report.report(engine.scheduler, draining=False).assigned_prefill_s == pytest.approx(1.7)
+    report.begin_epoch()
+    assert report.report(engine.scheduler, draining=True).assigned_prefill_s == 0.0
+
+
+def test_a_prefill_that_has_begun_has_taken_its_blocks() -> None:
+    """It allocates chunk by chunk, and nobody else will be admitted to what it is still to take."""
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
+    report = LoadReport(PrefillRate())
+    allocator = engine.scheduler.allocator
+
+    def num_held() -> int:
+        load = report.report(engine.scheduler, draining=False)
+        return num_free - load.num_free_blocks
+
+    num_free = allocator.num_free_blocks
+    engine.submit(generate([1] * 160, 5))
+    assert num_held() == 0, "it waits"
+    engine.step()
+    assert num_free - allocator.num_free_blocks < allocator.num_blocks_for(160)
+    assert num_held() == allocator.num_blocks_for(160)
+    engine.finish()
+    assert num_held() == 0
+
+
+def test_what_is_cached_is_not_queued() -> None:
+    engine = HandEngine()
+    engine.submit(generate(range(40)))
+    engine.finish()
+    report = LoadReport(PrefillRate(10, 1.0))
+    report.assign(engine.submit(generate([*range(40), 7])))
+    assert report.report(engine.scheduler, draining=False).queued_prefill_s == pytest.approx({"g": 0.1})
+
+
+def test_steps_that_decode_say_nothing_about_prefilling() -> None:
+    engine = HandEngine()
+    report = LoadReport(PrefillRate())
+    engine.submit(generate(range(10), 4))
+    plan = engine.step()
+    assert plan is not None
+    report.measure(plan, 0.5, 1.0)
+    assert report.rate.tokens_per_s == pytest.approx(20.0)
+    plan = engine.step()
+    assert plan is not None
+    report.measure(plan, 0.5, 1.0)
+    assert report.rate.tokens_per_s == pytest.approx(20.0)

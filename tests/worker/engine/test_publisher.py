@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.events import BlockEvent, Cleared, Removed, Stored, replay
+from cache.hashing import index_entry
+from cache.records import WorkerLoad, WorkerMember
+from cache.redis_index import ReaderSettings, RedisIndex
+from cache.types import BlockHash, Epoch, WorkerId
+from tests.redis_server import RedisServer, newest_redis
+from tests.running import running
+from tests.waiting import HANG_S
+from worker.engine.publisher import Changes, Publisher, PublisherSettings
+
+FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
+
+
+def member(epoch: str = "e0") -> WorkerMember:
+    return WorkerMember(WorkerId("w"), Epoch(epoch), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    binary = newest_redis()
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
+        yield server
+
+
+@asynccontextmanager
+async def publishing(server: RedisServer) -> AsyncIterator[tuple[Publisher, RedisIndex]]:
+    publisher = Publisher(server.url, member(), settings=FAST)
+    index = RedisIndex(server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
+    async with running(publisher, index):
+        yield publisher, index
+
+
+async def matches(index: RedisIndex, hashes: list[BlockHash], expected: int, epoch: str = "e0") -> None:
+    async with asyncio.timeout(HANG_S):
+        while True:
+            found = await index.lookup(hashes) or []
+            if [(item.matched_blocks, item.member.epoch) for item in found] == [(expected, epoch)]:
+                return
+            await asyncio.sleep(0.002)
+
+
+async def holds(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110 - polls another task's state
+            await asyncio.sleep(0.002)
+
+
+async def test_what_the_engine_offers_is_found(redis_server: RedisServer) -> None:
+    hashes = chain(20)
+    async with publishing(redis_server) as (publisher, index):
+        engine = threading.Thread(
+            target=lambda: [publisher.offer([Stored(block)], WorkerLoad(num_running=1)) for block in hashes]
+        )
+        engine.start()
+        await matches(index, hashes, 20)
+        engine.join()
+        publisher.offer([Removed(block) for block in reversed(hashes[5:])], WorkerLoad(num_running=7))
+        await matches(index, hashes, 5)
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert found[0].load.num_running == 7
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_purge_is_a_new_epoch(redis_server: RedisServer, is_told: bool) -> None:
+    hashes = chain(4)
+    async with publishing(redis_server) as (publisher, index):
+        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        await matches(index, hashes, 4)
+        if is_told:
+            publisher.offer([Cleared()], WorkerLoad())
+        publisher.begin_epoch(member("e1"))
+        publisher.offer([Stored(hashes[0])], WorkerLoad())
+        await matches(index, hashes, 1, "e1")
+
+
+async def test_flushed_killed_and_empty_servers_are_filled_again(redis_server: RedisServer) -> None:
+    hashes = chain(50)
+    async with publishing(redis_server) as (publisher, index):
+        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        await matches(index, hashes, 50)
+        redis_server.command("FLUSHALL")
+        await matches(index, hashes, 50)
+        redis_server.kill()
+        await holds(lambda: not publisher.connected)
+        publisher.offer([Removed(block) for block in reversed(hashes[30:])], WorkerLoad())
+        redis_server.start()
+        await matches(index, hashes, 30)
+
+
+async def test_a_clean_end_leaves_the_registry(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as (publisher, index):
+        publisher.offer([], WorkerLoad())
+        await matches(index, [], 0)
+        await publisher.close()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
+
+
+async def test_the_lease_is_renewed_without_news(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as (publisher, index):
+        publisher.offer([], WorkerLoad())
+        await matches(index, [], 0)
+        before = (await index.entries())[0]
+        async with asyncio.timeout(HANG_S):
+            while (await index.entries())[0].lease_left_s <= before.lease_left_s:
+                await index.lookup([])
+
+
+@given(st.lists(st.tuples(st.sampled_from("srct"), st.integers(0, 8)), max_size=60))
+def test_what_is_taken_turns_the_published_set_into_the_held_one(actions: list[tuple[str, int]]) -> None:
+    blocks = chain(9)
+    changes, published, held = Changes(), set[bytes](), set[BlockHash]()
+    for action, number in actions:
+        event: BlockEvent
+        if action == "t":
+            stored, removed = changes.take(number)
+            assert len(stored) + len(removed) <= number
+            assert not published & set(stored)
+            assert set(removed) <= published
+            published = (published - set(removed)) | set(stored)
+            assert changes.num_published == len(published)
+            continue
+        event = {"s": Stored(blocks[number]), "r": Removed(blocks[number]), "c": Cleared()}[action]
+        replay([event], held)
+        if changes.apply([event]):
+            published = set()
+        assert set(changes.held) == {index_entry(block) for block in held}
+    stored, removed = changes.take(1000)
+    assert (published - set(removed)) | set(stored) == set(changes.held)
+    assert not changes
+
+
+def test_a_batch_holds_so_many_entries_of_both_kinds() -> None:
+    changes, blocks = Changes(), chain(5)
+    changes.apply([Stored(block) for block in blocks[:3]])
+    assert len(changes.take(3)[0]) == 3
+    changes.apply([Removed(blocks[2]), *(Stored(block) for block in blocks[3:])])
+    assert changes.take(2) == ([index_entry(blocks[3])], [index_entry(blocks[2])])
+    assert changes.num_published == 3
+
+
+def test_held_keeps_parents_before_children() -> None:
+    """A child is stored after its parent and removed before it, so insertion order is a rewrite's order."""
+    rng = random.Random(0)
+    blocks, depth, changes = chain(30), 0, Changes()
+    for _ in range(500):
+        if depth < 30 and rng.random() < 0.55:
+            changes.apply([Stored(blocks[depth])])
+            depth += 1
+        elif depth:
+            depth -= 1
+            changes.apply([Removed(blocks[depth])])
+        assert list(changes.held) == [index_entry(block) for block in blocks[:depth]]
+
+
+async def test_a_round_that_raises_is_counted_told_and_made_good(redis_server: RedisServer) -> None:
+    hashes, events = chain(5), list[str]()
+    settings = PublisherSettings(0.002, 0.05, 0.01, 0.05, rewrite_s=0.0, silent_s=0.05)
+    publisher = Publisher(redis_server.url, member(), settings=settings, count=events.append)
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0))
+    async with running(publisher, index):
+        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        await matches(index, hashes, 5)
+        real = publisher._writer.publish
+
+        async def broken(*arguments: object) -> bool:
+            raise RecursionError("from a reply")
+
+        publisher._writer.publish = broken  # type: ignore[method-assign]
+        await holds(lambda: "RecursionError: from a reply" in (publisher.problem or ""))
+        assert events.count("failed") >= 1
+        publisher._writer.publish = real  # type: ignore[method-assign]
+        await holds(lambda: publisher.problem is None)
+        await matches(index, hashes, 5)
+
+
+async def test_a_worker_without_redis_says_so() -> None:
+    publisher = Publisher("redis://127.0.0.1:1", member(), settings=PublisherSettings(silent_s=0.05))
+    async with running(publisher):
+        await holds(lambda: "no connection" in (publisher.problem or ""))

@@ -1,0 +1,438 @@
+"""The worker over HTTP: what is refused and how, streams to their last frame, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import aiohttp
+import msgpack
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from cache.records import WorkerState
+from tests.waiting import HANG_S
+from tests.worker.device_streams import ThreadedStream
+from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
+from tests.worker.scheduler.engine import generate
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.step import SequenceResult, Step
+from worker.http.service import WorkerService
+from worker.runner.stream import HostStream, Stream
+from worker.scheduler.request import Choice, Constraint, Request
+from worker.scheduler.request import Sequence as TokenSequence
+from worker.wire import (
+    End,
+    Failed,
+    FrameReader,
+    GenerateRequest,
+    Grammar,
+    PrefixReport,
+    Started,
+    TokenizerBundle,
+    Tokens,
+    pack_request,
+    unpack,
+)
+
+NUM_BLOCKS = 129
+
+
+class SlowRunner(ArithmeticRunner):
+    """Takes a step whenever the test allows one; by default at once."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(NUM_BLOCKS, 4, stream=stream)
+        self.free_running = threading.Event()
+        self.free_running.set()
+        self.steps_allowed = threading.Semaphore(0)
+
+    def compute(self, step: Step) -> list[SequenceResult]:
+        while not self.free_running.is_set():
+            if self.steps_allowed.acquire(timeout=0.005):
+                break
+        return super().compute(step)
+
+
+@pytest.fixture
+def runner(request: pytest.FixtureRequest) -> Iterator[SlowRunner]:
+    """Of a device that is the engine's own thread, or of one "beside" it."""
+    if getattr(request, "param", "inline") == "inline":
+        yield SlowRunner(HostStream())
+    else:
+        stream = ThreadedStream()
+        yield SlowRunner(stream)
+        stream.close()
+
+
+@pytest.fixture
+async def worker(runner: SlowRunner) -> AsyncIterator[LiveWorker]:
+    async with live_worker(runner, NUM_BLOCKS, 4, max_num_batched_tokens=64, max_num_seqs=16) as worker:
+        yield worker
+        runner.free_running.set()
+
+
+async def test_a_stream_has_every_frame_in_order(worker: LiveWorker) -> None:
+    request = generate(range(10), 6, n=2)
+    frames = []
+    async with worker.http.post(worker.url + "/generate", data=pack_request(request)) as response:
+        assert response.status == 200
+        assert response.headers["content-type"] == "application/msgpack"
+        reader = FrameReader()
+        async for data in response.content.iter_any():
+            frames += reader.feed(data)
+    assert isinstance(frames[0], Started)
+    assert isinstance(frames[-1], End)
+    for choice in range(2):
+        token_ids = [f.token_ids[0] for f in frames if isinstance(f, Tokens) and f.choice == choice]
+        assert token_ids == answer(range(10), 100 + choice, 6)
+
+
+async def test_frames_that_wait_for_one_flush_travel_together(worker: LiveWorker, runner: SlowRunner) -> None:
+    stream = await worker.service.submit(generate(range(10), 30))
+    await worker.until(lambda: stream.ended)
+    assert len(list(FrameReader().feed(await stream.take()))) == 33
+    assert await stream.take() == b""
+    worker.service.release(stream)
+
+
+async def test_two_hundred_streams_at_once(worker: LiveWorker) -> None:
+    requests = [generate([i % 50, 1, 2, 3], 12) for i in range(200)]
+    results = await asyncio.gather(*(worker.generate(request) for request in requests))
+    for i, (status, got) in enumerate(results):
+        assert status == 200
+        assert got.tokens[0] == answer([i % 50, 1, 2, 3], 100, 12)
+    await assert_idle(worker)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code"),
+    [
+        ({"epoch": "another"}, 409, "wrong_epoch"),
+        ({"prompt_ids": []}, 400, "invalid_request"),
+        ({"prompt_ids": [1] * 600}, 400, "invalid_request"),
+        ({"prompt_ids": [1 << 20]}, 400, "invalid_request"),
+        ({"protocol": 999}, 400, "invalid_request"),
+        ({"root": b""}, 400, "invalid_request"),
+    ],
+)
+async def test_refusals(worker: LiveWorker, change, status: int, code: str) -> None:
+    got_status, got = await worker.generate(replace(generate(range(4), 2), **change))
+    assert got_status == status
+    assert isinstance(got.last, Failed)
+    assert got.last.code == code
+    assert worker.service.num_open == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"{}", msgpack.packb([1, 2]), msgpack.packb({"protocol": 1})])
+async def test_a_body_that_is_no_request(worker: LiveWorker, body: bytes) -> None:
+    async with worker.http.post(worker.url + "/generate", data=body) as response:
+        assert response.status == 400
+        (failed,) = FrameReader().feed(await response.read())
+        assert isinstance(failed, Failed)
+    async with worker.http.get(worker.url + "/generate") as response:
+        assert response.status == 405
+
+
+async def test_the_epoch_that_was_routed_to_is_served(worker: LiveWorker) -> None:
+    status, _ = await worker.generate(replace(generate(range(4), 2), epoch="e1"))
+    assert status == 200
+    async with worker.http.post(worker.url + "/purge") as response:
+        epoch = (await response.json())["epoch"]
+    assert epoch != "e1"
+    status, _ = await worker.generate(replace(generate(range(4), 2), epoch="e1"))
+    assert status == 409
+    status, got = await worker.generate(replace(generate(range(4), 2), epoch=epoch))
+    assert status == 200
+    assert got.tokens[0] == answer(range(4), 100, 2)
+
+
+async def test_a_full_queue_is_429(runner: SlowRunner) -> None:
+    runner.free_running.clear()
+    async with live_worker(runner, NUM_BLOCKS, 4, max_num_seqs=1, max_waiting_requests=2) as worker:
+        tasks = [asyncio.create_task(worker.generate(generate(range(4), 2)))]
+        await worker.until(
+            lambda: worker.service.num_open == 1 and worker.service.parts.streams.waiting.num_requests == 0
+        )
+        tasks += [asyncio.create_task(worker.generate(generate(range(4), 2))) for _ in range(2)]
+        await worker.until(lambda: worker.service.num_open == 3)
+        status, got = await worker.generate(generate(range(4), 2))
+        assert status == 429
+        assert got.last == Failed("queue_full", "2 requests wait already", retryable=True)
+        fresh = generate(range(4), 3)  # a stream that another worker has begun is taken
+        begun = (replace(fresh.choices[0], output_ids=(answer(range(4), 100, 1)[0],)),)
+        tasks.append(asyncio.create_task(worker.generate(replace(fresh, choices=begun))))
+        await worker.until(lambda: worker.service.num_open == 4)
+        runner.free_running.set()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 4
+
+
+@pytest.mark.parametrize("tokens_before", [0, 3])
+async def test_a_client_that_leaves_aborts(worker: LiveWorker, runner: SlowRunner, tokens_before: int) -> None:
+    runner.free_running.clear()
+    async with worker.http.post(worker.url + "/generate", data=pack_request(generate(range(10), 400))) as response:
+        reader, num_tokens = FrameReader(), 0
+        for _ in range(tokens_before):
+            runner.steps_allowed.release()
+        while num_tokens < tokens_before:
+            frames = list(reader.feed(await response.content.readany()))
+            num_tokens += sum(isinstance(frame, Tokens) for frame in frames)
+        response.close()
+    await worker.until(lambda: worker.service.num_open == 0)
+    runner.free_running.set()
+    await assert_idle(worker)
+    assert len(runner.steps) <= tokens_before + 2
+
+
+async def test_a_client_that_leaves_before_its_turn_is_never_run(worker: LiveWorker, runner: SlowRunner) -> None:
+    runner.free_running.clear()
+    first = asyncio.create_task(worker.generate(generate([1] * 500, 2)))
+    await worker.until(lambda: worker.service.num_open == 1)
+    second = asyncio.create_task(worker.generate(generate([2] * 10, 2)))
+    await worker.until(lambda: worker.service.num_open == 2)
+    second.cancel()
+    await worker.until(lambda: worker.service.num_open == 1)
+    runner.free_running.set()
+    assert (await first)[0] == 200
+    assert not any(2 in sequence.token_ids[:1] for step in runner.steps for sequence in step.sequences)
+
+
+async def test_abort_of_a_choice_and_of_a_request(worker: LiveWorker, runner: SlowRunner) -> None:
+    runner.free_running.clear()
+    task = asyncio.create_task(worker.generate(replace(generate(range(10), 100, n=2), request_id="mine")))
+    runner.steps_allowed.release()
+    await worker.until(lambda: len(runner.steps) == 1)
+
+    async def abort(body) -> int:
+        async with worker.http.post(worker.url + "/abort", data=msgspec.msgpack.encode(body)) as response:
+            assert response.status == 200
+            return msgpack.unpackb(await response.read())["found"]
+
+    assert await abort({"request_id": "other", "choice": None}) == 0
+    assert await abort({"request_id": "mine", "choice": 0}) == 1
+    runner.free_running.set()
+    _, got = await task
+    assert got.finished[0].reason == "abort"
+    assert got.finished[1].reason == "length"
+    assert isinstance(got.last, End)
+    assert await abort({"request_id": "mine"}) == 0
+    async with worker.http.post(worker.url + "/abort", data=b"\xc1") as response:
+        assert response.status == 400
+
+
+async def test_draining_lets_the_open_finish_and_refuses_the_new(worker: LiveWorker, runner: SlowRunner) -> None:
+    runner.free_running.clear()
+    task = asyncio.create_task(worker.generate(generate(range(10), 5)))
+    await worker.until(lambda: worker.service.num_open == 1)
+    async with worker.http.post(worker.url + "/drain") as response:
+        assert await response.json() == {"draining": True, "open": 1}
+    status, got = await worker.generate(generate(range(4), 2))
+    assert status == 503
+    assert got.last == Failed("draining", "the worker is draining", retryable=True)
+    async with worker.http.get(worker.url + "/health/ready") as response:
+        assert response.status == 503
+    async with worker.http.get(worker.url + "/health/live") as response:
+        assert response.status == 200
+    runner.free_running.set()
+    await worker.service.drained(20.0)
+    status, got = await task
+    assert got.tokens[0] == answer(range(10), 100, 5)
+
+
+async def test_what_outlives_the_grace_is_failed_for_another_worker(worker: LiveWorker, runner: SlowRunner) -> None:
+    runner.free_running.clear()
+    task = asyncio.create_task(worker.generate(generate(range(10), 400)))
+    await worker.until(lambda: worker.service.num_open == 1)
+    worker.service.drain()
+    drained = asyncio.create_task(worker.service.drained(0.02))
+    await asyncio.sleep(0.05)
+    runner.free_running.set()
+    await drained
+    _, got = await task
+    assert got.last == Failed("draining", "the worker stops", retryable=True)
+    await assert_idle(worker)
+
+
+async def test_a_dead_engine_fails_every_stream_and_is_seen(worker: LiveWorker, runner: SlowRunner) -> None:
+    runner.free_running.clear()
+    tasks = [asyncio.create_task(worker.generate(generate([i, 2, 3], 5))) for i in range(4)]
+    await worker.until(lambda: worker.service.num_open == 4)
+    runner.fails = lambda step: True
+    runner.free_running.set()
+    for _, got in await asyncio.gather(*tasks):
+        assert isinstance(got.last, Failed)
+    async with worker.http.get(worker.url + "/health/live") as response:
+        assert response.status == 503
+        assert "does not compute" in (await response.json())["reason"]
+    assert (await worker.generate(generate(range(4), 2)))[0] == 503
+
+
+async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_error(
+    worker: LiveWorker, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever answer its stream, nor end the drain that waits for it."""
+    entered, compiled = asyncio.Event(), asyncio.Event()
+
+    async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
+        if request.sampling.grammar is not None:
+            entered.set()
+            await compiled.wait()
+        return {}
+
+    monkeypatch.setattr(worker.service.parts.grammars, "constraints", constraints)
+    late = asyncio.create_task(worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a"))))
+    await entered.wait()
+    runner.fails = lambda step: True
+    await worker.generate(generate([1, 2, 3], 5))
+    await worker.until(lambda: worker.service.draining)  # buried
+    compiled.set()
+    async with asyncio.timeout(HANG_S):
+        status, got = await late
+        assert (status, type(got.last)) == (503, Failed)
+        assert got.last.retryable
+        await worker.service.drained(0.01)
+        for method, path in (("POST", "/purge"), ("GET", "/debug/state"), ("GET", "/prefixes")):
+            async with worker.http.request(method, worker.url + path) as response:
+                assert response.status == 503
+                (failed,) = FrameReader().feed(await response.read())
+                assert failed.code == "worker_lost"
+                assert "the engine died" in failed.message
+
+
+async def test_streams_that_a_dead_engine_has_left_open_do_not_hold_up_the_end(
+    worker: LiveWorker, runner: SlowRunner
+) -> None:
+    runner.fails = lambda step: True
+    await worker.generate(generate([1, 2, 3], 5))
+    await worker.until(lambda: worker.service.draining)  # buried
+    stream = worker.service.parts.streams.open(generate([4, 5, 6], 5))
+    worker.service.parts.engine.submit(stream.key, stream.request, {})
+    async with asyncio.timeout(20):
+        await worker.service.drained(10.0)
+    assert stream.ended
+
+
+async def test_a_grammar_that_is_compiled_while_the_worker_drains_is_refused(
+    worker: LiveWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
+        worker.service.drain()
+        return {}
+
+    monkeypatch.setattr(worker.service.parts.grammars, "constraints", constraints)
+    status, got = await worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a")))
+    assert status == 503
+    assert got.last == Failed("draining", "the worker is draining", retryable=True)
+
+
+async def test_what_a_gateway_reads(worker: LiveWorker) -> None:
+    await worker.generate(generate(range(10), 5))
+    async with worker.http.get(worker.url + "/state") as response:
+        state = unpack(await response.read(), WorkerState)
+    assert state.member.epoch == "e1"
+    assert state.load.num_blocks == NUM_BLOCKS
+    async with worker.http.get(worker.url + "/bundle") as response:
+        assert unpack(await response.read(), TokenizerBundle) == BUNDLE
+
+
+async def test_what_an_operator_reads(worker: LiveWorker, runner: SlowRunner) -> None:
+    await worker.generate(generate(range(10), 5))
+    async with worker.http.get(worker.url + "/metrics") as response:
+        text = await response.text()
+    assert "headstart_worker_output_tokens_total 5.0" in text
+    assert 'headstart_worker_batch_growth_total{reason="idle"} 1.0' in text
+    async with worker.http.get(worker.url + "/debug/state") as response:
+        state = await response.json()
+    assert state["num_requests"] == 0
+    assert state["pool"]["num_free_blocks"] == NUM_BLOCKS - 1
+
+
+async def test_the_most_shared_prefixes(worker: LiveWorker) -> None:
+    for last in range(3):
+        await worker.generate(generate([*range(8), 30 + last], 2))
+    async with worker.http.get(worker.url + "/prefixes?limit=5") as response:
+        report = unpack(await response.read(), PrefixReport)
+    assert (report.worker_id, report.epoch, report.block_size) == ("w", "e1", 4)
+    (prefix,) = report.prefixes
+    assert (prefix.num_blocks, prefix.num_hits, prefix.num_references) == (2, 2, 0)
+    assert [len(bytes.fromhex(step)) for step in prefix.path] == [8, 8]
+    assert 0.0 <= prefix.idle_s < 60.0
+    async with worker.http.post(worker.url + "/purge") as response:
+        assert response.status == 200
+    async with worker.http.get(worker.url + "/prefixes") as response:
+        assert unpack(await response.read(), PrefixReport).prefixes == ()
+    for limit in ("0", "-1", "x", "100000"):
+        async with worker.http.get(worker.url + "/prefixes?limit=" + limit) as response:
+            assert response.status == 400
+
+
+async def test_a_worker_outside_of_the_index_says_so_and_is_ready(worker: LiveWorker) -> None:
+    worker.service.index_problem = lambda: "nothing published for 9 s: no connection to Redis"
+    async with worker.http.get(worker.url + "/health/ready") as response:
+        assert response.status == 200
+        assert await response.json() == {"status": "ok", "index": "nothing published for 9 s: no connection to Redis"}
+
+
+async def test_before_the_model_is_loaded() -> None:
+    service = WorkerService(WorkerMetrics())
+    service.progress = "loading layer 3 of 30"
+    async with serve(service) as url, aiohttp.ClientSession() as http:
+        async with http.get(url + "/health/live") as response:
+            assert response.status == 200
+        async with http.get(url + "/health/ready") as response:
+            assert response.status == 503
+            assert (await response.json())["reason"] == "loading layer 3 of 30"
+        async with http.post(url + "/generate", data=pack_request(generate(range(4), 2))) as response:
+            assert response.status == 503
+            (failed,) = FrameReader().feed(await response.read())
+            assert failed == Failed("not_ready", "the worker is loading layer 3 of 30", retryable=True)
+        async with http.get(url + "/bundle") as response:
+            assert response.status == 503
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("runner", ["inline", "beside"], indirect=True)
+async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorker, runner: SlowRunner) -> None:
+    async def one(i: int) -> None:
+        task = asyncio.create_task(worker.generate(generate([i % 50, *range(i % 40)], 1 + i % 30, n=1 + i % 3)))
+        if i % 2:
+            await asyncio.sleep((i % 7) / 1000)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            status, got = await task
+            assert status == 200
+            assert isinstance(got.last, End)
+
+    def num_held() -> int:
+        gc.collect()
+        return sum(type(each) in (Request, TokenSequence, Choice) for each in gc.get_objects())
+
+    num_tasks, num_held_before = len(asyncio.all_tasks()), num_held()  # by what ran before in this process
+    num_objects = []
+    for first in range(0, 500, 100):
+        await asyncio.gather(*(one(i) for i in range(first, first + 100)))
+        await assert_idle(worker)
+        runner.steps.clear()
+        gc.collect()
+        num_objects.append(len(gc.get_objects()))
+    assert num_held() <= num_held_before
+    assert num_objects[-1] - num_objects[0] < 200, "one object a request would be 400"
+    await worker.http.close()
+    await worker.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
+
+
+async def assert_idle(worker: LiveWorker) -> None:
+    """No stream, no request, every block free or cached, and the pool's own check passes."""
+    await worker.until(lambda: worker.service.num_open == 0)
+    await worker.until(lambda: not worker.scheduler.requests)
+    await worker.settled()
+    allocator = worker.scheduler.allocator
+    await asyncio.wrap_future(worker.engine.call(allocator.check_integrity))
+    await worker.until(lambda: allocator.num_free_blocks == NUM_BLOCKS - 1)  # a step may still run for nobody
+    assert len(worker.scheduler.running) == len(worker.scheduler.waiting) == 0
+    assert worker.service.parts.streams.waiting.num_requests == 0

@@ -1,0 +1,93 @@
+"""Models that only `transformers` knows, over the paged cache; and those that must be refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker.paged import PagedModel
+from worker.engine.step import Draw, SequenceStep, Step
+from worker.model.errors import UnsupportedModel
+from worker.model.load import LoadOptions, load_model
+from worker.runner.model_runner import ModelRunner
+from worker.wire import SamplingParams
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+_GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {**_GPT2, "bos_token_id": 0, "eos_token_id": 0}),
+    "phi3": ("Phi3", {**_SIZES, "sliding_window": 11}),
+    "gemma": ("Gemma", {**_SIZES, "head_dim": 8}),
+    "granite": ("Granite", {**_SIZES, "attention_multiplier": 0.2, "logits_scaling": 1.0}),
+    "qwen3_moe": ("Qwen3Moe", {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "olmo2": ("Olmo2", _SIZES),
+}
+
+
+def write(name: str, fields: dict[str, Any], folder: Path) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_match_the_model_alone(name: str, tmp_path: Path) -> None:
+    reference = write(*MODELS[name], tmp_path)
+    model = load_model(str(tmp_path), LoadOptions())
+    ids = torch.randint(0, 99, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    assert float(want.std()) > 0.05
+    for sizes in ([50], [1], [20, 7]):
+        assert float((PagedModel(model).chunked(ids, sizes) - want).abs().max()) < 1e-3
+
+
+def test_it_runs_behind_the_runner(tmp_path: Path) -> None:
+    reference = write(*MODELS["gpt2"], tmp_path)
+    runner = ModelRunner(load_model(str(tmp_path), LoadOptions()), num_blocks=8, block_size=16, eos_token_ids=())
+    prompt = [5, 6, 7, 8]
+    draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, 4, prompt, ())
+    (result,) = runner.run(Step([SequenceStep(prompt, 0, [3], [48, 49, 50, 51], (draw,))]))  # type: ignore[list-item]
+    with torch.inference_mode():
+        assert result.drawn[0].token_id == int(reference(torch.tensor([prompt])).logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "text"),
+    [
+        ("Gemma2", {**_SIZES, "head_dim": 8}, "softcap"),
+        ("Granite", {**_SIZES, "logits_scaling": 8.0}, "differ"),
+        ("Bloom", {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "not every layer"),
+        ("Mamba", {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "not every layer"),
+    ],
+    ids=["softcap", "scaled_logits", "alibi", "no_attention"],
+)
+def test_what_cannot_be_exact_is_refused(name: str, fields: dict[str, Any], text: str, tmp_path: Path) -> None:
+    write(name, fields, tmp_path)
+    with pytest.raises(UnsupportedModel, match=text):
+        load_model(str(tmp_path), LoadOptions())
+
+
+@pytest.mark.parametrize("option", [{"deterministic": True}, {"weights": "packed", "dtype": "bfloat16"}], ids=str)
+def test_options_of_the_lean_decoder_alone(option: dict[str, Any], tmp_path: Path) -> None:
+    write(*MODELS["gpt2"], tmp_path)
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        load_model(str(tmp_path), LoadOptions(**option))

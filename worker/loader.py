@@ -1,0 +1,194 @@
+"""From the options to an engine that runs: model, pool, scheduler. Imports torch, so the caller imports it late."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, cast
+
+import torch
+
+from cache.allocators.factory import make_allocator
+from cache.hashing import Namespace
+from cache.records import WorkerMember, signed
+from cache.types import BlockId, WorkerId
+from worker.config import WorkerConfig, default_step_tokens
+from worker.engine.load_report import PrefillRate
+from worker.engine.step import Draw, Runner, SequenceStep, Step
+from worker.http.service import new_epoch
+from worker.memory import bound_primitives
+from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
+from worker.runner.model_runner import ModelRunner
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.scheduler import Scheduler
+from worker.tokenizer_bundle import build_bundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
+_POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
+"""Part of the free memory that the pool takes when it is not told its size."""
+_WARM_UP_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything of a worker but its threads and its HTTP side."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    limits: BatchLimits
+    bundle: TokenizerBundle
+    member: WorkerMember
+    rate: PrefillRate
+
+
+def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[str], None]) -> Assembly:
+    """Load the model and build what serves it; `report` hears of the progress.
+
+    Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
+    """
+    bound_primitives()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    options = _load_options(config)
+    report("loading the model")
+    model = load_model(config.model, options, _LayerProgress(report))
+    num_blocks = num_pool_blocks(config, model)
+    pool_tokens = (num_blocks - 1) * config.block_size
+    max_model_len = _max_model_len(config, model, pool_tokens)
+    limits = _limits(config, model, max_model_len)
+    bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
+    if config.served_model_name is not None:
+        bundle = replace(bundle, model=config.served_model_name)
+    runner = ModelRunner(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        eos_token_ids=bundle.eos_token_ids,
+        max_num_seqs=limits.max_num_seqs,
+    )
+    report("measuring the prefill rate")
+    rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
+    window_size = None
+    if config.prefix_cache == "off" and (window := model.config.attention.longest_window) is not None:
+        window_size = window + limits.max_step_tokens
+    allocator = make_allocator(config.prefix_cache, num_blocks, config.block_size, window_size)
+    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids)
+    member = WorkerMember(
+        worker_id=WorkerId(worker_id),
+        epoch=new_epoch(),
+        url=url,
+        model=bundle.model,
+        namespace=_namespace(bundle).fingerprint,
+        numerics=runner.numerics,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        protocol=PROTOCOL_VERSION,
+        epoch_started_ms=time.time_ns() // 1_000_000,
+        oldest_protocol=OLDEST_PROTOCOL,
+    )
+    member = signed(config.cluster_secret(), member)
+    report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
+    return Assembly(scheduler, runner, limits, bundle, member, rate)
+
+
+class _LayerProgress:
+    """One line every tenth of the layers."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._reported = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        if tenth > self._reported:
+            self._reported = tenth
+            self._report(f"loading layer {done} of {total}")
+
+
+def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
+    """Run the first blocks of a pool that nobody uses yet: touches what is allocated late, and measures."""
+    block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
+    slots = [block_size + i for i in range(num_tokens)]
+    draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
+    step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (draw,))])
+    runner.run(step)
+    begun_s = time.monotonic()
+    runner.run(step)
+    rate = PrefillRate(num_tokens, time.monotonic() - begun_s)
+    runner.run(Step([SequenceStep([0], num_tokens - 1, block_table, slots[-1:], (draw,))]))  # decodes differ
+    return rate
+
+
+def device_of(config: WorkerConfig) -> str:
+    """With several workers on a machine, the GPUs are dealt out among them, unless the option names one."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and (num_gpus := torch.cuda.device_count()):
+        return f"cuda:{config.place.gpu(num_gpus)}"
+    return device
+
+
+def num_sharing(config: WorkerConfig) -> int:
+    """Workers of this machine on the same GPU, this one included."""
+    if config.device not in ("auto", "cuda"):
+        return config.place.count
+    num_gpus = max(1, torch.cuda.device_count())
+    return config.place.num_on(config.place.gpu(num_gpus), num_gpus)
+
+
+def _load_options(config: WorkerConfig) -> LoadOptions:
+    device = device_of(config)
+    dtype = config.dtype or ("float32" if device == "cpu" and config.weights == "dense" else "bfloat16")
+    weights = cast(Literal["dense", "packed"], config.weights)
+    return LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
+
+
+def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
+    """As the options say, else by the free memory: on a GPU the largest step has to fit beside the pool."""
+    if config.num_blocks is not None:
+        return max(2, config.num_blocks)
+    shape, device = model.config.attention, model.device
+    num_bytes = config.kv_cache_memory
+    if num_bytes is None:
+        free = free_memory_bytes(device, num_sharing(config))
+        num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
+        num_bytes = min(num_bytes, _DEFAULT_POOL_BYTES.get(device.type, num_bytes))
+        if device.type == "cuda":
+            limits = _limits(config, model, model.config.max_model_len)
+            needed = working_bytes(model.config, limits.max_step_tokens, limits.max_num_seqs, model.dtype)
+            num_bytes = max(0, min(num_bytes, free - needed))
+    num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)
+    per_block = block_bytes(shape, config.block_size, model.dtype)
+    logger.info("KV pool: %d blocks of %d bytes", num_blocks, per_block)
+    return num_blocks
+
+
+def _limits(config: WorkerConfig, model: LoadedModel, max_model_len: int) -> BatchLimits:
+    batched_tokens, lone_tokens = default_step_tokens(model.device.type, model.options.dtype)
+    return config.limits(
+        max_model_len=max_model_len,
+        default_batched_tokens=batched_tokens,
+        default_lone_prefill_tokens=lone_tokens,
+    )
+
+
+def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -> int:
+    """The context, cut to the pool: a longer request could never run."""
+    own = model.config.max_model_len
+    wanted = config.max_model_len or own
+    if wanted > own:
+        raise ValueError(f"--max-model-len {wanted} exceeds the model's {own}")
+    if wanted > pool_tokens:
+        logger.warning("the context is cut from %d to %d tokens: the KV pool holds no more", wanted, pool_tokens)
+    return min(wanted, pool_tokens)
+
+
+def _namespace(bundle: TokenizerBundle) -> Namespace:
+    return Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size)
