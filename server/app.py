@@ -23,7 +23,7 @@ from server.api.responses.types import FIELD_NAMES, decode_responses, errors_ren
 from server.api.text_api import TextApi
 from server.auth.authentication import AuthenticationMiddleware
 from server.auth.identity import Identities, Identity, identity_of
-from server.auth.rate_limits import RateLimits
+from server.auth.limits import RateLimits
 from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Final
 
 from cache.redis_index import check_key_part, check_url
-from server.auth.limit_table import MAX_PROCESSES
 from server.http.tls import ServerCertificate, WorkerCa
 from server.logs import LOG_FORMATS, LogFormat
 from server.router.policies import POLICIES
@@ -33,7 +32,7 @@ class GatewayConfig:
     ops_host: str = "127.0.0.1"
     ops_port: int = 8001
     ops_hosts: tuple[str, ...] = ()
-    processes: int = 1
+    share_port: bool = False
     redis: str | None = None
     redis_prefix: str = "headstart"
     redis_shards: int = 1
@@ -95,8 +94,6 @@ class GatewayConfig:
         if self.redis is not None:
             check_url("--redis", self.redis)
             check_key_part("--redis-prefix", self.redis_prefix)
-        if not 1 <= self.processes < MAX_PROCESSES:
-            raise ValueError(f"--processes must be 1 to {MAX_PROCESSES - 1}, got {self.processes}")
         WorkerNetworks(self.worker_networks)
         for name in self.ops_hosts:
             if _HOST_NAME.fullmatch(name) is None:
@@ -181,7 +178,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="names that the ops port answers to, beside addresses and localhost (default: --ops-host)",
     )
-    net.add_argument("--processes", type=int, default=defaults.processes, metavar="N", help="on the public port (1)")
+    net.add_argument(
+        "--share-port", action="store_true", help="let other gateways listen on the public port too (SO_REUSEPORT)"
+    )
     net.add_argument("--max-body", type=num_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="default 32M")
     net.add_argument("--max-header", type=num_bytes, default=defaults.max_header_bytes, metavar="SIZE", help="64K")
     net.add_argument("--header-timeout-s", type=float, default=defaults.header_timeout_s, help="for a head (10)")

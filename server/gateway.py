@@ -36,14 +36,12 @@ from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.auth.api_keys import KeyFile
 from server.auth.identity import Identities, KeyHolders, SingleTenant
-from server.auth.limit_table import LimitTable
-from server.auth.rate_limits import RateLimits
+from server.auth.limits import RateLimits
 from server.auth.throttle import FailedAuth
 from server.background import keep_running
 from server.cli.index.report import index_report
-from server.cli.serve.child import ChildRefusedError
 from server.config import GatewayConfig, parse
-from server.http.front import Front, SocketFront, is_loopback, listen
+from server.http.front import Listener, is_loopback, listen
 from server.http.hosts import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
 from server.http.stream import Heart
@@ -57,7 +55,6 @@ from server.ops.stems import StemWatch
 from server.ops.traffic import Totals, buckets, total
 from server.ops.workers import FleetSources
 from server.pace import sample_delay
-from server.processes.members import Members
 from server.request.backend import Backend
 from server.request.full_queues import FullQueues
 from server.request.retry import RetryBudget
@@ -88,10 +85,8 @@ REFUSED: Final = 2
 class Gateway:
     """Everything of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
-    def __init__(self, config: GatewayConfig, limits: LimitTable, members: Members | None = None) -> None:
-        """`members`: the processes that this one only speaks for."""
+    def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._members = members
         self._max_connections = affordable_connections(config.max_connections)
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         self._tracing = open_tracing(config.otlp_endpoint, gateway_id)
@@ -147,7 +142,7 @@ class Gateway:
         self.feed = Feed(self._feed_sources(gateway_id))
         services = PublicServices(self._endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
-        admission = Admission(identities, RateLimits(limits), config.max_body_bytes)
+        admission = Admission(identities, RateLimits(), config.max_body_bytes)
         self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
         self.ops = ops_app(
             OpsServices(
@@ -169,19 +164,13 @@ class Gateway:
                 has_tenants=self._keys is not None,
             )
         )
-        self._fronts: tuple[Front, ...] = ()
+        self._listeners: tuple[Listener, ...] = ()
 
-    def front(self, listener: socket.socket) -> Front:
-        """Of this process alone."""
-        return SocketFront(self._server(self.public, listener), listener)
-
-    async def run(self, public: Front, ops: socket.socket, patience_s: float = 0.0) -> None:
-        """Serve until drained. Background tasks start again when they fail; only the listening sockets end the whole.
-
-        `patience_s`: how long clients may wait for a first worker to be known, before they are told that there is none.
-        """
-        ops_front = SocketFront(self._server(self._known_hosts_only(self.ops, ops), ops), ops)
-        self._fronts = (public, ops_front)
+    async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
+        """Serve until drained. A background task that fails starts again; a listener that fails ends the process."""
+        public = Listener(self._server(self.public), public_socket)
+        ops = Listener(self._server(self._known_hosts_only(self.ops, ops_socket)), ops_socket)
+        self._listeners = (public, ops)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
@@ -193,12 +182,11 @@ class Gateway:
                 ]
                 _spare_the_collector()
                 scheme = "http" if self._certificate is None else "https"
-                log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops_front.address)
-                ops_served = group.create_task(ops_front.serve())
-                await self._know_workers(patience_s)
+                log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
+                ops_served = group.create_task(ops.serve())
                 await public.serve()
                 self.feed.close()
-                ops_front.stop()
+                ops.stop()
                 await ops_served
                 for task in tasks:
                     task.cancel()
@@ -223,18 +211,8 @@ class Gateway:
 
     def _known_hosts_only(self, app: ASGIApp, listener: socket.socket) -> ASGIApp:
         """The ops port answers to names that it was bound to or told."""
-        if listener.family == socket.AF_UNIX:  # between the processes of one gateway
-            return app
         names = (self._config.ops_host, *self._config.ops_hosts)
         return KnownHostsMiddleware(app, listener.getsockname()[0], names, "--ops-hosts")
-
-    async def _know_workers(self, patience_s: float) -> None:
-        until_s = time.monotonic() + patience_s
-        while time.monotonic() < until_s and not self.lifecycle.draining:
-            names = {model.name for _, model in self.models.names()}
-            if any(worker.model in names for worker in self.fleet.live_workers()):
-                return
-            await asyncio.sleep(FOLLOW_INTERVAL_S / 4)
 
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
@@ -244,18 +222,17 @@ class Gateway:
             last_words_s = min(LAST_WORDS_S, self._config.drain_grace_s / 2)
             hurry_s = self._config.drain_grace_s - last_words_s
             asyncio.get_running_loop().call_later(hurry_s, self._endpoint.open_answers.hurry)
-        if self._fronts:
-            self._fronts[0].stop()
+        if self._listeners:
+            self._listeners[0].stop()
 
     def _signalled(self) -> None:
         if self.lifecycle.draining:
-            for front in self._fronts:
-                front.force()
+            for listener in self._listeners:
+                listener.force()
         self.drain()
 
     async def _metrics_page(self) -> bytes:
-        registry = self.metrics.registry
-        return generate_latest(registry) if self._members is None else await self._members.metrics(registry)
+        return generate_latest(self.metrics.registry)
 
     def _candidates(self) -> list[Candidate]:
         """The live workers of every model."""
@@ -266,7 +243,7 @@ class Gateway:
         index, router, metrics = self._index, self.router, self.metrics
 
         def totals(num_decisions: int) -> Totals:
-            own = Totals(
+            return Totals(
                 at_s=time.monotonic(),
                 num_decisions=num_decisions,
                 prompt_tokens=total(metrics.prompt_tokens),
@@ -275,7 +252,6 @@ class Gateway:
                 in_flight=total(metrics.in_flight),
                 ttft_counts=buckets(metrics.ttft_s)[1],
             )
-            return own if self._members is None else self._members.added_to(own)
 
         def health() -> dict[str, Any]:
             shards = index.health() if isinstance(index, RedisIndex) else []
@@ -283,8 +259,6 @@ class Gateway:
 
         def watch(decisions: DecisionLog | None) -> None:
             router.watcher = decisions
-            if self._members is not None:
-                self._members.watch(decisions)
 
         stems = StemWatch(self.fleet.live_workers, self._client.prefixes, time.monotonic)
         return FeedSources(
@@ -336,7 +310,7 @@ class Gateway:
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
 
-    def _server(self, app: ASGIApp, listener: socket.socket) -> HttpServer:
+    def _server(self, app: ASGIApp) -> HttpServer:
         config = self._config
         limits = HttpLimits(
             max_header_bytes=config.max_header_bytes,
@@ -345,8 +319,7 @@ class Gateway:
             max_connections=self._max_connections,
             drain_grace_s=config.drain_grace_s,
         )
-        is_private = listener.family == socket.AF_UNIX  # between the processes of one gateway
-        tls = None if self._certificate is None or is_private else self._certificate.context
+        tls = None if self._certificate is None else self._certificate.context
         return HttpServer(app, limits, tls)
 
 
@@ -358,29 +331,22 @@ def _spare_the_collector() -> None:
 
 
 async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:
-    gateway = Gateway(config, LimitTable.private())
-    await gateway.run(gateway.front(public), ops)
+    await Gateway(config).run(public, ops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: drained and stopped. 2: cannot work as asked."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    options = sys.argv[1:] if argv is None else argv
     try:
-        config = parse(options)
+        config = parse(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, config.log_format)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        if config.processes > 1:
-            from server.processes.parent import run
-
-            run(config, options)
-            return 0
         with contextlib.ExitStack() as stack:
-            public = stack.enter_context(listen(config.host, config.port))
+            public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(config, public, ops))
-    except (ValueError, OSError, ChildRefusedError) as error:
+    except (ValueError, OSError) as error:
         print(f"headstart gateway: {error}", file=sys.stderr)
         return REFUSED
     return 0

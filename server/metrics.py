@@ -18,10 +18,6 @@ _DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-SUMMED_GAUGES = frozenset({"headstart_requests_in_flight", "headstart_requests_booked", "headstart_asyncio_tasks"})
-"""Of the processes of one gateway these are added up; what the other gauges tell of the fleet, each of them sees."""
-
-
 class GatewayMetrics:
     """Labels take values from our own code only, never from a client."""
 

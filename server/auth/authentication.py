@@ -11,7 +11,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.auth.identity import IDENTITY, Identities
-from server.auth.rate_limits import Lease, RateLimits
+from server.auth.limits import Lease, RateLimits
 from server.http.middleware import context_of
 
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})

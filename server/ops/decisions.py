@@ -49,13 +49,6 @@ class DecisionLog:
     def decided(self, decision: Decision) -> None:
         self._tell(describe(decision))
 
-    def pass_on(self, news: dict[str, Any]) -> None:
-        """What another process's log has drained."""
-        for told in news["decisions"]:
-            self._tell(told)
-        for request_id, num_cached_tokens in news["found"].items():
-            self.started(request_id, num_cached_tokens)
-
     def _tell(self, told: dict[str, Any]) -> None:
         if len(self.recent) == MAX_RECENT:
             self._by_request.pop(self.recent[0]["request"], None)

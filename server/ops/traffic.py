@@ -27,19 +27,6 @@ class Totals:
     ttft_counts: tuple[float, ...]
     """Cumulative, one a bucket of `ttft_bounds_s`."""
 
-    def plus(self, other: Totals) -> Totals:
-        """Of two processes, at this one's moment."""
-        counts = zip(self.ttft_counts, other.ttft_counts, strict=True)
-        return Totals(
-            at_s=self.at_s,
-            num_decisions=self.num_decisions + other.num_decisions,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-            output_tokens=self.output_tokens + other.output_tokens,
-            in_flight=self.in_flight + other.in_flight,
-            ttft_counts=tuple(one + another for one, another in counts),
-        )
-
 
 class Traffic:
     """Feed it totals at a steady pace; it forgets those older than its windows."""

@@ -88,7 +88,6 @@ EVERYTHING_ON: Final[Values] = {
     "worker": _MORE,
     "gateway": _MORE
     | {
-        "processes": 3,
         "workerNetworks": ["100.64.0.0/10", "fd00::/8"],
         "autoscaling": _ON,
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},

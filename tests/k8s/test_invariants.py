@@ -317,7 +317,6 @@ def test_the_settings_of_the_values_reach_the_command_lines() -> None:
         assert config.otlp_endpoint == "http://collector.tracing:4318"
         if container["name"] == "gateway":
             assert config.access_log
-            assert config.processes == 3
             assert config.ops_key_file == "/etc/headstart/ops/key"
             assert config.worker_networks == ("100.64.0.0/10", "fd00::/8")
             assert config.worker_tls_name == "workers.example"

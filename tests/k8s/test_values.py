@@ -240,7 +240,7 @@ REFUSED = [
     ({"logging": {"format": "xml"}}, "logging.format"),
     ({"tracing": {"endpoint": "collector:4318"}}, "tracing.endpoint"),
     ({"gateway": {"workerNetworks": ["pods"]}}, "gateway.workerNetworks"),
-    ({"gateway": {"processes": 0}}, "gateway.processes"),
+    ({"gateway": {"processes": 2}}, "processes"),
     ({"opsKey": {"key": ""}}, "opsKey.key"),
     ({"ipFamily": "both"}, "ipFamily"),
 ]

@@ -13,8 +13,7 @@ from cache.types import GatewayId, WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.auth.identity import Identities, SingleTenant
-from server.auth.limit_table import LimitTable
-from server.auth.rate_limits import RateLimits
+from server.auth.limits import RateLimits
 from server.http.protocol import GatewayProtocol
 from server.http.stream import Heart
 from server.metrics import GatewayMetrics
@@ -120,7 +119,7 @@ async def gateway(
         )
         endpoint = EndpointServices(backend, heart, request_timeout_s)
         api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))
-        limits = RateLimits(LimitTable.private())
+        limits = RateLimits()
         app = public_app(api, metrics, Admission(identities or SingleTenant(b"secret"), limits, max_body_bytes))
         background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol, timeout_keep_alive=75))

@@ -43,16 +43,20 @@ class Process:
             return response.status, await response.text()
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
-            while True:
-                try:
-                    async with session.get(self.url + "/health/ready") as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                assert self.process.returncode is None, "the gateway has ended"
-                await asyncio.sleep(0.02)
+        await until_ready(self.url, self.process)
+
+
+async def until_ready(url: str, process: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url + "/health/ready") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            assert process.returncode is None, "the gateway has ended"
+            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -147,6 +151,27 @@ async def test_sigterm_lets_open_streams_end(worker: ScriptedWorker) -> None:
             assert await gateway.process.wait() == 0
 
 
+async def test_gateways_share_a_port(worker: ScriptedWorker) -> None:
+    """The kernel spreads connections; each has its own metrics; one drains without the other."""
+    async with listening(worker.app()) as worker.url, AsyncExitStack() as stack:
+        first = await stack.enter_async_context(gateway_process("--workers", worker.url, "--share-port"))
+        await first.until_ready()
+        again = ("--workers", worker.url, "--share-port", "--port", first.url.rpartition(":")[2])
+        second = await stack.enter_async_context(gateway_process(*again))
+        await until_ready(second.ops, second.process)
+        assert [(await post(first.url, chat()))[0] for _ in range(32)] == [200] * 32
+        assert len({request.gateway_id for request in worker.received}) == 2
+        counts = []
+        for gateway in (first, second):
+            _, page = await gateway.get(gateway.ops + "/metrics")
+            counts.append(float(page.split('requests_total{route="chat",status="200"} ')[1].split()[0]))
+        assert sum(counts) == 32
+        second.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(HANG_S):
+            assert await second.process.wait() == 0
+        assert [(await post(first.url, chat()))[0] for _ in range(8)] == [200] * 8
+
+
 async def test_a_taken_port_is_said_and_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -226,9 +251,8 @@ def test_the_cluster_secret_comes_from_its_file(tmp_path: Path) -> None:
     assert "HEADSTART_CLUSTER_SECRET" not in os.environ
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_a_page_that_makes_its_name_lead_here_drains_nothing(worker: ScriptedWorker, processes: int) -> None:
-    more = ("--ops-hosts", "ops.example,gateway", "--processes", str(processes))
+async def test_a_page_that_makes_its_name_lead_here_drains_nothing(worker: ScriptedWorker) -> None:
+    more = ("--ops-hosts", "ops.example,gateway")
     async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url, *more) as gateway:
         await gateway.until_ready()
         port = gateway.ops.rpartition(":")[2]

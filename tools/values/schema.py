@@ -157,9 +157,6 @@ VALUES: Final = group(
         "The gateways.",
         image=image("the gateways", "Tag of the image; empty: the chart's appVersion."),
         replicas=whole("Gateways.", 1),
-        processes=whole(
-            "Processes of a gateway, on one port: one for each CPU of its request. Each takes about 130 MB.", 1, 63
-        ),
         policy=choice("Routing policy.", *POLICIES),
         workerNetworks=array(
             "Networks in which pods are, where gateways may look for workers; empty: the private ones of RFC 1918.",

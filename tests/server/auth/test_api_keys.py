@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-import multiprocessing
 import os
-import queue
-from multiprocessing.synchronize import Event
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,10 @@ from starlette.types import Scope
 
 from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
 from server.auth.identity import MAX_KEY_BYTES, Identity, KeyHolders, KeyLimits, request_salt, tenant_salt
-from server.auth.limit_table import NUM_ROWS, LimitTable, create_shared
-from server.auth.rate_limits import RateLimits, duration_text
+from server.auth.limits import MAX_KEYS, RateLimits, duration_text
 from server.auth.throttle import FailedAuth, FailureAllowance, source_of
 from server.cli.keys import main, new_key
 from server.errors import AuthenticationError, OverloadedError
-from tests.waiting import HANG_S
 
 
 def entry(key: str, tenant: str = "one", extra: str = "") -> str:
@@ -210,7 +206,7 @@ def limited(**limits: int) -> Identity:
 
 def test_requests_a_minute() -> None:
     now_s = 50.0
-    limits = RateLimits(LimitTable.private(clock=lambda: now_s))
+    limits = RateLimits(clock=lambda: now_s)
     who = limited(requests_per_minute=6)
     for remaining in range(5, -1, -1):
         lease = limits.admit(who)
@@ -229,7 +225,7 @@ def test_requests_a_minute() -> None:
 
 def test_tokens_a_minute_are_paid_back() -> None:
     now_s = 50.0
-    limits = RateLimits(LimitTable.private(clock=lambda: now_s))
+    limits = RateLimits(clock=lambda: now_s)
     lease = limits.admit(limited(tokens_per_minute=600))
     assert lease is not None
     lease.take_tokens(400)
@@ -248,7 +244,7 @@ def test_tokens_a_minute_are_paid_back() -> None:
 
 
 def test_open_requests() -> None:
-    limits = RateLimits(LimitTable.private())
+    limits = RateLimits()
     who = limited(max_streams=2)
     leases = [limits.admit(who), limits.admit(who)]
     with pytest.raises(OverloadedError, match="2 requests open"):
@@ -259,7 +255,7 @@ def test_open_requests() -> None:
 
 
 def test_a_refused_request_holds_no_place() -> None:
-    limits = RateLimits(LimitTable.private())
+    limits = RateLimits()
     who = limited(max_streams=1, requests_per_minute=1)
     lease = limits.admit(who)
     assert lease is not None
@@ -269,81 +265,29 @@ def test_a_refused_request_holds_no_place() -> None:
             limits.admit(who)
 
 
-def _take(path: Path, process: int, taken: multiprocessing.Queue[int]) -> None:
-    table = LimitTable.shared(path, process)
-    row = table.row(b"k" * 32)
-    taken.put(sum(table.take(row, "requests", 1e-9, 1000, 1) == 0.0 for _ in range(600)))
+def test_a_reloaded_limit_keeps_what_was_used() -> None:
+    limits = RateLimits(clock=lambda: 50.0)
+    lease = limits.admit(limited(tokens_per_minute=600))
+    assert lease is not None
+    lease.take_tokens(400)
+    lease = limits.admit(limited(tokens_per_minute=300))
+    assert lease is not None
+    lease.take_tokens(200)
+    with pytest.raises(OverloadedError, match="300 tokens"):
+        lease.take_tokens(1)
 
 
-def test_processes_share_one_limit(tmp_path: Path) -> None:
-    path = tmp_path / "limits"
-    create_shared(path)
-    context = multiprocessing.get_context("fork")
-    taken: multiprocessing.Queue[int] = context.Queue()
-    children = [context.Process(target=_take, args=(path, number, taken)) for number in range(3)]
-    for child in children:
-        child.start()
-    total = sum(taken.get(timeout=HANG_S) for _ in children)
-    for child in children:
-        child.join()
-    assert total == 1000
-
-
-def _take_when_told(path: Path, go: Event, told: multiprocessing.Queue[float]) -> None:
-    table = LimitTable.shared(path, 1)
-    row = table.row(b"k" * 32)
-    told.put(-1.0)
-    go.wait(HANG_S)
-    told.put(table.take(row, "requests", 1.0, 1.0, 1))
-
-
-def test_a_row_is_one_processs_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "limits"
-    create_shared(path)
-    context = multiprocessing.get_context("fork")
-    told: multiprocessing.Queue[float] = context.Queue()
-    go = context.Event()
-    table = LimitTable.shared(path, 0)
-    row = table.row(b"k" * 32)
-    child = context.Process(target=_take_when_told, args=(path, go, told))
-    child.start()
-    try:
-        assert told.get(timeout=HANG_S) == -1.0
-        with table._locked(row):
-            go.set()
-            with pytest.raises(queue.Empty):
-                told.get(timeout=0.3)
-        assert told.get(timeout=HANG_S) == 0.0
-    finally:
-        go.set()
-        child.join()
-
-
-def test_a_process_that_died_holds_no_streams(tmp_path: Path) -> None:
-    path = tmp_path / "limits"
-    create_shared(path)
-    first, second = LimitTable.shared(path, 0), LimitTable.shared(path, 1)
-    row = first.row(b"k" * 32)
-    assert second.row(b"k" * 32) == row
-    assert first.enter(row, 3)
-    assert first.enter(row, 3)
-    assert second.enter(row, 3)
-    assert not first.enter(row, 3)
-    again = LimitTable.shared(path, 1)
-    assert again.enter(row, 3)
-    assert not again.enter(row, 3), "the first still has its two"
-    again.leave(row)
-    third = LimitTable.shared(path, 1)
-    assert third.enter(row, 3)
-    assert not first.enter(row, 3)
-
-
-def test_keys_whose_rows_would_be_the_same_have_one_each() -> None:
-    table = LimitTable.private()
-    first, second = ((5 + number * NUM_ROWS).to_bytes(8, "little") + bytes(24) for number in range(2))
-    assert table.enter(table.row(first), 1)
-    assert not table.enter(table.row(first), 1)
-    assert table.enter(table.row(second), 1)
+def test_unused_keys_are_forgotten_and_open_requests_are_not() -> None:
+    limits = RateLimits()
+    kept = limits.admit(limited(max_streams=1))
+    for number in range(2 * MAX_KEYS):
+        lease = limits.admit(replace(limited(max_streams=1), key_digest=b"%032d" % number))
+        assert lease is not None
+        lease.close()
+    assert kept is not None
+    with pytest.raises(OverloadedError):
+        limits.admit(limited(max_streams=1))
+    assert len(limits._usage) <= MAX_KEYS
 
 
 def test_identities_of_entries_that_were_replaced_are_forgotten(tmp_path: Path) -> None:

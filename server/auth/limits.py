@@ -1,0 +1,176 @@
+"""Rate limits of an API key: requests and tokens a minute as token buckets, and its number of open requests.
+
+A bucket holds a minute's worth and refills evenly. Prompt tokens are taken once they are counted, answer tokens after
+they were generated: these may overdraw the bucket, and the next request waits for the difference.
+Limits are counted by each gateway on its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from server.auth.identity import NO_LIMITS, Identity, KeyLimits
+from server.errors import OverloadedError
+
+MAX_KEYS: Final = 8192
+"""Keys whose usage is kept; a key file holds fewer."""
+_MINUTE_S: Final = 60.0
+_STREAMS_RETRY_S: Final = 1.0
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class TokenBucket:
+    """A budget that refills by `per_s` up to `capacity`. It starts full, and may be overdrawn."""
+
+    __slots__ = ("_at_s", "_level", "capacity", "per_s")
+
+    def __init__(self, capacity: float, per_s: float, now_s: float) -> None:
+        self.capacity = capacity
+        self.per_s = per_s
+        self._level = capacity
+        self._at_s = now_s
+
+    def level(self, now_s: float) -> float:
+        """Return what is left; below 0 when overdrawn."""
+        return min(self.capacity, self._level + (now_s - self._at_s) * self.per_s)
+
+    def draw(self, amount: float, now_s: float) -> None:
+        """Take `amount` whether or not it is there."""
+        self._level = self.level(now_s) - amount
+        self._at_s = now_s
+
+    def take(self, amount: float, now_s: float) -> float:
+        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
+
+        An amount above `capacity` needs a full bucket, and overdraws it.
+        """
+        missing = min(amount, self.capacity) - self.level(now_s)
+        if missing > 0.0:
+            return missing / self.per_s
+        self.draw(amount, now_s)
+        return 0.0
+
+
+class _KeyUsage:
+    """What one key has used, under the limits that it has."""
+
+    __slots__ = ("limits", "num_open", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.limits = NO_LIMITS
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+
+    def apply(self, limits: KeyLimits, now_s: float) -> None:
+        """Adopt the limits of a reloaded key file; what has been used stays used."""
+        self.limits = limits
+        self.requests = _resized(self.requests, limits.requests_per_minute, now_s)
+        self.tokens = _resized(self.tokens, limits.tokens_per_minute, now_s)
+
+
+def _resized(bucket: TokenBucket | None, per_minute: int | None, now_s: float) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, per_minute / _MINUTE_S, now_s)
+    bucket.capacity, bucket.per_s = per_minute, per_minute / _MINUTE_S
+    return bucket
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One open request of a key with limits. Close it exactly once."""
+
+    usage: _KeyUsage
+    clock: Callable[[], float]
+    headers: Headers = field(default_factory=list)
+    """The x-ratelimit-* headers of the answer."""
+
+    def take_request(self) -> None:
+        """Count the request. Raises OverloadedError."""
+        bucket = self.usage.requests
+        wait_s = 0.0 if bucket is None else bucket.take(1, self.clock())
+        self._describe()
+        if wait_s > 0.0:
+            raise _over_limit(f"{self.usage.limits.requests_per_minute} requests a minute", wait_s, self.headers)
+
+    def take_tokens(self, num_tokens: int) -> None:
+        """Count the prompt's tokens. Raises OverloadedError."""
+        if self.usage.tokens is not None:
+            wait_s = self.usage.tokens.take(num_tokens, self.clock())
+            self._describe()
+            if wait_s > 0.0:
+                raise _over_limit(f"{self.usage.limits.tokens_per_minute} tokens a minute", wait_s)
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count the answer's tokens, after the fact."""
+        if self.usage.tokens is not None:
+            self.usage.tokens.draw(num_tokens, self.clock())
+
+    def close(self) -> None:
+        self.usage.num_open -= 1
+
+    def _describe(self) -> None:
+        self.headers.clear()
+        now_s = self.clock()
+        for name, bucket in (("requests", self.usage.requests), ("tokens", self.usage.tokens)):
+            if bucket is not None:
+                level = bucket.level(now_s)
+                reset_s = (bucket.capacity - level) / bucket.per_s
+                self.headers += [
+                    (f"x-ratelimit-limit-{name}".encode(), b"%d" % bucket.capacity),
+                    (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
+                    (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
+                ]
+
+
+class RateLimits:
+    """The usage of every key at this gateway. Owned by the event loop."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[bytes, _KeyUsage] = {}
+
+    def admit(self, identity: Identity) -> Lease | None:
+        """Return a lease for one request, or None for a key without limits. Raises OverloadedError."""
+        limits = identity.limits
+        if limits == NO_LIMITS:
+            return None
+        usage = self._usage_of(identity.key_digest)
+        if usage.limits != limits:
+            usage.apply(limits, self._clock())
+        if limits.max_streams is not None and usage.num_open >= limits.max_streams:
+            raise OverloadedError(
+                f"This key may have {limits.max_streams} requests open at a time.", retry_after_s=_STREAMS_RETRY_S
+            )
+        lease = Lease(usage, self._clock)
+        lease.take_request()
+        usage.num_open += 1
+        return lease
+
+    def _usage_of(self, digest: bytes) -> _KeyUsage:
+        usage = self._usage.get(digest)
+        if usage is None:
+            if len(self._usage) >= MAX_KEYS:
+                self._usage = {key: held for key, held in self._usage.items() if held.num_open}
+            usage = self._usage[digest] = _KeyUsage()
+        return usage
+
+
+def _over_limit(limit: str, wait_s: float, headers: Sequence[tuple[bytes, bytes]] = ()) -> OverloadedError:
+    message = f"This key may use {limit}; try again in {math.ceil(wait_s)} s."
+    return OverloadedError(message, retry_after_s=wait_s, headers=tuple(headers))
+
+
+def duration_text(seconds: float) -> str:
+    """Format as OpenAI does: 120ms, 1s, 6m0s."""
+    if seconds < 1.0:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
