@@ -32,7 +32,7 @@ from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.plan import Plan
+from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
@@ -52,15 +52,15 @@ class Engine:
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int, chunk_tokens: int | None = None) -> None:
         """Steps of `chunk_tokens`; None: as a worker on this device."""
         self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size, eos_token_ids=())
-        batched, lone = default_step_tokens(model.device.type, model.options.dtype)
+        batched, solo = default_step_tokens(model.device.type, model.options.dtype)
         limits = BatchLimits(
             max_num_batched_tokens=chunk_tokens or batched,
-            max_lone_prefill_tokens=lone if chunk_tokens is None else None,
+            max_solo_prefill_tokens=solo if chunk_tokens is None else None,
             max_model_len=model.config.max_model_len,
         )
         self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, ())
         self._num_requests = 0
-        self._flights: deque[tuple[Plan, Launch[list[SequenceResult]]]] = deque()
+        self._flights: deque[tuple[StepPlan, Launch[list[SequenceResult]]]] = deque()
 
     @property
     def steps_in_a_row(self) -> int:
@@ -104,7 +104,7 @@ class Engine:
         emissions = self._scheduler.update(plan, launch.collect(), now_s)
         return sum(len(emission.frame.token_ids) for emission in emissions if isinstance(emission.frame, Tokens))
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: StepPlan) -> None:
         self._flights.append((plan, self._runner.launch(plan.step())))
 
     def drain(self) -> int:

@@ -71,7 +71,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
-    max_lone_prefill_tokens: int | None = None
+    max_solo_prefill_tokens: int | None = None
     max_waiting_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     max_queue_s: float = 120.0
@@ -108,17 +108,17 @@ class WorkerConfig:
             raise ValueError(f"--prefix-cache must be one of {', '.join(PREFIX_CACHES)}, got {self.prefix_cache!r}")
 
     def limits(
-        self, *, max_model_len: int, default_batched_tokens: int, default_lone_prefill_tokens: int | None = None
+        self, *, max_model_len: int, default_batched_tokens: int, default_solo_prefill_tokens: int | None = None
     ) -> BatchLimits:
         """The scheduler's limits, once the length of the context is known."""
         max_num_batched_tokens = self.max_num_batched_tokens or max(default_batched_tokens, self.max_num_seqs)
-        lone = self.max_lone_prefill_tokens
-        if lone is None and self.max_num_batched_tokens is None and default_lone_prefill_tokens is not None:
-            lone = max(default_lone_prefill_tokens, max_num_batched_tokens)
+        solo = self.max_solo_prefill_tokens
+        if solo is None and self.max_num_batched_tokens is None and default_solo_prefill_tokens is not None:
+            solo = max(default_solo_prefill_tokens, max_num_batched_tokens)
         return BatchLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_lone_prefill_tokens=lone,
+            max_solo_prefill_tokens=solo,
             max_model_len=max_model_len,
             max_waiting_requests=self.max_waiting_requests,
             max_queued_tokens=self.max_queued_tokens,
@@ -165,7 +165,7 @@ class WorkerConfig:
 
 
 def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
-    """Tokens in a step, and in one of a lone prefill (None: no more than that), for a kind of device."""
+    """Tokens in a step, and in one of a solo prefill (None: no more than that), for a kind of device."""
     if device != "cpu":
         return 4096, None
     # In float32, 2,048 tokens in one step take as long as four times 512; in bfloat16 larger products are faster.
@@ -251,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="choices in a step (64)")
     batch.add_argument("--max-num-batched-tokens", type=int, help="tokens in a step (default: 512 on a CPU, else 4096)")
     batch.add_argument(
-        "--max-lone-prefill-tokens",
+        "--max-solo-prefill-tokens",
         type=int,
         help="tokens in a step of one prefill that nobody waits for (default: 2048 on a CPU in bfloat16)",
     )

@@ -1,29 +1,91 @@
-"""Copies between host and device that nobody waits for, and which device is meant. On a CPU there is nothing to do."""
+"""The device that a model runs on: asynchronous copies to and from it, and the stream that its work is queued on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from worker.engine.step import Done, Launch
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Values = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
 
 
 def to_device(values: Values, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on the device, for what is queued there after this call."""
+    """Copy `values` to the device, for work that is queued there after this call."""
     host = values.to(dtype) if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":  # from other memory the copy would wait for what the device has still to do
+    if device.type == "cuda":  # a copy from pageable memory would wait for all queued work
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Memory of the host that holds the tensor's values once all that is queued on the device by now is done."""
+    """Return host memory that holds the tensor once all work queued so far is done."""
     return tensor.to("cpu", non_blocking=True)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where this thread's Triton kernels, events and graphs go: they follow the current device, not their tensors."""
+    """Make `device` current: this thread's Triton kernels, events and graphs go there, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class DeviceStream(Protocol):
+    """Does the work queued on it in order, for one thread."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Tell whether `enqueue` returns before the work is done."""
+
+    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
+        """Queue `work`. It returns host tensors that are valid after `collect`; its errors are raised here or there."""
+
+
+class HostStream:
+    """A CPU, which does the work within `enqueue`."""
+
+    overlaps = False
+
+    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
+        return Done(work())
+
+
+class CudaStream:
+    """The stream of a GPU that is current where `work` runs."""
+
+    overlaps = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
+        with current_device(self._device):
+            result = work()
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+        return _CudaLaunch(result, event)
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaLaunch(Generic[T_co]):
+    result: T_co
+    event: torch.cuda.Event
+
+    def is_done(self) -> bool:
+        try:
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # the work failed: `collect` raises it
+            return True
+
+    def collect(self) -> T_co:
+        self.event.synchronize()
+        return self.result
+
+
+def default_stream(device: torch.device) -> DeviceStream:
+    return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -16,7 +16,7 @@ from cache.records import WorkerMember, signed
 from cache.types import BlockId, WorkerId
 from worker.config import WorkerConfig, default_step_tokens
 from worker.engine.load_report import PrefillRate
-from worker.engine.step import Draw, Runner, SequenceStep, Step
+from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.http.service import new_epoch
 from worker.memory import bound_primitives
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -115,7 +115,7 @@ def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
     """Run the first blocks of a pool that nobody uses yet: touches what is allocated late, and measures."""
     block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
     slots = [block_size + i for i in range(num_tokens)]
-    draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
+    draw = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
     step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (draw,))])
     runner.run(step)
     begun_s = time.monotonic()
@@ -171,11 +171,11 @@ def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
 
 
 def _limits(config: WorkerConfig, model: LoadedModel, max_model_len: int) -> BatchLimits:
-    batched_tokens, lone_tokens = default_step_tokens(model.device.type, model.options.dtype)
+    batched_tokens, solo_tokens = default_step_tokens(model.device.type, model.options.dtype)
     return config.limits(
         max_model_len=max_model_len,
         default_batched_tokens=batched_tokens,
-        default_lone_prefill_tokens=lone_tokens,
+        default_solo_prefill_tokens=solo_tokens,
     )
 
 

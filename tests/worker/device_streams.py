@@ -1,4 +1,4 @@
-"""Devices that compute beside the engine, on a CPU: `worker.runner.stream.Stream`s whose work is done later."""
+"""Devices that compute beside the engine, on a CPU: `worker.device.DeviceStream`s whose work is done later."""
 
 from __future__ import annotations
 

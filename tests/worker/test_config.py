@@ -45,14 +45,14 @@ def test_defaults_are_those_of_the_dataclass() -> None:
     assert parse([]) == WorkerConfig()
 
 
-def test_a_lone_prefill_has_what_was_asked_for_or_the_default_of_the_device() -> None:
-    defaults = {"max_model_len": 9, "default_batched_tokens": 128, "default_lone_prefill_tokens": 2048}
-    assert WorkerConfig().limits(**defaults).max_lone_prefill_tokens == 2048
-    assert WorkerConfig(max_lone_prefill_tokens=512).limits(**defaults).max_lone_prefill_tokens == 512
-    assert WorkerConfig(max_num_batched_tokens=64).limits(**defaults).max_lone_prefill_tokens is None
-    assert WorkerConfig().limits(max_model_len=9, default_batched_tokens=128).max_lone_prefill_tokens is None
-    with pytest.raises(ValueError, match="max_lone_prefill_tokens"):
-        WorkerConfig(max_lone_prefill_tokens=100).limits(**defaults)
+def test_a_solo_prefill_has_what_was_asked_for_or_the_default_of_the_device() -> None:
+    defaults = {"max_model_len": 9, "default_batched_tokens": 128, "default_solo_prefill_tokens": 2048}
+    assert WorkerConfig().limits(**defaults).max_solo_prefill_tokens == 2048
+    assert WorkerConfig(max_solo_prefill_tokens=512).limits(**defaults).max_solo_prefill_tokens == 512
+    assert WorkerConfig(max_num_batched_tokens=64).limits(**defaults).max_solo_prefill_tokens is None
+    assert WorkerConfig().limits(max_model_len=9, default_batched_tokens=128).max_solo_prefill_tokens is None
+    with pytest.raises(ValueError, match="max_solo_prefill_tokens"):
+        WorkerConfig(max_solo_prefill_tokens=100).limits(**defaults)
 
 
 def test_waiting_for_a_prefix_needs_a_cache_that_finds_it() -> None:

@@ -24,11 +24,10 @@ from tests.worker.scheduler.engine import HandEngine, generate
 from tests.worker.test_random_mixes import REQUESTS
 from worker.attention.base import ForwardBatch
 from worker.attention.kv_cache import NonFiniteKV
-from worker.engine.step import SequenceStep, Step
+from worker.device import DeviceStream
+from worker.engine.step import NonFiniteLogits, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.runner.stream import Stream
-from worker.sampling.errors import NonFiniteLogits
 from worker.wire import End, Failed
 
 BLOCK_SIZE = 4
@@ -104,7 +103,7 @@ def make_engine(
     *,
     num_blocks: int = 100,
     prefix_cache: PrefixCache = "hash",
-    stream: Stream | None = None,
+    stream: DeviceStream | None = None,
     **limits: Any,
 ) -> tuple[HandEngine, FaultyAttention]:
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=(), stream=stream)

@@ -15,7 +15,7 @@ from tests.worker.families import FAMILIES, write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker import doctor
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.engine.step import Draw, SequenceResult, SequenceStep, Step
+from worker.engine.step import SamplingRow, SequenceResult, SequenceStep, Step
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams
@@ -50,12 +50,12 @@ class Fed:
         fields: dict[str, Any] = {"num_prompt_logprobs": 3, "next_token_ids": self.token_ids[start + 1 : stop + 1]}
         if num_tokens == 1:
             params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=3)
-            fields = {"draws": (Draw(params, 0, stop, self.token_ids[:stop], ()),)}
+            fields = {"sampling_rows": (SamplingRow(params, 0, stop, self.token_ids[:stop], ()),)}
         return SequenceStep(self.token_ids[start:stop], start, self.table, slots, **fields)
 
     def take_up(self, part: SequenceStep, result: SequenceResult) -> None:
-        found = [*result.prompt_logprobs, *(drawn.logprobs for drawn in result.drawn if drawn.logprobs is not None)]
-        assert len(found) == len(part.next_token_ids) + len(part.draws) > 0
+        found = [*result.prompt_logprobs, *(drawn.logprobs for drawn in result.sampled if drawn.logprobs is not None)]
+        assert len(found) == len(part.next_token_ids) + len(part.sampling_rows) > 0
         for row, one in zip(self.want[self.start :], found, strict=False):
             for token_id, value in one.top:
                 self.error = max(self.error, abs(float(row[token_id]) - value))

@@ -21,9 +21,9 @@ from cache.allocators.factory import PREFIX_CACHES, PrefixCache
 from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
+from worker.device import DeviceStream
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.runner.stream import Stream
 from worker.wire import GenerateRequest
 
 BLOCK_SIZE = 4
@@ -59,7 +59,7 @@ class Mix:
     num_blocks: int
     max_num_seqs: int
     num_tokens: int
-    num_lone_tokens: int | None
+    num_solo_tokens: int | None
     watermark: float
     forget_at: int | None
     in_flight: bool
@@ -81,7 +81,7 @@ mixes = st.builds(
     num_blocks=st.sampled_from([22, 30, 60, 400]),  # the largest choice takes 19
     max_num_seqs=st.integers(2, 17),
     num_tokens=st.sampled_from([17, 24, 64, 512]),
-    num_lone_tokens=st.none() | st.just(600),
+    num_solo_tokens=st.none() | st.just(600),
     watermark=st.sampled_from([0.0, 0.1]),
     forget_at=st.none() | st.integers(1, 20),
     in_flight=st.booleans(),
@@ -100,7 +100,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
 
 
 def make_engine(
-    model: LoadedModel, num_blocks: int, prefix_cache: PrefixCache, stream: Stream | None = None, **limits
+    model: LoadedModel, num_blocks: int, prefix_cache: PrefixCache, stream: DeviceStream | None = None, **limits
 ) -> HandEngine:
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=(), stream=stream)
     return HandEngine(num_blocks, BLOCK_SIZE, runner=runner, prefix_cache=prefix_cache, max_model_len=256, **limits)
@@ -149,7 +149,7 @@ def run(engine: HandEngine, mix: Mix, alone) -> None:
 
 
 def check(model: LoadedModel, alone, prefix_cache: PrefixCache, mix: Mix) -> None:
-    lone = None if mix.num_lone_tokens is None else max(mix.num_lone_tokens, mix.num_tokens)
+    solo = None if mix.num_solo_tokens is None else max(mix.num_solo_tokens, mix.num_tokens)
     engine = make_engine(
         model,
         mix.num_blocks,
@@ -158,7 +158,7 @@ def check(model: LoadedModel, alone, prefix_cache: PrefixCache, mix: Mix) -> Non
         runs_ahead=mix.runs_ahead,
         max_num_seqs=mix.max_num_seqs,
         max_num_batched_tokens=mix.num_tokens,
-        max_lone_prefill_tokens=lone,
+        max_solo_prefill_tokens=solo,
         watermark=mix.watermark,
     )
     run(engine, mix, alone)

@@ -9,11 +9,17 @@ by context length; the rest (prefill chunks) follow.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+import torch
 from torch import Tensor
+
+ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CONTEXTS: Final = (2048, 16384, 131072)
+"""Tokens: a kernel divides its work by the length that it is made for, so one for all would be slow for short ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +97,19 @@ def show_nonfinite(attended: Tensor, query: Tensor) -> Tensor:
     """
     attended.view_as(query).add_(query, alpha=0)
     return attended
+
+
+def merge_partials(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Outputs (..., head_dim) with their log-sum-exps (...) float32 -> the output over both sets, in the same dtype.
+
+    Source: FlashDecoding's reduction, out = sum of out_i * exp(lse_i - lse).
+    """
+    share = torch.sigmoid(other_lse.float() - one_lse.float()).unsqueeze(-1)
+    return torch.lerp(one.float(), other.float(), share).to(one.dtype)
+
+
+def padded(size: int, sizes: Sequence[int]) -> int:
+    """The smallest of the ascending `sizes` that holds `size`; beyond them, a multiple of the last."""
+    if size <= sizes[-1]:
+        return sizes[bisect_left(sizes, size)]
+    return -(-size // sizes[-1]) * sizes[-1]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
-from worker.attention.torch_paged import Plan, TorchPagedAttention
+from worker.attention.torch_paged import PagedPlan, TorchPagedAttention
 from worker.kernels.attention import AttentionKernel, Decodes
 
 
 @dataclass(frozen=True, slots=True)
-class _CompiledPlan(Plan):
+class _CompiledPlan(PagedPlan):
     """Its `decodes` are empty: rows 0..num_rows-1 of the batch are `compiled`."""
 
     compiled: Decodes
@@ -54,7 +54,7 @@ class CompiledPagedAttention(TorchPagedAttention):
         outputs += [self._prefill(layer, query, key, value, chunk) for chunk in plan.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _plan(self, spans: Sequence[Span], window: int | None) -> Plan:
+    def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
         decodes, size = spans[:num_decodes], self._cache.block_size
         bounds = np.zeros((num_decodes, 2), np.int64)

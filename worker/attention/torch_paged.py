@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfinite
+from worker.attention.base import AttentionShape, ForwardBatch, Span, merge_partials, show_nonfinite
 from worker.attention.kv_cache import KVCache
-from worker.attention.merge import merge_partials
 from worker.device import to_device
 
 _MAX_PADDING: Final = 1.25
@@ -54,7 +53,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PagedPlan:
     decodes: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
 
@@ -72,7 +71,7 @@ class TorchPagedAttention:
         self._dtype = cache.keys[0].dtype
         self._scratch: dict[str, Tensor] = {}
 
-    def plan(self, spans: Sequence[Span]) -> dict[int | None, Plan]:
+    def plan(self, spans: Sequence[Span]) -> dict[int | None, PagedPlan]:
         """One plan for each width of window that the model's layers have."""
         windows = set(self._shape.windows) or {None}
         return {window: self._plan(spans, window) for window in windows}
@@ -87,11 +86,11 @@ class TorchPagedAttention:
     def _write(self, layer: int, batch: ForwardBatch, key: Tensor, value: Tensor) -> None:
         self._cache.write(layer, batch.slots, key, value)
 
-    def _plan(self, spans: Sequence[Span], window: int | None) -> Plan:
+    def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
         groups = _group_by_length([_visible(span, window, self._cache.block_size) for span in spans[:num_decodes]])
         decodes = tuple(self._plan_group(spans[start:stop], start, window) for start, stop in groups)
-        return Plan(decodes, self._plan_chunks(spans, num_decodes, window))
+        return PagedPlan(decodes, self._plan_chunks(spans, num_decodes, window))
 
     def _plan_chunks(self, spans: Sequence[Span], num_decodes: int, window: int | None) -> tuple[_Chunk, ...]:
         chunks, first = [], num_decodes
@@ -138,7 +137,7 @@ class TorchPagedAttention:
             mask=mask,
         )
 
-    def _decode_all(self, layer: int, query: Tensor, plan: Plan) -> list[Tensor]:
+    def _decode_all(self, layer: int, query: Tensor, plan: PagedPlan) -> list[Tensor]:
         return [self._decode(layer, query, group) for group in plan.decodes]
 
     def _decode(self, layer: int, query: Tensor, group: _DecodeGroup) -> Tensor:

@@ -27,9 +27,8 @@ from torch.nn import functional
 from xformers.ops.fmha import attn_bias, flash, triton_splitk
 from xformers.ops.fmha.common import Inputs
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.base import CONTEXTS, ROWS, AttentionShape, ForwardBatch, Span, padded
 from worker.attention.kv_cache import KVCache
-from worker.attention.shapes import CONTEXTS, ROWS, padded
 from worker.device import to_device
 
 HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})

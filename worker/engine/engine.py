@@ -36,10 +36,9 @@ from worker.engine.step import Runner
 from worker.engine.step_log import StepLog, StepLogs
 from worker.http.access_times import AccessTimes
 from worker.memory import return_free_pages
-from worker.scheduler.plan import Emission
-from worker.scheduler.request import Constraint, RequestKey, new_request
+from worker.scheduler.plan import EngineOutput
+from worker.scheduler.request import Constraint, RequestKey, failed_by, new_request
 from worker.scheduler.scheduler import Scheduler
-from worker.scheduler.update import failed_by
 from worker.wire import Failed, GenerateRequest, Started
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class EngineParts:
     load_report: LoadReport
     metrics: WorkerMetrics
     member: WorkerMember
-    deliver: Callable[[list[Emission]], None]
+    deliver: Callable[[list[EngineOutput]], None]
     on_death: Callable[[BaseException], None]
     listener: Listener | None = None
     launch_ahead: bool = True
@@ -126,7 +125,7 @@ class Engine:
             self._inbox.put(lambda: self._step_logs.open(key, steps))
 
         def refuse(error: BaseException) -> None:
-            self._parts.deliver([Emission(key, Failed("worker_lost", str(error), retryable=True))])
+            self._parts.deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
 
         self._inbox.put(lambda: self._submit(key, wire, arrival_s, constraints), refuse)
 
@@ -246,7 +245,7 @@ class Engine:
         plan = self._scheduler.schedule(begun_s)
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")
-        self._outbox.put([Emission(request.key, Started(request.num_cached_tokens)) for request in plan.started])
+        self._outbox.put([EngineOutput(request.key, Started(request.num_cached_tokens)) for request in plan.started])
         is_suspect = any(request.wire.is_suspect for request in plan.started)
         if is_suspect or not self._runner.overlaps:
             self._outbox.flush()
@@ -275,7 +274,7 @@ class Engine:
             emissions = self._scheduler.submit(request)
         except Exception as error:  # whatever one request holds, the others go on
             logger.exception("request %s cannot be taken", wire.request_id, extra=about(wire))
-            emissions = [Emission(key, failed_by(error))]
+            emissions = [EngineOutput(key, failed_by(error))]
         else:
             self._parts.load_report.assign(request)
         self._outbox.put(emissions)

@@ -17,7 +17,7 @@ from worker.engine.pulse import Pulse
 from worker.engine.recovery import Recovery
 from worker.engine.step import Launch, Raised, Runner, SequenceResult
 from worker.engine.step_log import StepLogs
-from worker.scheduler.plan import Plan
+from worker.scheduler.plan import StepPlan
 from worker.scheduler.scheduler import Scheduler
 
 
@@ -37,7 +37,7 @@ class FlightParts:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    plan: Plan
+    plan: StepPlan
     launch: Launch[list[SequenceResult]]
     started_s: float
 
@@ -61,7 +61,7 @@ class Flights:
         first = self._flights[0] if self._flights else None
         return first is not None and first.plan.num_prefill_tokens > 0 and not first.launch.is_done()
 
-    def launch(self, plan: Plan, begun_s: float) -> None:
+    def launch(self, plan: StepPlan, begun_s: float) -> None:
         """With nothing in flight; scheduling the plan began at `begun_s`."""
         assert not self._flights, "the step is not the first"
         self._give(plan, begun_s, self._parts.pulse.begin_step())
@@ -93,7 +93,7 @@ class Flights:
         while self._flights:
             self.land()
 
-    def _give(self, plan: Plan, begun_s: float, started_s: float) -> None:
+    def _give(self, plan: StepPlan, begun_s: float, started_s: float) -> None:
         """To the device. What raises on the way is raised when it is collected."""
         parts = self._parts
         launch: Launch[list[SequenceResult]]

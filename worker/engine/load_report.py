@@ -12,7 +12,7 @@ from collections import defaultdict
 from cache.records import WorkerLoad
 from cache.types import GatewayId
 from worker.scheduler.admission import num_growth_blocks
-from worker.scheduler.plan import Plan
+from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
 
@@ -98,7 +98,7 @@ class LoadReport:
         """The request was submitted."""
         self._assigned_s += self.rate.seconds(request.num_uncached_tokens)
 
-    def measure(self, plan: Plan, duration_s: float, now_s: float) -> None:
+    def measure(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
         """The plan's step took `duration_s`, until `now_s`. Steps that mostly decode say nothing about prefilling."""
         num_tokens = plan.num_tokens
         if 2 * plan.num_prefill_tokens > num_tokens:

@@ -9,7 +9,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cache.allocators.base import CacheStats
-from worker.scheduler.plan import Emission, Plan
+from worker.scheduler.plan import EngineOutput, StepPlan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import End, Failed, Finished, Tokens
@@ -97,20 +97,20 @@ class WorkerMetrics:
             self.prompt_tokens.inc(len(request.prompt_ids))
             self.cached_tokens.inc(request.num_cached_tokens)
 
-    def count_plan(self, plan: Plan, schedule_s: float) -> None:
+    def count_plan(self, plan: StepPlan, schedule_s: float) -> None:
         num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
         self.batch_size.observe(len(plan.chunks))
         if num_prefill:
             self.batch_tokens.labels("prefill").observe(num_prefill)
         if num_decodes:
             self.batch_tokens.labels("decode").observe(num_decodes)
-        if plan.growth is not None:
-            self.batch_growth.labels(plan.growth).inc()
+        if plan.batch_growth_reason is not None:
+            self.batch_growth.labels(plan.batch_growth_reason).inc()
         if num_preempted := plan.num_preempted + plan.num_yielded:
             self.preemptions.inc(num_preempted)
         self.host_s.labels("schedule").observe(schedule_s)
 
-    def count_step(self, plan: Plan, step_s: float, interval_s: float) -> None:
+    def count_step(self, plan: StepPlan, step_s: float, interval_s: float) -> None:
         """The step has returned, `interval_s` after the one before it."""
         num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
         if num_decodes:  # each has drawn its last token in the step before
@@ -123,7 +123,7 @@ class WorkerMetrics:
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
         return longest_s
 
-    def count_emissions(self, emissions: Sequence[Emission]) -> None:
+    def count_emissions(self, emissions: Sequence[EngineOutput]) -> None:
         num_tokens = 0
         for _, frame in emissions:
             match frame:

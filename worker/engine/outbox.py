@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.step_log import StepLogs
-from worker.scheduler.plan import Emission
+from worker.scheduler.plan import EngineOutput
 
 
 class Outbox:
@@ -14,13 +14,15 @@ class Outbox:
 
     __slots__ = ("_deliver", "_emissions", "_metrics", "_step_logs")
 
-    def __init__(self, deliver: Callable[[list[Emission]], None], metrics: WorkerMetrics, step_logs: StepLogs) -> None:
+    def __init__(
+        self, deliver: Callable[[list[EngineOutput]], None], metrics: WorkerMetrics, step_logs: StepLogs
+    ) -> None:
         self._deliver = deliver
         self._metrics = metrics
         self._step_logs = step_logs
-        self._emissions: list[Emission] = []
+        self._emissions: list[EngineOutput] = []
 
-    def put(self, emissions: list[Emission]) -> None:
+    def put(self, emissions: list[EngineOutput]) -> None:
         self._emissions += emissions
 
     def flush(self) -> None:

@@ -17,12 +17,11 @@ from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
 from worker.common.logs import about
 from worker.engine.outbox import Outbox
 from worker.engine.pulse import Pulse
-from worker.engine.step import Draw, Runner, SequenceStep, Step
+from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.engine.step_log import StepLogs
-from worker.scheduler.plan import Emission, Plan
-from worker.scheduler.request import Request
+from worker.scheduler.plan import EngineOutput, StepPlan
+from worker.scheduler.request import Request, failed_by
 from worker.scheduler.scheduler import Scheduler
-from worker.scheduler.update import failed_by
 from worker.wire import Failed, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class Recovery:
     step_logs: StepLogs
     pulse: Pulse
 
-    def run_one_by_one(self, plan: Plan, error: Exception) -> None:
+    def run_one_by_one(self, plan: StepPlan, error: Exception) -> None:
         """Each request of a failed step alone; those that fail again are to blame, unless the device is.
 
         Raises EngineDeadError.
@@ -86,7 +85,7 @@ class Recovery:
         """
         allocation = self.scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
         table, slots = ((NULL_BLOCK,), [0]) if allocation is None else (allocation.block_table, allocation.slots(0, 1))
-        draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
+        draw = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
         self.pulse.begin_step()  # a device that never answers is a step that hangs
         try:
             self.runner.run(Step([SequenceStep((0,), 0, table, slots, (draw,))]))
@@ -112,7 +111,7 @@ class Recovery:
                 self._deliver(self.scheduler.fail(newcomers[0], failed))
             raise
 
-    def _deliver(self, emissions: list[Emission]) -> None:
+    def _deliver(self, emissions: list[EngineOutput]) -> None:
         """At once: the next part may be the one that ends the process."""
         self.outbox.put(emissions)
         self.outbox.flush()

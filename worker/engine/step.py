@@ -24,14 +24,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class SamplerCache:
     """What a runner keeps of a request, or of a choice, for the draws to come. The scheduler does not look inside."""
 
     value: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingRow:
     """One token to sample from a sequence's last logits. `position` is the index of the drawn token in the sequence.
 
     The result depends on (logits, params, seed, position, the token ids so far) and on nothing else.
@@ -44,9 +44,9 @@ class Draw:
     output_ids: Sequence[int]
     allowed: object | None = None
     """A bit mask over the vocabulary from the choice's grammar (int32 words), or None."""
-    of_request: Kept = field(default_factory=Kept)
+    request_cache: SamplerCache = field(default_factory=SamplerCache)
     """The same for every draw of a request: params and prompt_ids are too."""
-    of_choice: Kept = field(default_factory=Kept)
+    choice_cache: SamplerCache = field(default_factory=SamplerCache)
     """The same for every draw of a choice, whose output_ids only grow."""
 
 
@@ -58,7 +58,7 @@ class SequenceStep:
     start: int
     block_table: Sequence[BlockId]
     slots: Sequence[int]
-    draws: tuple[Draw, ...] = ()
+    sampling_rows: tuple[SamplingRow, ...] = ()
     """Empty for a chunk that stops before the end of what is known; several when choices fork from one prompt."""
     num_prompt_logprobs: int | None = None
     """k: also give the logprob, and the k best, of the token that follows each token of this step."""
@@ -81,17 +81,33 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """One per sequence of the step, in its order; `drawn` matches `draws`."""
+    """One per sequence of the step, in its order; `sampled` matches `sampling_rows`."""
 
-    drawn: tuple[Drawn, ...] = ()
+    sampled: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
+
+
+class SamplingError(RuntimeError):
+    """No token can be sampled from these `rows` of the logits."""
+
+    def __init__(self, message: str, rows: Sequence[int]) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+
+
+class NoTokenLeft(SamplingError):
+    """The request's own limits forbid every token."""
+
+
+class NonFiniteLogits(SamplingError):
+    """The model's output is not a number."""
 
 
 class Launch(Protocol[T_co]):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from worker.scheduler.plan import Emission, Plan
+from worker.scheduler.plan import EngineOutput, StepPlan
 from worker.scheduler.request import Request, RequestKey
 from worker.wire import End, Failed
 
@@ -62,7 +62,7 @@ class StepLogs:
     def open(self, key: RequestKey, log: StepLog) -> None:
         self._logs[key] = log
 
-    def close_ended(self, emissions: Sequence[Emission]) -> None:
+    def close_ended(self, emissions: Sequence[EngineOutput]) -> None:
         """Forget the requests whose last frames these are."""
         for key, frame in emissions:
             if isinstance(frame, End | Failed):
@@ -74,7 +74,7 @@ class StepLogs:
             if (log := self._logs.get(request.key)) is not None:
                 log.begun_s, log.num_cached_tokens = now_s, request.num_cached_tokens
 
-    def add(self, plan: Plan, begun_s: float, ended_s: float) -> None:
+    def add(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:
         """The plan's step has returned; its results are not yet applied."""
         num_tokens: dict[RequestKey, int] = {}
         prefilling: set[RequestKey] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from worker.scheduler.request import Sequence
+from worker.scheduler.request import TokenSequence
 from worker.scheduler.scheduler import Scheduler
 
 
@@ -19,7 +19,7 @@ def debug_state(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def _sequence(sequence: Sequence) -> dict[str, Any]:
+def _sequence(sequence: TokenSequence) -> dict[str, Any]:
     request = sequence.request
     return {
         "request_id": request.wire.request_id,

@@ -18,8 +18,8 @@ from worker.engine.metrics import WorkerMetrics
 from worker.engine.recovery import EngineDeadError
 from worker.grammar import GrammarCompiler, GrammarError
 from worker.http.streams import Stream, Streams
-from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
+from worker.scheduler.validation import refusal
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, pack
 
 logger = logging.getLogger(__name__)

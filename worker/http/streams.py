@@ -12,7 +12,7 @@ from typing import Final
 
 from worker.common.tracing import StreamTrace
 from worker.http.waiting import Waiting
-from worker.scheduler.plan import Emission
+from worker.scheduler.plan import EngineOutput
 from worker.scheduler.request import RequestKey
 from worker.wire import End, Failed, Frame, GenerateRequest, Started, pack_frame
 
@@ -86,7 +86,7 @@ class Streams:
         """Usually one; a gateway that repeats a request before its old connection is seen broken has two."""
         return [stream for stream in self._open.values() if stream.request.request_id == request_id]
 
-    def deliver(self, emissions: list[Emission]) -> None:
+    def deliver(self, emissions: list[EngineOutput]) -> None:
         """Called by the engine's thread."""
         self._loop.call_soon_threadsafe(self._dispatch, emissions)
 
@@ -104,7 +104,7 @@ class Streams:
             self._on_empty.append(emptied.set)
             await emptied.wait()
 
-    def _dispatch(self, emissions: list[Emission]) -> None:
+    def _dispatch(self, emissions: list[EngineOutput]) -> None:
         for key, frame in emissions:
             stream = self._open.get(key)
             if stream is None:  # its client has gone

@@ -18,8 +18,7 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from worker.attention.base import Attention, ForwardBatch, Span
-from worker.attention.shapes import CONTEXTS, ROWS, padded
+from worker.attention.base import CONTEXTS, ROWS, Attention, ForwardBatch, Span, padded
 from worker.device import to_device
 from worker.engine.step import SequenceStep
 from worker.model.decoder import Decoder

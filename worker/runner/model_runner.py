@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from worker.attention.kv_cache import KVCache, NonFiniteKV
-from worker.attention.select import select_attention
-from worker.device import current_device, to_device, to_host
+from worker.attention.selector import select_attention
+from worker.device import DeviceStream, current_device, default_stream, to_device, to_host
 from worker.engine.step import Launch, SequenceResult, SequenceStep, Step
 from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
-from worker.runner.stream import Stream, stream_of
 from worker.sampling.logprobs import LogprobRows, token_logprobs
-from worker.sampling.sampler import DrawnTokens, draw_tokens
+from worker.sampling.sampler import SamplerOutput, sample
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +56,14 @@ class ModelRunner:
         block_size: int,
         eos_token_ids: Sequence[int],
         max_num_seqs: int = 64,
-        stream: Stream | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks. Steps of
         more than `max_num_seqs` decodes may be slower. They are queued on `stream` if it is given, else as the device
         does it."""
         self._decoder = model.decoder
         self._device = model.device
-        self._stream = stream or stream_of(model.device)
+        self._stream = stream or default_stream(model.device)
         self._last: _Outputs | None = None
         """Of the step queued last, for one that follows it; None: it has raised, or none will follow."""
         self._eos_token_ids = tuple(eos_token_ids)
@@ -125,19 +124,19 @@ class ModelRunner:
             to_host(self._cache.find_extremes(batch.forward.slots)),
         )
 
-    def _draw(self, batch: Batch, hidden: Tensor) -> DrawnTokens | None:
+    def _draw(self, batch: Batch, hidden: Tensor) -> SamplerOutput | None:
         """The draws of each sequence, from the logits of its last token."""
-        drawing = [sequence for sequence in batch.sequences if sequence.step.draws]
+        drawing = [sequence for sequence in batch.sequences if sequence.step.sampling_rows]
         if not drawing:
             return None
         if len(drawing) < len(hidden):
             hidden = hidden[to_device([sequence.stop - 1 for sequence in drawing], torch.int64, self._device)]
         logits = self._decoder.logits(hidden)
-        draws = [draw for sequence in drawing for draw in sequence.step.draws]
+        draws = [draw for sequence in drawing for draw in sequence.step.sampling_rows]
         if len(draws) > len(drawing):
-            rows = [row for row, sequence in enumerate(drawing) for _ in sequence.step.draws]
+            rows = [row for row, sequence in enumerate(drawing) for _ in sequence.step.sampling_rows]
             logits = logits[to_device(rows, torch.int64, self._device)]
-        return draw_tokens(logits, draws, self._eos_token_ids)
+        return sample(logits, draws, self._eos_token_ids)
 
     def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
         """Decodes on a GPU. Models that are not our own may do on the host what a recording would not repeat."""
@@ -158,14 +157,18 @@ class ModelRunner:
             logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
             return None
 
-    def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> tuple[DrawnTokens, Tensor] | None:
+    def _replay(
+        self, sequences: Sequence[SequenceStep], token_ids: Tensor | None
+    ) -> tuple[SamplerOutput, Tensor] | None:
         """A step of decodes alone through its recording, and the slots that it writes; None: it has to be run."""
-        if self._graphs is None or any(len(s.draws) != 1 or s.num_prompt_logprobs is not None for s in sequences):
+        if self._graphs is None or any(
+            len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None for s in sequences
+        ):
             return None
         if (replayed := self._graphs.logits(sequences, token_ids)) is None:
             return None
         logits, slots = replayed
-        return draw_tokens(logits, [sequence.draws[0] for sequence in sequences], self._eos_token_ids), slots
+        return sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids), slots
 
     def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> Sequence[LogprobRows]:
         num_top = sequence.step.num_prompt_logprobs
@@ -189,7 +192,7 @@ class _Outputs:
     """Each with its place in the step."""
     token_ids: Tensor | None
     """What was drawn, on the device."""
-    drawn: DrawnTokens | None
+    sampled: SamplerOutput | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
     extremes: Tensor | None
     """Of the keys and values that were written."""
@@ -199,17 +202,17 @@ class _Outputs:
         rows, row = {}, 0
         for place, sequence in self.sequences:
             rows[place] = row
-            row += len(sequence.draws)
+            row += len(sequence.sampling_rows)
         return rows
 
     def results(self) -> list[SequenceResult]:
         """Raises SamplingError, NonFiniteKV."""
-        tokens = iter(() if self.drawn is None else self.drawn.tokens())
+        tokens = iter(() if self.sampled is None else self.sampled.tokens())
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
             raise NonFiniteKV("keys or values of the step are not finite")
         results = [SequenceResult()] * len(self.sequences)
         for (place, sequence), logprobs in zip(self.sequences, self.prompt_logprobs, strict=True):
-            drawn = tuple(next(tokens) for _ in sequence.draws)
+            drawn = tuple(next(tokens) for _ in sequence.sampling_rows)
             results[place] = SequenceResult(drawn, tuple(token for rows in logprobs for token in rows.rows()))
         return results
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from worker.device import to_device
-from worker.engine.step import Draw
+from worker.engine.step import SamplingRow
 from worker.sampling.rules import TokenRules
 
 _FORBIDDEN = float("-inf")
 
 
-def is_constrained(draw: Draw) -> bool:
+def is_constrained(draw: SamplingRow) -> bool:
     params = draw.params
     return bool(
         draw.allowed is not None
@@ -23,7 +23,7 @@ def is_constrained(draw: Draw) -> bool:
     )
 
 
-def constrain(row: Tensor, draw: Draw, rules: TokenRules) -> None:
+def constrain(row: Tensor, draw: SamplingRow, rules: TokenRules) -> None:
     """Set forbidden entries of a row (vocab_size,) to -inf, in place.
 
     min_tokens yields when the grammar, or the allowed ids, leave nothing but stop tokens.

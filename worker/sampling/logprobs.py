@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker.device import to_host
-from worker.sampling.errors import NonFiniteLogits
+from worker.engine.step import NonFiniteLogits
 from worker.wire import TokenLogprobs
 
 

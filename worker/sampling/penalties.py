@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.engine.step import Draw
+from worker.engine.step import SamplingRow
 from worker.sampling.rules import TokenRules, tally_of
 
 
-def is_penalised(draw: Draw) -> bool:
+def is_penalised(draw: SamplingRow) -> bool:
     params = draw.params
     return bool(
         params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty or params.logit_bias
     )
 
 
-def penalise(row: Tensor, draw: Draw, rules: TokenRules) -> None:
+def penalise(row: Tensor, draw: SamplingRow, rules: TokenRules) -> None:
     """Change a row (vocab_size,) in place.
 
     Repetition counts prompt and output (source: CTRL, arXiv 1909.05858, section 4.1); frequency and presence count the

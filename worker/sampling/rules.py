@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.device import to_device
-from worker.engine.step import Draw
+from worker.engine.step import SamplingRow
 from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]
@@ -147,19 +147,19 @@ class Tally:
         self._counts = np.concatenate((counts.astype(np.float32), np.empty(16, dtype=np.float32)))
 
 
-def rules_of(draw: Draw, row: Tensor, eos_token_ids: Sequence[int]) -> TokenRules:
+def rules_of(draw: SamplingRow, row: Tensor, eos_token_ids: Sequence[int]) -> TokenRules:
     """Those of the draw's request, made with its first draw."""
-    rules = draw.of_request.value
+    rules = draw.request_cache.value
     if not isinstance(rules, TokenRules):
-        rules = draw.of_request.value = TokenRules(draw.params, draw.prompt_ids, eos_token_ids, row)
+        rules = draw.request_cache.value = TokenRules(draw.params, draw.prompt_ids, eos_token_ids, row)
     return rules
 
 
-def tally_of(draw: Draw, vocab_size: int) -> Tally:
+def tally_of(draw: SamplingRow, vocab_size: int) -> Tally:
     """That of the draw's choice, with the whole of its output counted."""
-    tally = draw.of_choice.value
+    tally = draw.choice_cache.value
     if not isinstance(tally, Tally):
-        tally = draw.of_choice.value = Tally(vocab_size)
+        tally = draw.choice_cache.value = Tally(vocab_size)
     tally.count(draw.output_ids)
     return tally
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import isfinite
 from typing import Final
 
@@ -22,22 +23,23 @@ import torch
 from torch import Tensor
 
 from worker.device import to_device, to_host
-from worker.engine.step import Draw, Drawn
+from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
 from worker.kernels.bits import bits, kernels_serve
 from worker.sampling.constraints import constrain, is_constrained
-from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.penalties import is_penalised, penalise
-from worker.sampling.randomness import uniform
 from worker.sampling.rules import rules_of
 from worker.sampling.truncation import truncate
 
+_MASK: Final = (1 << 64) - 1
+_PERSON: Final = b"headstart-draw"
+_MANTISSA_BITS: Final = 53
 _MIN_TEMPERATURE: Final = 1e-5
 """Below it a draw is greedy in effect, and dividing by less would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnTokens:
+class SamplerOutput:
     """What was drawn, still tensors."""
 
     token_ids: Tensor
@@ -49,23 +51,23 @@ class DrawnTokens:
     logprob_rows: Sequence[int]
     """The rows that `logprobs` belongs to."""
 
-    def to_host(self) -> DrawnTokens:
+    def to_host(self) -> SamplerOutput:
         """Not to be read before the device is done with what is queued now."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return DrawnTokens(to_host(self.token_ids), tuple(map(to_host, self.highest)), logprobs, self.logprob_rows)
+        return SamplerOutput(to_host(self.token_ids), tuple(map(to_host, self.highest)), logprobs, self.logprob_rows)
 
-    def tokens(self) -> list[Drawn]:
+    def tokens(self) -> list[SampledToken]:
         """Of tensors on the host. Raises NonFiniteLogits when the model's output is not a number, NoTokenLeft when a
         draw forbids every token."""
         for stage, highest in enumerate(self.highest):
             _check(highest, is_adjusted=stage > 0)
         found = [] if self.logprobs is None else self.logprobs.rows()
         logprobs = dict(zip(self.logprob_rows, found, strict=True))
-        return [Drawn(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
+        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> DrawnTokens:
-    """Draw from row i of (len(draws), vocab_size) logits as draws[i] says. Calculates in float32; the logits stay as
+def sample(logits: Tensor, draws: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplerOutput:
+    """Sample from row i of (len(draws), vocab_size) logits as draws[i] says. Calculates in float32; the logits stay as
     they are."""
     token_ids, highest = _best(logits)
     found = [highest]
@@ -77,7 +79,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[i
     if sampled := [row for row, draw in enumerate(draws) if not draw.params.greedy]:
         token_ids[to_device(sampled, torch.int64, logits.device)] = _sample_rows(adjusted, draws, sampled)
     rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
-    return DrawnTokens(token_ids, tuple(found), _logprobs(logits, draws, rows, token_ids), rows)
+    return SamplerOutput(token_ids, tuple(found), _logprobs(logits, draws, rows, token_ids), rows)
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,11 +114,11 @@ def _check(highest: Tensor, *, is_adjusted: bool) -> None:
         )
 
 
-def _adjusted_rows(draws: Sequence[Draw]) -> list[int]:
+def _adjusted_rows(draws: Sequence[SamplingRow]) -> list[int]:
     return [row for row, draw in enumerate(draws) if is_constrained(draw) or is_penalised(draw)]
 
 
-def _adjust(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], eos_token_ids: Sequence[int]) -> Tensor:
+def _adjust(logits: Tensor, draws: Sequence[SamplingRow], rows: Sequence[int], eos_token_ids: Sequence[int]) -> Tensor:
     """A copy of the logits in float32 with constraints and penalties applied to `rows`."""
     adjusted = logits.to(torch.float32, copy=True)
     for row in rows:
@@ -128,7 +130,7 @@ def _adjust(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], eos_toke
     return adjusted
 
 
-def _sample_rows(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> Tensor:
+def _sample_rows(logits: Tensor, draws: Sequence[SamplingRow], rows: Sequence[int]) -> Tensor:
     device, params = logits.device, [draws[row].params for row in rows]
     temperatures = to_device([max(p.temperature, _MIN_TEMPERATURE) for p in params], torch.float32, device)
     scaled = logits[to_device(rows, torch.int64, device)].float() / temperatures[:, None]
@@ -141,8 +143,17 @@ def _sample_rows(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> 
     return drawn.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not numbers
 
 
-def _logprobs(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], token_ids: Tensor) -> LogprobRows | None:
+def _logprobs(
+    logits: Tensor, draws: Sequence[SamplingRow], rows: Sequence[int], token_ids: Tensor
+) -> LogprobRows | None:
     if not rows:
         return None
     index = to_device(rows, torch.int64, logits.device)
     return token_logprobs(logits[index], token_ids[index], [draws[row].params.logprobs or 0 for row in rows])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for the token at `position` of a sequence. Seeds count modulo 2**64."""
+    counter = (seed & _MASK).to_bytes(8, "little") + position.to_bytes(8, "little")
+    digest = blake2b(counter, digest_size=8, person=_PERSON).digest()
+    return (int.from_bytes(digest, "little") >> (64 - _MANTISSA_BITS)) / (1 << _MANTISSA_BITS)

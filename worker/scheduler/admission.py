@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceABC
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
 from cache.allocators.base import Allocator
-from cache.types import HASH_BYTES, BlockHash, BlockId
-from worker.scheduler.bounds import are_outside, out_of_bounds
+from cache.types import BlockHash, BlockId
 from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget
-from worker.scheduler.queue import OrderedSequences
-from worker.scheduler.request import Request, Sequence
-from worker.wire import Failed, GenerateRequest
+from worker.scheduler.request import OrderedSequences, Request, TokenSequence
 
 MAX_COMPARED: Final = 128
 """Requests before a new one that are looked at for a common prefix, the latest first."""
@@ -23,21 +19,21 @@ MAX_COMPARED: Final = 128
 class Admitted(NamedTuple):
     """A sequence that joins the batch, the tokens of its first chunk, and what it has left behind for want of slots."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     num_tokens: int
-    rest: Sequence | None
+    rest: TokenSequence | None
 
 
 class Slots(Protocol):
     """What an admission asks of who owns the queues."""
 
-    def is_contested(self, sequence: Sequence) -> bool:
+    def is_contested(self, sequence: TokenSequence) -> bool:
         """Whether a sequence of another tenant waits."""
 
-    def note(self, sequence: Sequence, *, is_whole: bool) -> None:
+    def note(self, sequence: TokenSequence, *, is_whole: bool) -> None:
         """The sequence waits no more; a part of it does, unless it `is_whole`."""
 
-    def give_up(self, sequence: Sequence, num_choices: int) -> None:
+    def give_up(self, sequence: TokenSequence, num_choices: int) -> None:
         """Let the last choices of a running sequence wait; if that is all of them, it is preempted."""
 
 
@@ -51,7 +47,7 @@ class Admission:
 
     def admit(
         self,
-        waiting: Iterable[Sequence],
+        waiting: Iterable[TokenSequence],
         num_waiting: int,
         running: OrderedSequences,
         budget: PrefillBudget,
@@ -99,7 +95,7 @@ class Admission:
         return admitted
 
     def _yield_slots(
-        self, newcomer: Sequence, num_choices: int, running: OrderedSequences, load: _Load, slots: Slots
+        self, newcomer: TokenSequence, num_choices: int, running: OrderedSequences, load: _Load, slots: Slots
     ) -> bool:
         """If `num_choices` of the newcomer do not fit, and would if a request of another tenant did not hold more than
         half of the slots: let that one give up as many as it takes, from its end. False: nobody did."""
@@ -114,7 +110,7 @@ class Admission:
         if num_slots <= 0 and num_tokens <= 0 and num_blocks <= 0:
             return False
         held = Counter(block for sequence in running for block in _table(sequence)) if num_blocks > 0 else Counter()
-        victims: list[tuple[Sequence, int]] = []
+        victims: list[tuple[TokenSequence, int]] = []
         for sequence in reversed(list(running)):
             if sequence.request is not holder:
                 continue
@@ -152,14 +148,14 @@ class Admission:
             cached = max(cached, min(shared, (len(sequence.token_ids) - 1) // size) * size)
         return len(sequence.token_ids) - cached
 
-    def _has_to_wait(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+    def _has_to_wait(self, sequence: TokenSequence, prefilling: list[TokenSequence]) -> bool:
         if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):
             return True  # one at a time, so that a death has one culprit
         if not sequence.reuse:  # the logprobs of a prompt are collected by one sequence at a time
             return any(other.request is sequence.request for other in prefilling)
         return self._limits.await_prefixes and self._is_computed_now(sequence, prefilling)
 
-    def _is_computed_now(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+    def _is_computed_now(self, sequence: TokenSequence, prefilling: list[TokenSequence]) -> bool:
         """Whether one of `prefilling` computes more of its prefix than is cached, and got on since the last look."""
         if not prefilling:
             return False
@@ -170,14 +166,14 @@ class Admission:
         )
         if num_shared * size <= other.num_computed:
             return False
-        stalled = sequence.awaited == (other, other.num_computed)
-        sequence.awaited = (other, other.num_computed)
+        stalled = sequence.waiting_for_prefix_of == (other, other.num_computed)
+        sequence.waiting_for_prefix_of = (other, other.num_computed)
         if stalled:
             return False
         root = BlockHash(sequence.request.wire.root)
         return num_shared * size > self._allocator.find(sequence.token_ids, root, hashes=sequence.chain)
 
-    def _allocate(self, sequence: Sequence, budget: PrefillBudget, load: _Load) -> int:
+    def _allocate(self, sequence: TokenSequence, budget: PrefillBudget, load: _Load) -> int:
         """Room for the first chunk; the tokens granted, or 0: it does not fit now."""
         if self._num_blocks_short(sequence, load) > 0:
             return 0
@@ -198,13 +194,13 @@ class Admission:
         sequence.num_computed = cached
         return granted
 
-    def _num_cached(self, sequence: Sequence) -> int:
+    def _num_cached(self, sequence: TokenSequence) -> int:
         if not sequence.reuse:
             return 0
         hashes = sequence.hashes(self._allocator.block_size)
         return self._allocator.find(sequence.token_ids, BlockHash(sequence.request.wire.root), hashes=hashes)
 
-    def _num_blocks_short(self, sequence: Sequence, load: _Load) -> int:
+    def _num_blocks_short(self, sequence: TokenSequence, load: _Load) -> int:
         """Blocks that would have to be free for it to be admitted, beside those that are."""
         if load.num_sequences == 0:
             return 0
@@ -246,7 +242,7 @@ class _Load:
             load.add(sequence)
         return load
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         num_choices = len(sequence.choices)
         self.num_sequences += 1
         self.num_choices += num_choices
@@ -254,7 +250,7 @@ class _Load:
         self.total_tokens += num_choices * sequence.request.total_tokens
         self.growth_blocks += num_growth_blocks(sequence, self._allocator)
 
-    def room(self, sequence: Sequence, limits: BatchLimits) -> int:
+    def room(self, sequence: TokenSequence, limits: BatchLimits) -> int:
         """How many of its choices may run now."""
         num_slots = limits.max_num_seqs - self.num_choices
         if limits.max_batch_total_tokens is None or self.num_sequences == 0:
@@ -262,19 +258,19 @@ class _Load:
         num_tokens = limits.max_batch_total_tokens - self.total_tokens
         return min(num_slots, num_tokens // sequence.request.total_tokens)
 
-    def num_tokens_short(self, sequence: Sequence, limits: BatchLimits) -> int:
+    def num_tokens_short(self, sequence: TokenSequence, limits: BatchLimits) -> int:
         """By how much one of its choices is too large."""
         if limits.max_batch_total_tokens is None or self.num_sequences == 0:
             return 0
         return self.total_tokens + sequence.request.total_tokens - limits.max_batch_total_tokens
 
 
-def _table(sequence: Sequence) -> SequenceABC[BlockId]:
+def _table(sequence: TokenSequence) -> Sequence[BlockId]:
     assert sequence.allocation is not None
     return sequence.allocation.block_table
 
 
-def num_growth_blocks(sequence: Sequence, allocator: Allocator) -> int:
+def num_growth_blocks(sequence: TokenSequence, allocator: Allocator) -> int:
     """Blocks that a running sequence will take until its prefill is whole."""
     assert sequence.allocation is not None
     return max(0, allocator.num_blocks_for(len(sequence.token_ids)) - len(sequence.allocation.block_table))
@@ -290,45 +286,3 @@ def num_shared_blocks(one: list[BlockHash], other: list[BlockHash]) -> int:
         else:
             high = middle
     return low
-
-
-def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
-    """Why no state of this worker could serve the request; None: it can be submitted.
-
-    `pool_tokens`: tokens that fit into the whole KV pool.
-    """
-    return next((_invalid(problem) for problem in _problems(request, limits, pool_tokens, vocab_size)), None)
-
-
-def _invalid(message: str) -> Failed:
-    return Failed("invalid_request", message, retryable=False)
-
-
-def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> list[str]:
-    sampling = request.sampling
-    problems = list(out_of_bounds(request, vocab_size))
-    if len(request.root) != HASH_BYTES:
-        problems.append(f"root: {HASH_BYTES} bytes expected, got {len(request.root)}")
-    if not request.prompt_ids:
-        problems.append("prompt_ids: at least one token is needed")
-    elif max(request.prompt_ids) >= vocab_size:
-        problems.append(f"prompt_ids: {max(request.prompt_ids)} is outside the vocabulary of {vocab_size}")
-    indices = [choice.index for choice in request.choices]
-    if not indices or len(set(indices)) < len(indices):
-        problems.append(f"choices: distinct indices expected, got {indices}")
-    if any(are_outside(choice.output_ids, vocab_size) for choice in request.choices):
-        problems.append(f"output_ids: a token is outside the vocabulary of {vocab_size}")
-    if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
-        problems.append(f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens")
-    total_tokens = len(request.prompt_ids) + sampling.max_tokens
-    for limit, name in (
-        (limits.max_model_len, "the context"),
-        (pool_tokens, "the KV pool"),
-        (limits.max_batch_total_tokens, "max_batch_total_tokens"),
-    ):
-        if limit is not None and total_tokens > limit:
-            problems.append(
-                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"
-                f" {name} of {limit} tokens; shorten the prompt or lower max_tokens"
-            )
-    return problems

@@ -24,7 +24,7 @@ class BatchLimits:
     max_num_seqs: int = 64
     """Slots: choices that run at the same time."""
     max_num_batched_tokens: int = 2048
-    max_lone_prefill_tokens: int | None = None
+    max_solo_prefill_tokens: int | None = None
     """Tokens in a step of one prefill with nobody beside it or behind it; None: as in every other step."""
     max_model_len: int = 4096
     max_waiting_requests: int = 1024
@@ -55,7 +55,7 @@ class BatchLimits:
     @property
     def max_step_tokens(self) -> int:
         """The longest chunk that any step may hold."""
-        return max(self.max_num_batched_tokens, self.max_lone_prefill_tokens or 0)
+        return max(self.max_num_batched_tokens, self.max_solo_prefill_tokens or 0)
 
     def __post_init__(self) -> None:
         for name in (
@@ -67,10 +67,10 @@ class BatchLimits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        lone = self.max_lone_prefill_tokens
-        if lone is not None and lone < self.max_num_batched_tokens:
+        solo = self.max_solo_prefill_tokens
+        if solo is not None and solo < self.max_num_batched_tokens:
             raise ValueError(
-                f"max_lone_prefill_tokens ({lone}) must be at least max_num_batched_tokens"
+                f"max_solo_prefill_tokens ({solo}) must be at least max_num_batched_tokens"
                 f" ({self.max_num_batched_tokens}): a prefill alone gets no less than one among others"
             )
         for name in ("max_batch_prefill_tokens", "max_batch_total_tokens"):
@@ -100,8 +100,8 @@ class PrefillBudget:
     def of_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
         """Beside `num_decodes`, for `num_prefills` that run or wait."""
         total = limits.max_num_batched_tokens - num_decodes
-        if num_decodes == 0 and num_prefills == 1 and limits.max_lone_prefill_tokens is not None:
-            total = limits.max_lone_prefill_tokens
+        if num_decodes == 0 and num_prefills == 1 and limits.max_solo_prefill_tokens is not None:
+            total = limits.max_solo_prefill_tokens
         if limits.max_batch_prefill_tokens is not None:
             total = min(total, limits.max_batch_prefill_tokens)
         return cls(total, total, limits.max_batch_prefill_tokens)

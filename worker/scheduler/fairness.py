@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from worker.scheduler.request import Sequence
+from worker.scheduler.request import TokenSequence
 
 DRAWN_WEIGHT: Final = 2.0
 _MIN_PRUNED: Final = 64
@@ -61,16 +61,16 @@ class FairShare:
         self._served = {t: served for t, served in self._served.items() if t in self._open or served > least}
         self._max_served = max(_MIN_PRUNED, 2 * len(self._served))
 
-    def order(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+    def order(self, waiting: Iterable[TokenSequence]) -> Iterable[TokenSequence]:
         """The waiting, next first, as if each were served as it is taken."""
         if len(self._open) <= 1:
             return waiting
-        queues: dict[str, deque[Sequence]] = {}
+        queues: dict[str, deque[TokenSequence]] = {}
         for sequence in waiting:
             queues.setdefault(sequence.request.wire.tenant, deque()).append(sequence)
         return self._merged(queues)
 
-    def _merged(self, queues: dict[str, deque[Sequence]]) -> Iterator[Sequence]:
+    def _merged(self, queues: dict[str, deque[TokenSequence]]) -> Iterator[TokenSequence]:
         heap = [(self._served.get(tenant, 0.0), queue[0].order, tenant) for tenant, queue in queues.items()]
         heapify(heap)
         while heap:

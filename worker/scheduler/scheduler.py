@@ -17,16 +17,24 @@ from dataclasses import dataclass, field
 from cache.allocators.base import Allocator
 from cache.types import BlockId
 from worker.common.logs import about
-from worker.engine.step import Drawn, SequenceResult
+from worker.engine.step import SampledToken, SequenceResult
 from worker.scheduler.admission import Admission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.fairness import FairShare
-from worker.scheduler.foresight import foresee
-from worker.scheduler.plan import Emission, Plan, PlannedChunk
-from worker.scheduler.queue import OrderedSequences
-from worker.scheduler.request import Choice, Request, RequestKey, split_into_sequences
-from worker.scheduler.request import Sequence as TokenSequence
-from worker.scheduler.update import append, end_of, failed_by, finish, take_prompt_logprobs
+from worker.scheduler.plan import EngineOutput, PlannedChunk, StepPlan, plan_next_decode
+from worker.scheduler.request import (
+    OrderedSequences,
+    Request,
+    RequestChoice,
+    RequestKey,
+    TokenSequence,
+    append,
+    end_of,
+    failed_by,
+    finish,
+    split_into_sequences,
+    take_prompt_logprobs,
+)
 from worker.wire import End, Failed, Finished, Started
 
 logger = logging.getLogger(__name__)
@@ -51,9 +59,9 @@ class Scheduler:
         self.running = OrderedSequences()
         self._admission = Admission(allocator, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._in_flight: list[Plan] = []
+        self._in_flight: list[StepPlan] = []
         """What runs now: between `schedule` and `update` or `retries`. The second was planned ahead."""
-        self._adrift: set[TokenSequence] = set()
+        self._finished_in_flight: set[TokenSequence] = set()
         """Sequences in flight that have ended; they hold their blocks until the last step has that they are in."""
         self._shares = FairShare()
         self._next_expiry_s = math.inf
@@ -62,14 +70,14 @@ class Scheduler:
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or len(self.running) > 0
 
-    def submit(self, request: Request) -> list[Emission]:
+    def submit(self, request: Request) -> list[EngineOutput]:
         """Take a request that `refusal` has let pass. What is resumed after its last token ends here."""
         emissions = []
         for choice in request.choices:
             if choice.output_ids and (end := end_of(choice, request, self._eos_token_ids)) is not None:
-                emissions.append(Emission(request.key, finish(choice, *end)))
+                emissions.append(EngineOutput(request.key, finish(choice, *end)))
         if emissions:
-            emissions.insert(0, Emission(request.key, Started(0)))
+            emissions.insert(0, EngineOutput(request.key, Started(0)))
             request.started_s = request.first_token_s = request.arrival_s
         request.sequences = split_into_sequences(request, self.limits.max_num_seqs)
         request.num_uncached_tokens = self._admission.count_uncached(request, reversed(self.requests.values()))
@@ -80,25 +88,25 @@ class Scheduler:
         self._next_expiry_s = min(self._next_expiry_s, request.deadline_s)
         return emissions + self._end_if_finished(request, request.arrival_s)
 
-    def abort(self, request: Request, choice_index: int | None = None, *, now_s: float) -> list[Emission]:
+    def abort(self, request: Request, choice_index: int | None = None, *, now_s: float) -> list[EngineOutput]:
         """End the choice, or all of them, now. Nothing happens to what has ended already."""
-        emissions: list[Emission] = []
+        emissions: list[EngineOutput] = []
         if request.key not in self.requests:
             return emissions
         for choice in request.choices:
             if choice.finished is None and choice_index in (None, choice.index):
-                emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, "abort"))))
+                emissions.append(EngineOutput(request.key, self._end_choice(request, choice, finish(choice, "abort"))))
         return emissions + self._end_if_finished(request, now_s)
 
-    def fail(self, request: Request, failed: Failed) -> list[Emission]:
+    def fail(self, request: Request, failed: Failed) -> list[EngineOutput]:
         """End the whole request without an answer."""
         if not self._forget(request):
             return []
         for sequence in request.sequences.copy():
             self._drop(sequence)
-        return [Emission(request.key, failed)]
+        return [EngineOutput(request.key, failed)]
 
-    def expire(self, now_s: float) -> list[Emission]:
+    def expire(self, now_s: float) -> list[EngineOutput]:
         """End the requests that have waited past their deadline."""
         if now_s < self._next_expiry_s:
             return []
@@ -115,9 +123,9 @@ class Scheduler:
         for sequence in self.running:
             self._preempt(sequence)
 
-    def schedule(self, now_s: float) -> Plan | None:
+    def schedule(self, now_s: float) -> StepPlan | None:
         """The next step; None when there is nothing to do."""
-        plan = Plan()
+        plan = StepPlan()
         prefills = []
         for sequence in self.running:
             if sequence.allocation is None:  # preempted by an earlier one
@@ -134,7 +142,7 @@ class Scheduler:
         self._in_flight = [plan] if plan.chunks else []
         return plan if plan.chunks else None
 
-    def schedule_ahead(self) -> Plan | None:
+    def schedule_ahead(self) -> StepPlan | None:
         """The step after the one that runs, before its tokens are known. None when it cannot be foreseen (see
         `foresight`), when somebody waits who could join it, or blocks are short."""
         if len(self._in_flight) != 1:
@@ -142,7 +150,7 @@ class Scheduler:
         (running,) = self._in_flight
         if any(sequence not in running.chunks for sequence in self.running):
             return None
-        if (plan := foresee(running, self._adrift)) is None:
+        if (plan := plan_next_decode(running, self._finished_in_flight)) is None:
             return None
         if len(self.waiting) > 0 and (len(plan.chunks) < self.limits.max_num_seqs or self._slots_are_due()):
             return None
@@ -155,7 +163,7 @@ class Scheduler:
         self._in_flight.append(plan)
         return plan
 
-    def retries(self, plan: Plan) -> Iterable[Plan]:
+    def retries(self, plan: StepPlan) -> Iterable[StepPlan]:
         """After the plan's step has raised: the same work, request by request. A part that returns is to be updated
         before the next is taken; requests whose part raises are to be failed when all have been run.
 
@@ -164,16 +172,16 @@ class Scheduler:
         """
         copies = [copy for step in self._in_flight for copy in step.copies] + self.allocator.take_copies()
         self._in_flight.clear()
-        while self._adrift:
-            self._adrift.pop().release()
+        while self._finished_in_flight:
+            self._finished_in_flight.pop().release()
         self._preempt_holders({copy.destination for copy in copies})
         yield from plan.by_request()
 
-    def update(self, plan: Plan, results: Sequence[SequenceResult], now_s: float) -> list[Emission]:
+    def update(self, plan: StepPlan, results: Sequence[SequenceResult], now_s: float) -> list[EngineOutput]:
         """The plan's step has returned: commit its blocks, append what was drawn, end what has ended."""
         if plan in self._in_flight:
             self._in_flight.remove(plan)
-        emissions: list[Emission] = []
+        emissions: list[EngineOutput] = []
         for chunk, result in zip(plan.chunks.values(), results, strict=True):
             emissions += self._update_chunk(chunk, result, now_s)
         return emissions
@@ -181,7 +189,7 @@ class Scheduler:
     # --- scheduling ---------------------------------------------------------------------------------------------
 
     def _schedule_prefills(
-        self, plan: Plan, budget: PrefillBudget, prefills: list[TokenSequence]
+        self, plan: StepPlan, budget: PrefillBudget, prefills: list[TokenSequence]
     ) -> list[TokenSequence]:
         """Half to the oldest prefill, the rest to the others (shortest first) and to newcomers, leftovers in order."""
         others = sorted(prefills[1:], key=lambda sequence: sequence.num_pending)
@@ -196,7 +204,7 @@ class Scheduler:
             self._prefill_more(plan, budget, sequence)
         return newcomers
 
-    def _prefill(self, plan: Plan, budget: PrefillBudget, sequence: TokenSequence, cap: int | None) -> None:
+    def _prefill(self, plan: StepPlan, budget: PrefillBudget, sequence: TokenSequence, cap: int | None) -> None:
         if sequence.allocation is None:  # preempted by an earlier one in this step
             return
         granted = budget.take(sequence.num_pending, cap)
@@ -205,7 +213,7 @@ class Scheduler:
         else:
             budget.give_back(granted)
 
-    def _prefill_more(self, plan: Plan, budget: PrefillBudget, sequence: TokenSequence) -> None:
+    def _prefill_more(self, plan: StepPlan, budget: PrefillBudget, sequence: TokenSequence) -> None:
         """What the others left. Nobody is preempted for it."""
         if budget.left == 0 or sequence.allocation is None:
             return
@@ -217,13 +225,13 @@ class Scheduler:
         else:
             budget.give_back(granted)
 
-    def _admit(self, plan: Plan, budget: PrefillBudget) -> list[TokenSequence]:
+    def _admit(self, plan: StepPlan, budget: PrefillBudget) -> list[TokenSequence]:
         """Move from waiting to running what fits, in order, and plan its first chunk."""
         waiting = self._shares.order(self.waiting)
         slots = _Slots(self, plan, budget)
         admitted = self._admission.admit(waiting, len(self.waiting), self.running, budget, slots)
         if admitted:
-            plan.growth = self._admission.gate.reason(len(self.running))
+            plan.batch_growth_reason = self._admission.gate.reason(len(self.running))
         for sequence, num_tokens, rest in admitted:
             self.waiting.remove(sequence)
             self.running.add(sequence)
@@ -232,7 +240,7 @@ class Scheduler:
             plan.grow(sequence, num_tokens)
         return [sequence for sequence, _, _ in admitted]
 
-    def _note_newcomers(self, plan: Plan, newcomers: list[TokenSequence], now_s: float) -> None:
+    def _note_newcomers(self, plan: StepPlan, newcomers: list[TokenSequence], now_s: float) -> None:
         self._admission.gate.end_step(admitted=len(newcomers) > 0, decoded=plan.num_decodes > 0)
         for sequence in newcomers:
             request = sequence.request
@@ -252,7 +260,7 @@ class Scheduler:
             sequence.request.wire.tenant != tenant for sequence in self.waiting
         )
 
-    def give_up(self, sequence: TokenSequence, num_choices: int, plan: Plan, budget: PrefillBudget) -> None:
+    def give_up(self, sequence: TokenSequence, num_choices: int, plan: StepPlan, budget: PrefillBudget) -> None:
         """Let the last choices of a running sequence wait. Those without output share its blocks, which it keeps."""
         plan.num_yielded += num_choices
         if num_choices < len(sequence.choices):
@@ -265,7 +273,7 @@ class Scheduler:
             else:
                 budget.add_decodes(1)
 
-    def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: Plan) -> bool:
+    def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
         """Blocks for `num_tokens`, preempting from the end. False: it was the last itself, and is preempted."""
         assert sequence.allocation is not None
         while not sequence.allocation.extend(num_tokens):
@@ -291,7 +299,7 @@ class Scheduler:
 
     # --- after the step -----------------------------------------------------------------------------------------
 
-    def _update_chunk(self, chunk: PlannedChunk, result: SequenceResult, now_s: float) -> list[Emission]:
+    def _update_chunk(self, chunk: PlannedChunk, result: SequenceResult, now_s: float) -> list[EngineOutput]:
         sequence = chunk.sequence
         request = sequence.request
         if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
@@ -300,29 +308,31 @@ class Scheduler:
         # Less for one planned ahead whose token was not taken up, as it had ended meanwhile.
         sequence.num_computed = min(chunk.stop, len(sequence.token_ids))
         sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
-        if sequence in self._adrift:
+        if sequence in self._finished_in_flight:
             if not self._runs(sequence):
-                self._adrift.remove(sequence)
+                self._finished_in_flight.remove(sequence)
                 sequence.release()
             return []
         emissions = []
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += result.prompt_logprobs
             if (frame := take_prompt_logprobs(request)) is not None:
-                emissions.append(Emission(request.key, frame))
+                emissions.append(EngineOutput(request.key, frame))
         if chunk.stop == len(sequence.token_ids):
             if request.first_token_s is None:
                 request.first_token_s = now_s
             if chunk.drawing:
-                emissions += self._append_drawn(sequence, dict(zip(chunk.drawing, result.drawn, strict=True)))
+                emissions += self._append_drawn(sequence, dict(zip(chunk.drawing, result.sampled, strict=True)))
             else:  # max_tokens 0: the prompt was all
                 for choice in sequence.choices.copy():
-                    emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, "length"))))
+                    emissions.append(
+                        EngineOutput(request.key, self._end_choice(request, choice, finish(choice, "length")))
+                    )
         return emissions + self._end_if_finished(request, now_s)
 
-    def _append_drawn(self, sequence: TokenSequence, drawn: Mapping[Choice, Drawn]) -> list[Emission]:
+    def _append_drawn(self, sequence: TokenSequence, drawn: Mapping[RequestChoice, SampledToken]) -> list[EngineOutput]:
         request = sequence.request
-        emissions: list[Emission] = []
+        emissions: list[EngineOutput] = []
         branches = sequence.fork()
         for branch in branches[1:]:
             self.running.add(branch)
@@ -330,7 +340,7 @@ class Scheduler:
             choice = branch.choices[0]
             token = drawn[choice]
             try:
-                emissions.append(Emission(request.key, append(choice, token)))
+                emissions.append(EngineOutput(request.key, append(choice, token)))
             except Exception as error:
                 logger.warning(
                     "request %s: the grammar failed: %s", request.wire.request_id, error, extra=about(request.wire)
@@ -338,10 +348,10 @@ class Scheduler:
                 return emissions + self.fail(request, failed_by(error))
             branch.token_ids.append(token.token_id)
             if (end := end_of(choice, request, self._eos_token_ids)) is not None:
-                emissions.append(Emission(request.key, self._end_choice(request, choice, finish(choice, *end))))
+                emissions.append(EngineOutput(request.key, self._end_choice(request, choice, finish(choice, *end))))
         return emissions
 
-    def _end_choice(self, request: Request, choice: Choice, frame: Finished) -> Finished:
+    def _end_choice(self, request: Request, choice: RequestChoice, frame: Finished) -> Finished:
         """Free what only this choice held."""
         for sequence in request.sequences.copy():
             if choice in sequence.choices:
@@ -353,7 +363,7 @@ class Scheduler:
     def _drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is."""
         if self._runs(sequence):
-            self._adrift.add(sequence)
+            self._finished_in_flight.add(sequence)
         else:
             sequence.release()
         sequence.request.sequences.remove(sequence)
@@ -370,7 +380,7 @@ class Scheduler:
         self._shares.leave(request.wire.tenant)
         return True
 
-    def _end_if_finished(self, request: Request, now_s: float) -> list[Emission]:
+    def _end_if_finished(self, request: Request, now_s: float) -> list[EngineOutput]:
         if any(choice.finished is None for choice in request.choices):
             return []
         if not self._forget(request):
@@ -378,7 +388,7 @@ class Scheduler:
         started_s = now_s if request.started_s is None else request.started_s
         first_token_s = now_s if request.first_token_s is None else request.first_token_s
         end = End(started_s - request.arrival_s, first_token_s - started_s, now_s - first_token_s)
-        return [Emission(request.key, end)]
+        return [EngineOutput(request.key, end)]
 
 
 @dataclass(slots=True, eq=False)
@@ -386,7 +396,7 @@ class _Slots:
     """`worker.scheduler.admission.Slots` for one step."""
 
     scheduler: Scheduler
-    plan: Plan
+    plan: StepPlan
     budget: PrefillBudget
     num_waiting: Counter[str] = field(init=False)
     """Sequences of each tenant that has any."""

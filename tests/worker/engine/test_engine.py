@@ -24,14 +24,14 @@ from tests.waiting import HANG_S
 from tests.worker.device_streams import ThreadedStream
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import ROOT, Answer, generate
+from worker.device import DeviceStream, HostStream
 from worker.engine.engine import Engine, EngineParts
 from worker.engine.load_report import LoadReport, PrefillRate
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.recovery import EngineDeadError
 from worker.engine.step import SequenceResult, Step
-from worker.runner.stream import HostStream, Stream
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.plan import Emission
+from worker.scheduler.plan import EngineOutput
 from worker.scheduler.request import RequestKey
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import End, Failed, Started
@@ -43,7 +43,7 @@ BLOCK_SIZE = 4
 class GatedRunner(ArithmeticRunner):
     """Waits before each step while `gate` is closed."""
 
-    def __init__(self, num_blocks: int, block_size: int, stream: Stream) -> None:
+    def __init__(self, num_blocks: int, block_size: int, stream: DeviceStream) -> None:
         super().__init__(num_blocks, block_size, stream=stream)
         self.gate = threading.Event()
         self.gate.set()
@@ -73,13 +73,13 @@ class RecordingListener:
 class ThreadedEngine:
     """A started engine over the arithmetic runner, and the answers that came out of it."""
 
-    def __init__(self, stream: Stream, *, launch_ahead: bool = True, **limits) -> None:
+    def __init__(self, stream: DeviceStream, *, launch_ahead: bool = True, **limits) -> None:
         self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE, stream)
         self.allocator = make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE)
         self.listener = RecordingListener()
         self.metrics = WorkerMetrics()
         self.deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.frames: queue.SimpleQueue[Emission] = queue.SimpleQueue()
+        self.frames: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self.answers: dict[RequestKey, Answer] = defaultdict(Answer)
         self.scheduler = Scheduler(self.allocator, BatchLimits(**limits), ())
         member = WorkerMember(WorkerId("w"), Epoch("first"), "http://w", "m", "ns", "cpu", BLOCK_SIZE, 512, 1)
@@ -102,7 +102,7 @@ class ThreadedEngine:
         self.engine.submit(RequestKey(key), wire, {})
         return RequestKey(key)
 
-    def next(self) -> Emission:
+    def next(self) -> EngineOutput:
         emission = self.frames.get(timeout=HANG_S)
         self.answers[emission.key].add(emission.frame)
         return emission
@@ -133,7 +133,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def running(stream: Stream, *, launch_ahead: bool = True, max_num_seqs: int = 16) -> Iterator[ThreadedEngine]:
+def running(stream: DeviceStream, *, launch_ahead: bool = True, max_num_seqs: int = 16) -> Iterator[ThreadedEngine]:
     engine = ThreadedEngine(stream, launch_ahead=launch_ahead, max_num_batched_tokens=64, max_num_seqs=max_num_seqs)
     try:
         yield engine
@@ -198,11 +198,11 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     threaded.runner.gate.clear()
     key = threaded.submit(0, generate(range(10)))
     emission = threaded.next()
-    assert emission == Emission(key, Started(0))
+    assert emission == EngineOutput(key, Started(0))
     threaded.runner.gate.set()
     threaded.wait(key)
     again = threaded.submit(1, generate(range(10)))
-    assert threaded.next() == Emission(again, Started(8))
+    assert threaded.next() == EngineOutput(again, Started(8))
     threaded.wait(again)
 
 
@@ -423,7 +423,7 @@ def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: Th
 
 
 def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngine) -> None:
-    emission = Emission(RequestKey(7), Started(0))
+    emission = EngineOutput(RequestKey(7), Started(0))
 
     def break_down() -> None:
         inline.engine._outbox.put([emission])

@@ -19,12 +19,11 @@ from tests.worker.device_streams import ThreadedStream
 from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import generate
+from worker.device import DeviceStream, HostStream
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.step import SequenceResult, Step
 from worker.http.service import WorkerService
-from worker.runner.stream import HostStream, Stream
-from worker.scheduler.request import Choice, Constraint, Request
-from worker.scheduler.request import Sequence as TokenSequence
+from worker.scheduler.request import Constraint, Request, RequestChoice, TokenSequence
 from worker.wire import (
     End,
     Failed,
@@ -45,7 +44,7 @@ NUM_BLOCKS = 129
 class SlowRunner(ArithmeticRunner):
     """Takes a step whenever the test allows one; by default at once."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: DeviceStream) -> None:
         super().__init__(NUM_BLOCKS, 4, stream=stream)
         self.free_running = threading.Event()
         self.free_running.set()
@@ -410,7 +409,7 @@ async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorke
 
     def num_held() -> int:
         gc.collect()
-        return sum(type(each) in (Request, TokenSequence, Choice) for each in gc.get_objects())
+        return sum(type(each) in (Request, TokenSequence, RequestChoice) for each in gc.get_objects())
 
     num_tasks, num_held_before = len(asyncio.all_tasks()), num_held()  # by what ran before in this process
     num_objects = []

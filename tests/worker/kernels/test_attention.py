@@ -15,7 +15,7 @@ from tests.worker.paged import PagedModel
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
-from worker.attention.select import select_attention
+from worker.attention.selector import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.attention import AttentionKernel, Decodes, _attend
 from worker.model.load import LoadOptions, load_model

@@ -11,7 +11,7 @@ import torch
 
 from tests import smollm2
 from tests.worker.paged import PagedModel
-from worker.engine.step import Draw, SequenceStep, Step
+from worker.engine.step import SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams
@@ -71,8 +71,8 @@ def generate(model: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
             start = len(prompt) + len(output) - 1 if output else 0
             ids = (prompt + output)[start:]
             slots = [16 * first + position for position in range(start, start + len(ids))]
-            draw = Draw(params, 0, len(prompt) + len(output), prompt, output)
+            draw = SamplingRow(params, 0, len(prompt) + len(output), prompt, output)
             steps.append(SequenceStep(ids, start, range(first, first + count), slots, (draw,)))  # type: ignore[arg-type]
         for output, result in zip(outputs, runner.run(Step(steps)), strict=True):
-            output.append(result.drawn[0].token_id)
+            output.append(result.sampled[0].token_id)
     return outputs

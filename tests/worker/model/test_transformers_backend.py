@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.paged import PagedModel
-from worker.engine.step import Draw, SequenceStep, Step
+from worker.engine.step import SamplingRow, SequenceStep, Step
 from worker.model.errors import UnsupportedModel
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
@@ -64,10 +64,10 @@ def test_it_runs_behind_the_runner(tmp_path: Path) -> None:
     reference = write(*MODELS["gpt2"], tmp_path)
     runner = ModelRunner(load_model(str(tmp_path), LoadOptions()), num_blocks=8, block_size=16, eos_token_ids=())
     prompt = [5, 6, 7, 8]
-    draw = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0, 4, prompt, ())
+    draw = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, 4, prompt, ())
     (result,) = runner.run(Step([SequenceStep(prompt, 0, [3], [48, 49, 50, 51], (draw,))]))  # type: ignore[list-item]
     with torch.inference_mode():
-        assert result.drawn[0].token_id == int(reference(torch.tensor([prompt])).logits[0, -1].argmax())
+        assert result.sampled[0].token_id == int(reference(torch.tensor([prompt])).logits[0, -1].argmax())
 
 
 @pytest.mark.parametrize(

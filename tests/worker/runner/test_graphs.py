@@ -13,7 +13,7 @@ from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.attention.base import Span
-from worker.attention.torch_paged import Plan, TorchPagedAttention
+from worker.attention.torch_paged import PagedPlan, TorchPagedAttention
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner import graphs
 from worker.runner.graphs import DecodeGraphs, Replay
@@ -26,10 +26,10 @@ NUM_BLOCKS = 200
 class Refillable(TorchPagedAttention):
     """torch's attention with a plan that is made anew in place."""
 
-    def static_plan(self, num_rows: int, num_blocks: int) -> dict[int | None, Plan]:
+    def static_plan(self, num_rows: int, num_blocks: int) -> dict[int | None, PagedPlan]:
         return self.plan([Span(0, 1, [0])] * num_rows)
 
-    def refill(self, plan: dict[int | None, Plan], spans: Sequence[Span]) -> None:
+    def refill(self, plan: dict[int | None, PagedPlan], spans: Sequence[Span]) -> None:
         num_rows = plan[None].decodes[-1].stop
         plan.update(self.plan([*spans, *[Span(0, 1, [0])] * (num_rows - len(spans))]))
 

@@ -14,11 +14,10 @@ from cache.types import BlockId
 from tests.worker.families import write_family
 from worker import loader as assembly
 from worker.config import Place, WorkerConfig
-from worker.engine.step import Draw, SequenceStep, Step
+from worker.engine.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
 from worker.runner.model_runner import ModelRunner
-from worker.sampling.errors import NonFiniteLogits
 from worker.wire import SamplingParams
 
 BLOCK = 4
@@ -42,13 +41,17 @@ def runner(model: LoadedModel) -> ModelRunner:
 
 
 def part(
-    token_ids: Sequence[int], table: Sequence[int], start: int = 0, draws: tuple[Draw, ...] | None = None, **fields: Any
+    token_ids: Sequence[int],
+    table: Sequence[int],
+    start: int = 0,
+    sampling_rows: tuple[SamplingRow, ...] | None = None,
+    **fields: Any,
 ) -> SequenceStep:
-    """Tokens start.. of `token_ids` over the blocks of `table`, with one greedy draw unless told otherwise."""
-    if draws is None:
-        draws = (Draw(GREEDY, 0, len(token_ids), token_ids, ()),)
+    """Tokens start.. of `token_ids` over the blocks of `table`, with one greedy row by default."""
+    if sampling_rows is None:
+        sampling_rows = (SamplingRow(GREEDY, 0, len(token_ids), token_ids, ()),)
     slots = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, len(token_ids))]
-    return SequenceStep(token_ids[start:], start, [BlockId(block) for block in table], slots, draws, **fields)
+    return SequenceStep(token_ids[start:], start, [BlockId(block) for block in table], slots, sampling_rows, **fields)
 
 
 @torch.inference_mode()
@@ -60,20 +63,20 @@ def test_results_come_in_the_order_of_the_step(runner: ModelRunner, written: tup
     """Decodes run before chunks and short contexts before long ones, whatever the order of the step."""
     prompts = [[9, 8, 7, 6, 5, 4, 3], [50, 51], [1], [60, 61, 62, 63, 64], [70]]
     tables = [[3, 17], [5], [30], [2, 8], [9]]
-    runner.run(Step([part(prompts[3][:-1], tables[3], draws=())]))
+    runner.run(Step([part(prompts[3][:-1], tables[3], sampling_rows=())]))
     starts = [0, 0, 0, 4, 0]
     steps = [part(prompt, table, start) for prompt, table, start in zip(prompts, tables, starts, strict=True)]
     results = runner.run(Step(steps))
-    assert [one.drawn[0].token_id for one in results] == [best(written[0], prompt) for prompt in prompts]
+    assert [one.sampled[0].token_id for one in results] == [best(written[0], prompt) for prompt in prompts]
 
 
 def test_copied_blocks_are_read_in_the_same_step(runner: ModelRunner, written: tuple[Any, Path]) -> None:
     prompt = [4, 8, 15, 16, 23, 42]
-    runner.run(Step([part(prompt[:-1], [7, 8], draws=())]))
+    runner.run(Step([part(prompt[:-1], [7, 8], sampling_rows=())]))
     # 8 -> 20 -> 21: the second copy reads what the first wrote.
     copies = [BlockCopy(BlockId(8), BlockId(20)), BlockCopy(BlockId(20), BlockId(21))]
     (result,) = runner.run(Step([part(prompt, [7, 21], start=5)], copies))
-    assert result.drawn[0].token_id == best(written[0], prompt)
+    assert result.sampled[0].token_id == best(written[0], prompt)
 
 
 def test_a_step_may_hold_copies_alone(runner: ModelRunner) -> None:
@@ -83,17 +86,17 @@ def test_a_step_may_hold_copies_alone(runner: ModelRunner) -> None:
 def test_several_draws_from_one_prompt(runner: ModelRunner) -> None:
     prompt = [4, 8, 15, 16, 23, 42]
     params = SamplingParams(max_tokens=8, temperature=3.0)
-    draws = tuple(Draw(params, seed, len(prompt), prompt, ()) for seed in range(20))
+    sampling_rows = tuple(SamplingRow(params, seed, len(prompt), prompt, ()) for seed in range(20))
     other = part([9, 9], [9])
-    together = runner.run(Step([other, part(prompt, [7, 8], draws=draws)]))[1].drawn
-    alone = [runner.run(Step([part(prompt, [7, 8], draws=(one,))]))[0].drawn[0] for one in draws]
+    together = runner.run(Step([other, part(prompt, [7, 8], sampling_rows=sampling_rows)]))[1].sampled
+    alone = [runner.run(Step([part(prompt, [7, 8], sampling_rows=(one,))]))[0].sampled[0] for one in sampling_rows]
     assert list(together) == alone
     assert len({one.token_id for one in together}) > 3
 
 
 def test_prompt_logprobs_over_chunks(runner: ModelRunner, written: tuple[Any, Path]) -> None:
     prompt = [4, 8, 15, 16, 23, 42, 1, 77]
-    first = part(prompt[:5], [7, 8], draws=(), num_prompt_logprobs=2, next_token_ids=prompt[1:6])
+    first = part(prompt[:5], [7, 8], sampling_rows=(), num_prompt_logprobs=2, next_token_ids=prompt[1:6])
     rest = part(prompt, [7, 8], start=5, num_prompt_logprobs=2, next_token_ids=prompt[6:])
     beside = part([3, 3, 3], [11])
     found = [
@@ -116,11 +119,11 @@ def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tu
     with pytest.raises(NonFiniteLogits):
         runner.run(Step([part([13, 13, 13, 13, 13, 13], [7, 8])]))
     prompts, tables = [[4, 8, 15, 16, 23], [4, 9, 1, 1, 2, 2, 77]], [[7, 8], [10, 11]]
-    starts = [part(prompt[:-1], table, draws=()) for prompt, table in zip(prompts, tables, strict=True)]
+    starts = [part(prompt[:-1], table, sampling_rows=()) for prompt, table in zip(prompts, tables, strict=True)]
     runner.run(Step(starts))
     last = [part(prompt, table, len(prompt) - 1) for prompt, table in zip(prompts, tables, strict=True)]
     results = runner.run(Step(last))
-    assert [one.drawn[0].token_id for one in results] == [best(written[0], prompt) for prompt in prompts]
+    assert [one.sampled[0].token_id for one in results] == [best(written[0], prompt) for prompt in prompts]
 
 
 def test_numerics_name_the_kernel(runner: ModelRunner) -> None:

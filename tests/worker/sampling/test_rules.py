@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.step import Draw, Kept, SequenceResult, Step
+from worker.engine.step import SamplerCache, SamplingRow, SequenceResult, Step
 from worker.sampling import rules, sampler
 from worker.wire import SamplingParams
 
@@ -22,7 +22,7 @@ VOCAB = 24
 EOS = (2, 5)
 
 
-def reference(logits: list[float], draw: Draw) -> list[float]:
+def reference(logits: list[float], draw: SamplingRow) -> list[float]:
     """The adjusted logits of one row, token by token."""
     p, output, row = draw.params, list(draw.output_ids), [np.float32(value) for value in logits]
     for token in range(VOCAB):
@@ -75,13 +75,16 @@ def test_logits_are_those_of_the_reference(data: st.DataObject) -> None:
     """Two requests, whose choices draw step by step; what they keep from step to step is never stale."""
     drawn = [data.draw(params) for _ in range(2)]
     prompts = [data.draw(st.lists(tokens, min_size=1, max_size=6)) for _ in range(2)]
-    of_request, owners = [Kept(), Kept()], [0, 0, 1]
-    of_choice, outputs = [Kept() for _ in owners], [data.draw(st.lists(st.integers(0, 4), max_size=80)) for _ in owners]
+    request_cache, owners = [SamplerCache(), SamplerCache()], [0, 0, 1]
+    choice_cache, outputs = (
+        [SamplerCache() for _ in owners],
+        [data.draw(st.lists(st.integers(0, 4), max_size=80)) for _ in owners],
+    )
     for step in range(3):
         allowed = data.draw(st.none() | st.integers(1, 2**VOCAB - 1))
         mask = None if allowed is None else np.array([allowed], dtype=np.int32)
         draws = [
-            Draw(drawn[i], 0, 9, prompts[i], outputs[c], mask, of_request[i], of_choice[c])
+            SamplingRow(drawn[i], 0, 9, prompts[i], outputs[c], mask, request_cache[i], choice_cache[c])
             for c, i in enumerate(owners)
         ]
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
@@ -118,8 +121,10 @@ class SamplingRunner:
     def run(self, step: Step) -> list[SequenceResult]:
         results = []
         for sequence in step.sequences:
-            logits = torch.randn(len(sequence.draws), 50, generator=torch.Generator().manual_seed(sequence.start))
-            drawn = sampler.draw_tokens(logits, sequence.draws, EOS).tokens() if sequence.draws else ()
+            logits = torch.randn(
+                len(sequence.sampling_rows), 50, generator=torch.Generator().manual_seed(sequence.start)
+            )
+            drawn = sampler.sample(logits, sequence.sampling_rows, EOS).tokens() if sequence.sampling_rows else ()
             results.append(SequenceResult(tuple(drawn)))
         return results
 

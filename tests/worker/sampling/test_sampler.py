@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.engine.step import Draw, Drawn
+from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
 from worker.sampling import sampler, truncation
-from worker.sampling.errors import NonFiniteLogits, NoTokenLeft
 from worker.sampling.logprobs import token_logprobs
-from worker.sampling.randomness import uniform
-from worker.sampling.sampler import draw_tokens
+from worker.sampling.sampler import sample, uniform
 from worker.sampling.truncation import truncate
 from worker.wire import SamplingParams
 
@@ -25,17 +23,17 @@ GOLDEN = (0.9380944058769953, 0.414763255709233)
 VOCAB = 50
 
 
-def draw(seed: int = 0, position: int = 0, *, allowed: object = None, **params: Any) -> Draw:
+def draw(seed: int = 0, position: int = 0, *, allowed: object = None, **params: Any) -> SamplingRow:
     prompt, output = params.pop("prompt", ()), params.pop("output", ())
-    return Draw(SamplingParams(max_tokens=16, **params), seed, position, prompt, output, allowed)
+    return SamplingRow(SamplingParams(max_tokens=16, **params), seed, position, prompt, output, allowed)
 
 
-def sample(logits: Tensor, draws: list[Draw], eos_token_ids: tuple[int, ...]) -> list[Drawn]:
-    return draw_tokens(logits, draws, eos_token_ids).tokens()
+def sample_tokens(logits: Tensor, draws: list[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
+    return sample(logits, draws, eos_token_ids).tokens()
 
 
-def token(logits: Tensor, one: Draw) -> int:
-    return sample(logits[None], [one], EOS)[0].token_id
+def token(logits: Tensor, one: SamplingRow) -> int:
+    return sample_tokens(logits[None], [one], EOS)[0].token_id
 
 
 def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -74,7 +72,7 @@ class TestRandomness:
 
 def test_greedy_takes_the_best() -> None:
     logits = random_logits(8)
-    drawn = sample(logits, [draw(temperature=0.0)] * 8, EOS)
+    drawn = sample_tokens(logits, [draw(temperature=0.0)] * 8, EOS)
     assert [one.token_id for one in drawn] == logits.argmax(-1).tolist()
     assert all(one.logprobs is None for one in drawn)
 
@@ -84,7 +82,7 @@ def test_draws_follow_the_distribution() -> None:
     logits, count = random_logits(1, seed=3, vocab=12)[0], 20_000
     expected = (logits / 0.7).softmax(-1) * count
     rows = logits.expand(count, -1)
-    drawn = sample(rows, [draw(5, position, temperature=0.7) for position in range(count)], EOS)
+    drawn = sample_tokens(rows, [draw(5, position, temperature=0.7) for position in range(count)], EOS)
     seen = torch.bincount(torch.tensor([one.token_id for one in drawn]), minlength=12)
     likely = expected > 5
     statistic = ((seen - expected) ** 2 / expected)[likely].sum()
@@ -98,7 +96,7 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patched:
             patched.setattr(sampler, "uniform", lambda seed, position, number=number: number)
             assert token(logits, draw()) == expected
-    drawn = sample(logits.expand(500, -1), [draw(1, position) for position in range(500)], EOS)
+    drawn = sample_tokens(logits.expand(500, -1), [draw(1, position) for position in range(500)], EOS)
     assert set(Counter(one.token_id for one in drawn)) == {7, 31}
 
 
@@ -111,7 +109,7 @@ def test_drawing_never_looks_at_a_result() -> None:
         draw(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((3, 5.0),), prompt=(1, 2), output=(3, 3)),
         draw(min_tokens=4, allowed_token_ids=(1, 2, 3), allowed=np.full(2, -1, dtype=np.int32)),
     ]
-    drawn = draw_tokens(random_logits(len(draws)).to("meta"), draws, EOS)
+    drawn = sample(random_logits(len(draws)).to("meta"), draws, EOS)
     assert drawn.token_ids.device.type == "meta"
     assert drawn.token_ids.shape == (len(draws),)
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -154,9 +152,9 @@ def test_a_row_does_not_depend_on_the_others(data: st.DataObject) -> None:
     )
     rows = data.draw(st.lists(st.tuples(params, st.integers(0, 2**63)), min_size=1, max_size=5))
     logits = random_logits(len(rows), seed=data.draw(st.integers(0, 1000)))
-    draws = [Draw(one, seed, 9, (1, 2, 3), (4, 4, 1)) for one, seed in rows]
-    together = sample(logits, draws, EOS)
-    alone = [sample(logits[row : row + 1], [one], EOS)[0] for row, one in enumerate(draws)]
+    draws = [SamplingRow(one, seed, 9, (1, 2, 3), (4, 4, 1)) for one, seed in rows]
+    together = sample_tokens(logits, draws, EOS)
+    alone = [sample_tokens(logits[row : row + 1], [one], EOS)[0] for row, one in enumerate(draws)]
     assert [one.token_id for one in together] == [one.token_id for one in alone]
     for one, other in zip(together, alone, strict=True):
         if one.logprobs is not None:
@@ -168,7 +166,7 @@ def test_the_logits_stay_as_they_are() -> None:
     logits = random_logits(2)
     before = logits.clone()
     options = {"top_k": 3, "repetition_penalty": 2.0, "bad_words": ((5,),), "prompt": (1, 2), "min_tokens": 3}
-    sample(logits, [draw(**options), draw(temperature=0.0, **options)], EOS)
+    sample_tokens(logits, [draw(**options), draw(temperature=0.0, **options)], EOS)
     assert torch.equal(logits, before)
 
 
@@ -284,7 +282,7 @@ class TestConstraints:
     def test_nothing_left_names_the_row(self) -> None:
         impossible = draw(allowed_token_ids=(3,), bad_words=((3,),))
         with pytest.raises(NoTokenLeft) as caught:
-            sample(random_logits(3), [draw(), impossible, draw()], EOS)
+            sample_tokens(random_logits(3), [draw(), impossible, draw()], EOS)
         assert caught.value.rows == (1,)
 
 
@@ -293,7 +291,7 @@ class TestLogprobs:
         logits = random_logits(1)[0]
         want = logits.log_softmax(-1)
         one = draw(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),))
-        (drawn,) = sample(logits[None], [one], EOS)
+        (drawn,) = sample_tokens(logits[None], [one], EOS)
         assert drawn.token_id == 7
         assert drawn.logprobs is not None
         assert drawn.logprobs.logprob == pytest.approx(float(want[7]))
@@ -301,7 +299,7 @@ class TestLogprobs:
         assert [value for _, value in drawn.logprobs.top] == pytest.approx(want.topk(3).values.tolist())
 
     def test_rows_ask_for_different_numbers(self) -> None:
-        drawn = sample(random_logits(3), [draw(logprobs=0), draw(), draw(logprobs=2)], EOS)
+        drawn = sample_tokens(random_logits(3), [draw(logprobs=0), draw(), draw(logprobs=2)], EOS)
         assert [None if one.logprobs is None else len(one.logprobs.top) for one in drawn] == [0, None, 2]
 
     def test_given_tokens(self) -> None:
@@ -317,7 +315,7 @@ def test_a_broken_model_is_noticed(broken: float) -> None:
     logits[1, 3] = broken
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogits) as caught:
-            sample(logits, [draw(temperature=temperature)] * 2, EOS)
+            sample_tokens(logits, [draw(temperature=temperature)] * 2, EOS)
         assert caught.value.rows == (1,)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from cache.hashing import encode_tokens
-from worker.engine.step import Drawn, Launch, SequenceResult, SequenceStep, Step
-from worker.runner.stream import HostStream, Stream
+from worker.device import DeviceStream, HostStream
+from worker.engine.step import Launch, SampledToken, SequenceResult, SequenceStep, Step
 from worker.wire import TokenLogprobs
 
 VOCAB = 50
@@ -40,7 +40,7 @@ class ArithmeticRunner:
         num_blocks: int,
         block_size: int,
         fails: Callable[[Step], bool] = lambda step: False,
-        stream: Stream | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         self.stream = stream or HostStream()
         self.block_size = block_size
@@ -77,7 +77,7 @@ class ArithmeticRunner:
             assert len(sequence.slots) == len(sequence.token_ids) > 0
             token_ids = sequence.token_ids
             if sequence.follows is not None:
-                token_ids = [self.last[sequence.follows].drawn[0].token_id]
+                token_ids = [self.last[sequence.follows].sampled[0].token_id]
             for slot, token_id in zip(sequence.slots, token_ids, strict=True):
                 self.kv[slot] = token_id
         self.last = [self._result(sequence) for sequence in step.sequences]
@@ -88,8 +88,8 @@ class ArithmeticRunner:
         stop = sequence.start + len(sequence.token_ids)
         read = [self.kv[table[i // size] * size + i % size] for i in range(stop)]
         assert UNWRITTEN not in read, "KV is read that was never written"
-        drawn = tuple(Drawn(next_token(read, draw.seed)) for draw in sequence.draws)
-        for draw in sequence.draws:
+        drawn = tuple(SampledToken(next_token(read, draw.seed)) for draw in sequence.sampling_rows)
+        for draw in sequence.sampling_rows:
             num_known = len(draw.prompt_ids) + len(draw.output_ids)  # and perhaps the token that the step follows
             assert draw.position == stop
             assert num_known == stop or (sequence.follows is not None and num_known == stop - 1)

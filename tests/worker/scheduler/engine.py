@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from cache.allocators.factory import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from worker.device import DeviceStream
 from worker.engine.step import Launch, Raised, Runner, SequenceResult, Step
-from worker.runner.stream import Stream
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.plan import Emission, Plan
+from worker.scheduler.plan import EngineOutput, StepPlan
 from worker.scheduler.request import Constraint, Request, RequestKey, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import (
@@ -85,7 +85,7 @@ class HandEngine:
         *,
         prefix_cache: PrefixCache = "hash",
         fails: Callable[[Step], bool] = lambda step: False,
-        stream: Stream | None = None,
+        stream: DeviceStream | None = None,
         runs_ahead: bool = False,
         eos: Sequence[int] = (),
         runner: Runner | None = None,
@@ -102,7 +102,7 @@ class HandEngine:
         self.runs_ahead = runs_ahead
         """Whether steps are launched before the tokens of those before are known, where they can be."""
         self.num_ahead = 0
-        self.flights: list[tuple[Plan, Launch[list[SequenceResult]]]] = []
+        self.flights: list[tuple[StepPlan, Launch[list[SequenceResult]]]] = []
 
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
@@ -115,7 +115,7 @@ class HandEngine:
     def abort(self, request: Request, choice: int | None = None) -> None:
         self._deliver(self.scheduler.abort(request, choice, now_s=self.now_s))
 
-    def step(self, in_flight: Callable[[], None] = lambda: None) -> Plan | None:
+    def step(self, in_flight: Callable[[], None] = lambda: None) -> StepPlan | None:
         """One step, retried request by request when it raises. `in_flight` is called while it runs."""
         self.now_s += 1
         if not self.flights:
@@ -155,7 +155,7 @@ class HandEngine:
     def answer(self, request: Request) -> Answer:
         return self.answers[request.key]
 
-    def _land_first(self) -> Plan:
+    def _land_first(self) -> StepPlan:
         plan, launch = self.flights.pop(0)
         try:
             self._land(plan, launch)
@@ -172,18 +172,18 @@ class HandEngine:
         self.allocator.check_integrity()
         return plan
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: StepPlan) -> None:
         self._land(plan, self._launch(plan))
 
-    def _launch(self, plan: Plan) -> Launch[list[SequenceResult]]:
+    def _launch(self, plan: StepPlan) -> Launch[list[SequenceResult]]:
         try:
             return self.runner.launch(plan.step())
         except RuntimeError as error:
             return Raised(error)
 
-    def _land(self, plan: Plan, launch: Launch[list[SequenceResult]]) -> None:
+    def _land(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
         self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
 
-    def _deliver(self, emissions: list[Emission]) -> None:
+    def _deliver(self, emissions: list[EngineOutput]) -> None:
         for emission in emissions:
             self.answers[emission.key].add(emission.frame)

@@ -77,7 +77,7 @@ def test_nobody_waits_for_a_prefix_that_gets_no_further() -> None:
     engine.step()
     engine.submit(generate([1] * 201, 4))
     second = next(iter(engine.scheduler.waiting))
-    second.awaited = (next(iter(engine.scheduler.running)), first.sequences[0].num_computed)
+    second.waiting_for_prefix_of = (next(iter(engine.scheduler.running)), first.sequences[0].num_computed)
     engine.step()
     assert second.allocation is not None
     engine.finish()

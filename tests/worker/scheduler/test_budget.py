@@ -7,7 +7,7 @@ import pytest
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 
-LONE = {"max_num_batched_tokens": 512, "max_lone_prefill_tokens": 2048}
+LONE = {"max_num_batched_tokens": 512, "max_solo_prefill_tokens": 2048}
 
 
 def test_a_short_request_overtakes_a_long_prefill() -> None:

@@ -106,7 +106,7 @@ def test_steps_that_are_run_ahead_count_as_waited_for() -> None:
     assert ahead.num_ahead > 6
     plan = ahead.step()
     assert plan is not None
-    assert plan.growth == "wait_exceeded"
+    assert plan.batch_growth_reason == "wait_exceeded"
     ahead.finish()
 
 
@@ -134,7 +134,7 @@ def test_a_poisoned_step_that_follows_another_fails_its_request_alone() -> None:
 
     ahead = engine()
     ahead.runner.fails = lambda step: any(
-        ahead.runner.last[sequence.follows].drawn[0].token_id == poison
+        ahead.runner.last[sequence.follows].sampled[0].token_id == poison
         if sequence.follows is not None
         else poison in sequence.token_ids
         for sequence in step.sequences

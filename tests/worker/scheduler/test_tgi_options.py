@@ -17,14 +17,14 @@ def test_a_small_group_waits_until_it_is_large_enough() -> None:
     engine = HandEngine(num_blocks=400, waiting_served_ratio=1.2, max_waiting_tokens=1000)
     for i in range(4):
         engine.submit(generate([i], 100))
-    assert engine.step().growth == "idle"
+    assert engine.step().batch_growth_reason == "idle"
     newcomers = []
     for i in range(3):  # floor(4 * 1.2) = 4 are wanted
         newcomers.append(engine.submit(generate([10 + i], 50)))
-        assert engine.step().growth is None
+        assert engine.step().batch_growth_reason is None
         assert started(engine, newcomers) == 0
     newcomers.append(engine.submit(generate([20], 50)))
-    assert engine.step().growth == "backpressure"
+    assert engine.step().batch_growth_reason == "backpressure"
     assert started(engine, newcomers) == 4
     engine.finish()
     assert [engine.answer(request).tokens[0] for request in newcomers] == [
@@ -39,13 +39,13 @@ def test_after_max_waiting_tokens_any_number_is_admitted() -> None:
     engine.step()
     newcomer = engine.submit(generate([10], 50))
     for _ in range(5):  # as TGI: the count begins at 1 with the prefill, and each decode adds 1
-        assert engine.step().growth is None
-    assert engine.step().growth == "wait_exceeded"
+        assert engine.step().batch_growth_reason is None
+    assert engine.step().batch_growth_reason == "wait_exceeded"
     assert started(engine, [newcomer]) == 1
     second = engine.submit(generate([11], 50))
     for _ in range(4):  # the step that admitted was a decode too
-        assert engine.step().growth is None
-    assert engine.step().growth == "wait_exceeded"
+        assert engine.step().batch_growth_reason is None
+    assert engine.step().batch_growth_reason == "wait_exceeded"
     assert started(engine, [second]) == 1
 
 
@@ -67,7 +67,7 @@ def test_a_group_that_does_not_fit_whole_is_put_back() -> None:
 def test_an_empty_batch_takes_whoever_waits() -> None:
     engine = HandEngine(waiting_served_ratio=3.0, max_waiting_tokens=1000)
     request = engine.submit(generate([1], 2))
-    assert engine.step().growth == "idle"
+    assert engine.step().batch_growth_reason == "idle"
     assert started(engine, [request]) == 1
 
 
@@ -102,7 +102,7 @@ def test_without_the_ratio_newcomers_join_at_once() -> None:
         engine.submit(generate([i], 10))
     engine.step()
     engine.submit(generate([9], 10))
-    assert engine.step().growth == "chunking"
+    assert engine.step().batch_growth_reason == "chunking"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from itertools import chain
 from operator import itemgetter
 from typing import Final
 
-from worker.wire import GenerateRequest, too_many_ids
+from cache.types import HASH_BYTES
+from worker.scheduler.budget import BatchLimits
+from worker.wire import Failed, GenerateRequest, too_many_ids
 
 MAX_PRIORITY: Final = 1000
 MAX_CHOICES: Final = 1024
@@ -77,3 +79,45 @@ def out_of_bounds(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
 def are_outside(token_ids: Sequence[int], vocab_size: int) -> bool:
     """Whether one of them is. Without a loop of our own: they may be many."""
     return len(token_ids) > 0 and (min(token_ids) < 0 or max(token_ids) >= vocab_size)
+
+
+def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
+    """Why no state of this worker could serve the request; None: it can be submitted.
+
+    `pool_tokens`: tokens that fit into the whole KV pool.
+    """
+    return next((_invalid(problem) for problem in _problems(request, limits, pool_tokens, vocab_size)), None)
+
+
+def _invalid(message: str) -> Failed:
+    return Failed("invalid_request", message, retryable=False)
+
+
+def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> list[str]:
+    sampling = request.sampling
+    problems = list(out_of_bounds(request, vocab_size))
+    if len(request.root) != HASH_BYTES:
+        problems.append(f"root: {HASH_BYTES} bytes expected, got {len(request.root)}")
+    if not request.prompt_ids:
+        problems.append("prompt_ids: at least one token is needed")
+    elif max(request.prompt_ids) >= vocab_size:
+        problems.append(f"prompt_ids: {max(request.prompt_ids)} is outside the vocabulary of {vocab_size}")
+    indices = [choice.index for choice in request.choices]
+    if not indices or len(set(indices)) < len(indices):
+        problems.append(f"choices: distinct indices expected, got {indices}")
+    if any(are_outside(choice.output_ids, vocab_size) for choice in request.choices):
+        problems.append(f"output_ids: a token is outside the vocabulary of {vocab_size}")
+    if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
+        problems.append(f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens")
+    total_tokens = len(request.prompt_ids) + sampling.max_tokens
+    for limit, name in (
+        (limits.max_model_len, "the context"),
+        (pool_tokens, "the KV pool"),
+        (limits.max_batch_total_tokens, "max_batch_total_tokens"),
+    ):
+        if limit is not None and total_tokens > limit:
+            problems.append(
+                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"
+                f" {name} of {limit} tokens; shorten the prompt or lower max_tokens"
+            )
+    return problems

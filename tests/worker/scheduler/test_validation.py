@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.worker.scheduler.engine import generate
-from worker.scheduler.admission import refusal
 from worker.scheduler.budget import BatchLimits
+from worker.scheduler.validation import refusal
 from worker.wire import ChoiceState
 
 

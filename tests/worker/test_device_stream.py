@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from worker.device import current_device
-from worker.runner.stream import CudaStream
+from worker.device import CudaStream, current_device
 
 
 class FakeCuda:
