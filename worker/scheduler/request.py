@@ -72,7 +72,7 @@ class Request:
     choices: list[RequestChoice]
     arrival_s: float
     order_s: float
-    """Place in every queue: the arrival, moved by the priority (see `worker.scheduler.queue`)."""
+    """Place in every queue: the arrival, moved by the priority (see `OrderedSequences`)."""
     sequences: list[TokenSequence] = field(default_factory=list)
     """Those that still compute something, waiting or running."""
     num_cached_tokens: int = 0
