@@ -5,8 +5,8 @@ A recording reads the same memory at every replay, so each step is first copied 
     rows         | d0 d1 d2 | -  -  -  -  - |     of 8: the unused ones write to the null block and see its first token
     block table  | 4 9 2  0  0  0  0  0 ... |     of all blocks that a context of the recorded length has
 
-There is a recording for each of a few numbers of rows and lengths of context (`worker.attention.base.ROWS`, `CONTEXTS`); a step takes
-the smallest that holds it. It ends with the hidden states: logits of a recording would be memory of its own for each.
+There is one recording for each number of rows and context length in `worker.attention.base.ROWS` and `CONTEXTS`; a step
+takes the smallest that holds it. Recordings end with the hidden states, since logits would cost memory in each.
 """
 
 from __future__ import annotations
