@@ -2,8 +2,7 @@
 
     refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
     refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
-                                                                                        or b is in copies[hashes[b]],
-                                                                                        parents[b] is the hash before
+                                                                                        or b is in copies[hashes[b]]
 
 A block keeps its hash while it is free and loses it when it is taken again (lazy eviction). Blocks of equal content
 may coexist, since tables never change a block they have: `cached` names the first copy, `copies` the others.
@@ -20,7 +19,6 @@ from typing import cast
 
 from cache.event_log import EventLog
 from cache.free_queue import FreeQueue
-from cache.prefixes import PrefixRun
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
@@ -33,8 +31,6 @@ class BlockPool:
         "_copies",
         "_free",
         "_hashes",
-        "_hits",
-        "_parents",
         "_refs",
         "events",
         "evictions",
@@ -46,8 +42,6 @@ class BlockPool:
         self._free = FreeQueue(num_blocks)
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
-        self._parents: list[BlockHash | None] = [None] * num_blocks
-        self._hits: dict[BlockId, tuple[BlockHash, int]] = {}
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
         self._clock = 1
@@ -66,11 +60,6 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Distinct hashes that are findable."""
         return len(self._cached)
-
-    @property
-    def num_accesses(self) -> int:
-        """The clock: acquisitions so far."""
-        return self._clock
 
     @property
     def age_of_next(self) -> int:
@@ -107,8 +96,6 @@ class BlockPool:
         else:
             for block_id in unheld:
                 refs[block_id] = 1
-        if found:
-            self._count_hit(found[-1])
         self._clock += 1
         return self._evict(num_new)
 
@@ -136,17 +123,16 @@ class BlockPool:
                 refs[block_id] = num_refs - 1
         self._free.extend(freed)
 
-    def register(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], parents: Sequence[BlockHash]) -> None:
-        """Make held, written blocks findable, parents first. `parents` has the hash before each."""
-        own_hashes, own_parents, cached = self._hashes, self._parents, self._cached
+    def register(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """Make held, written blocks findable, parents first."""
+        own_hashes, cached = self._hashes, self._cached
         stored = []
-        for block_id, block_hash, parent in zip(block_ids, hashes, parents, strict=True):
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if own_hashes[block_id] is not None:  # a block shared by a fork, registered by the other sequence
                 assert own_hashes[block_id] == block_hash, f"block {block_id} is findable under another hash"
                 continue
             assert self._refs[block_id] > 0, f"block {block_id} is registered but nobody holds it"
             own_hashes[block_id] = block_hash
-            own_parents[block_id] = parent
             first_copy = cached.setdefault(block_hash, block_id)
             if first_copy == block_id:
                 stored.append(block_hash)
@@ -158,17 +144,10 @@ class BlockPool:
         """Every findable hash, parents first: a dict keeps its order, and a parent enters before and leaves after."""
         return iter(self._cached)
 
-    def prefix_runs(self) -> Iterator[PrefixRun]:
-        """Every findable block, parents first, as it is now; the hits of its first copy alone."""
-        refs, parents, clock = self._refs.copy(), self._parents.copy(), self._clock
-        return _prefix_runs(self._cached.copy(), refs, parents, self._hits.copy(), clock)
-
     def clear(self) -> None:
         """Make every block unfindable. Nothing may be held."""
         assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
         self._hashes = [None] * self.num_blocks
-        self._parents = [None] * self.num_blocks
-        self._hits = {}
         self._cached = {}
         self._copies = {}
         self.events.cleared()
@@ -194,13 +173,6 @@ class BlockPool:
         assert len(findable) == sum(map(len, copies.values())), "a block is findable under two hashes"
         hashed = {BlockId(b): block_hash for b, block_hash in enumerate(self._hashes) if block_hash is not None}
         assert findable == hashed, "hashed and findable differ"
-
-    def _count_hit(self, block_id: BlockId) -> None:
-        """A match ended with the block. The hash is noted too, so that evicting has nothing to clear."""
-        block_hash = self._hashes[block_id]
-        assert block_hash is not None, f"block {block_id} was found and is not findable"
-        known = self._hits.get(block_id)
-        self._hits[block_id] = (block_hash, known[1] + 1 if known is not None and known[0] == block_hash else 1)
 
     def _evict(self, count: int) -> list[BlockId]:
         taken = self._free.pop_first(count)
@@ -229,18 +201,3 @@ class BlockPool:
             others.remove(block_id)
         if not others:
             del self._copies[block_hash]
-
-
-def _prefix_runs(
-    cached: dict[BlockHash, BlockId],
-    refs: Sequence[int],
-    parents: Sequence[BlockHash | None],
-    hits: dict[BlockId, tuple[BlockHash, int]],
-    clock: int,
-) -> Iterator[PrefixRun]:
-    for block_hash, block_id in cached.items():
-        parent, num_refs = parents[block_id], refs[block_id]
-        assert parent is not None, f"block {block_id} is findable and has no parent"
-        idle = 0 if num_refs > 0 else clock + num_refs
-        counted, num_hits = hits.get(block_id, (block_hash, 0))
-        yield PrefixRun(parent, (block_hash,), max(0, num_refs), num_hits if counted == block_hash else 0, idle)

@@ -51,7 +51,7 @@ from server.models import ModelOptions, Models
 from server.ops.app import OpsServices, ops_app
 from server.ops.decisions import DecisionLog
 from server.ops.feed import Feed, FeedSources
-from server.ops.stems import StemWatch
+from server.ops.prefix_tree import PrefixTree, SharedPrefix
 from server.ops.traffic import Totals, buckets, total
 from server.ops.workers import FleetSources
 from server.pace import sample_delay
@@ -66,7 +66,6 @@ from server.workers.actions import WorkerActions
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.workers.networks import WorkerNetworks
-from server.workers.prefixes import FleetPrefixes, fleet_prefixes
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
 from worker.wire import gateway_token
@@ -109,7 +108,14 @@ class Gateway:
         router_settings = RouterSettings(
             gateway_id, policy=config.policy, dispatch=DispatchSettings(workers_share=True)
         )
-        self.router = HeadstartRouter(self._index, self.fleet, router_settings, observe=self.metrics.routed)
+        self._prefix_tree = PrefixTree(time.monotonic)
+        self.router = HeadstartRouter(
+            self._index,
+            self.fleet,
+            router_settings,
+            observe=self.metrics.routed,
+            on_match=self._prefix_tree.add,
+        )
         self.metrics.registry.register(
             FleetMetrics(
                 lambda: {worker.model for worker in self.fleet.workers()},
@@ -260,7 +266,6 @@ class Gateway:
         def watch(decisions: DecisionLog | None) -> None:
             router.watcher = decisions
 
-        stems = StemWatch(self.fleet.live_workers, self._client.prefixes, time.monotonic)
         return FeedSources(
             about={"version": version("headstart"), "gateway": gateway_id, "policy": self._config.policy},
             fleet=FleetSources(
@@ -274,12 +279,12 @@ class Gateway:
             ttft_bounds_s=buckets(metrics.ttft_s)[0],
             index=health,
             draining=lambda: self.lifecycle.draining,
-            prefixes=stems.look,
+            prefixes=self._prefixes,
             watch=watch,
         )
 
-    async def _prefixes(self, limit: int, model: str | None) -> FleetPrefixes:
-        return await fleet_prefixes(self.fleet.live_workers(model), self._client.prefixes, limit)
+    def _prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
+        return self._prefix_tree.top(self.fleet.live_workers(model), limit)
 
     def _open_index(self) -> RedisIndex | NoIndex:
         config = self._config

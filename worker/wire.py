@@ -3,7 +3,6 @@
     POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
     POST /abort      {"request_id": str, "choice": int | None}
     GET  /state      WorkerState                                  GET /bundle   TokenizerBundle
-    GET  /prefixes   PrefixReport, of at most ?limit= prefixes
 
 A refusal before the stream is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429
 `queue_full`, 503 `draining`, 400 `invalid_request` (a request that no worker can serve), 400
@@ -202,34 +201,6 @@ class Failed(_Frame, frozen=True, tag=5):
     retryable: bool
     retry_after_s: float | None = None
     """With `queue_full`: when the queue will have drained."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixUse:
-    """A prefix of several requests, as one worker's pool holds it."""
-
-    path: tuple[str, ...]
-    """From the chain's root to the prefix' last block by way of shorter shared prefixes: 8 bytes of each hash, in hex.
-
-    Cut, as they are in Redis: a whole root would let whoever reads it use the tenant's cache.
-    """
-    num_blocks: int
-    num_references: int
-    """Sequences that hold it now."""
-    num_hits: int
-    """Requests that found it since it was stored."""
-    idle_s: float
-    """Since it was used; 0 while it is held."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixReport:
-    worker_id: str
-    epoch: str
-    model: str
-    block_size: int
-    num_cached_blocks: int
-    prefixes: tuple[PrefixUse, ...]
 
 
 Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed

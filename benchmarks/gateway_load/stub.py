@@ -1,6 +1,6 @@
 """Workers without a model: `python -m benchmarks.gateway_load.stub --bundle FILE [--redis URL] [--num-workers N]`.
 
-Speaks the wire protocol (/generate, /state, /bundle, /prefixes, /health/live) and OpenAI's chat (for proxies), on one
+Speaks the wire protocol (/generate, /state, /bundle, /health/live) and OpenAI's chat (for proxies), on one
 raw asyncio protocol. An answer is `max_tokens` times one token, at once, or paced: one frame a stream at every tick.
 Prints the first one's URL.
 """
@@ -26,8 +26,6 @@ from worker.wire import (
     End,
     Finished,
     GenerateRequest,
-    PrefixReport,
-    PrefixUse,
     Started,
     TokenizerBundle,
     Tokens,
@@ -38,8 +36,6 @@ from worker.wire import (
     unpack_request,
 )
 
-ROOT, HEAD = "0" * 16, "1" * 16
-NUM_BRANCHES: Final = 23
 PUBLISH_S: Final = 0.1
 """Of one worker. Sixty-four share the process, and publish once a second."""
 TOKEN_ID: Final = 260  # " the" in SmolLM2's vocabulary, as its OpenAI twin says
@@ -90,18 +86,6 @@ class Worker:
         entries = map(index_entry, hash_chain(BlockHash(request.root), request.prompt_ids, block_size))
         num_held = sum(1 for _ in takewhile(self.held.__contains__, entries))
         return pack_frame(Started(num_held * block_size))
-
-    def prefixes(self) -> PrefixReport:
-        """A head that all share, and branches of this worker's own: as many as a gateway asks for."""
-        member = self.member
-        assert member is not None
-        uses = [PrefixUse((ROOT, HEAD), 80, 1, 1000, 0.0)]
-        uses += [
-            PrefixUse((ROOT, HEAD, f"{member.worker_id}/{i}"), 200 + i, 0, 50 - i, 1.5) for i in range(NUM_BRANCHES)
-        ]
-        return PrefixReport(
-            member.worker_id, member.epoch, member.model, member.block_size, len(self.held), tuple(uses)
-        )
 
     async def tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -169,8 +153,6 @@ class Connection(asyncio.Protocol):
                 self._plain(pack(WorkerState(worker.member, _load())), b"application/msgpack")
             case b"/bundle":
                 self._plain(pack(worker.bundle), b"application/msgpack")
-            case _ if path.startswith(b"/prefixes"):
-                self._plain(pack(worker.prefixes()), b"application/msgpack")
             case b"/v1/models":
                 self._plain(b'{"object":"list","data":[{"id":"bench","object":"model"}]}', b"application/json")
             case _:  # health, and what other routers ask a server about its model

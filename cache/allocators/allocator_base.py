@@ -59,7 +59,6 @@ class AllocatorBase(ABC, Generic[Table]):
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
             evictions=self._evictions(),
-            num_accesses=self._num_accesses(),
             lru_tail_age=self._lru_tail_age(),
         )
 
@@ -76,9 +75,6 @@ class AllocatorBase(ABC, Generic[Table]):
 
     @abstractmethod
     def _evictions(self) -> int: ...
-
-    @abstractmethod
-    def _num_accesses(self) -> int: ...
 
     @abstractmethod
     def _lru_tail_age(self) -> int: ...

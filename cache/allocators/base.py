@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cache.events import BlockEvent
-from cache.prefixes import PrefixRun
 from cache.types import BlockHash, BlockId
 
 
@@ -34,11 +33,9 @@ class CacheStats:
     query_tokens: int
     hit_tokens: int
     evictions: int
-    num_accesses: int
-    """The pool's own clock: it counts allocations, and for `radix` commits."""
     lru_tail_age: int
-    """How long the pool remembers: accesses since the block that is evicted next was used. 0 while nothing needs to be
-    evicted."""
+    """How long the pool remembers: allocations, and for `radix` commits, since the block that is evicted next was used.
+    0 while nothing needs to be evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +132,6 @@ class Allocator(Protocol):
 
     def held(self) -> Iterator[BlockHash]:
         """Every findable hash, parents before children."""
-
-    def prefix_runs(self) -> Iterator[PrefixRun]:
-        """What is findable now, parents before children, for `cache.prefixes`.
-
-        Copied by the call, in a millisecond; the iteration may go on in another thread while the pool changes.
-        """
 
     def reset(self) -> bool:
         """Forget everything cached. False, and nothing changed, while any allocation lives."""

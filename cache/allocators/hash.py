@@ -15,7 +15,6 @@ from cache.block_pool import BlockPool
 from cache.block_table import BlockTable, num_blocks_for
 from cache.events import BlockEvent
 from cache.hashing import hash_chain
-from cache.prefixes import PrefixRun
 from cache.types import BlockHash, BlockId
 
 
@@ -68,9 +67,6 @@ class HashAllocator(AllocatorBase["HashAllocation"]):
     def held(self) -> Iterator[BlockHash]:
         return self._pool.held()
 
-    def prefix_runs(self) -> Iterator[PrefixRun]:
-        return self._pool.prefix_runs()
-
     def check_integrity(self) -> None:
         self._pool.check_integrity([allocation.block_table for allocation in self._live])
 
@@ -87,9 +83,6 @@ class HashAllocator(AllocatorBase["HashAllocation"]):
 
     def _evictions(self) -> int:
         return self._pool.evictions
-
-    def _num_accesses(self) -> int:
-        return self._pool.num_accesses
 
     def _lru_tail_age(self) -> int:
         return self._pool.age_of_next
@@ -135,8 +128,7 @@ class HashAllocation(BlockTable):
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else self._root
             hashes += hash_chain(parent, token_ids[len(hashes) * size : num_full * size], size)
-        parents = hashes[first - 1 : num_full - 1] if first else [self._root, *hashes[: num_full - 1]]
-        self._pool.register(self._block_ids[first:num_full], hashes[first:num_full], parents)
+        self._pool.register(self._block_ids[first:num_full], hashes[first:num_full])
         self._num_registered = num_full
 
     def _release_blocks(self) -> None:

@@ -19,7 +19,6 @@ from cache.allocators.allocator_base import AllocatorBase
 from cache.block_table import BlockTable, num_blocks_for
 from cache.events import BlockEvent
 from cache.free_list import FreeList
-from cache.prefixes import PrefixRun
 from cache.types import BlockHash, BlockId
 
 
@@ -72,9 +71,6 @@ class SimpleAllocator(AllocatorBase["SimpleAllocation"]):
     def held(self) -> Iterator[BlockHash]:
         return iter(())
 
-    def prefix_runs(self) -> Iterator[PrefixRun]:
-        return iter(())
-
     def check_integrity(self) -> None:
         self._pool.check_integrity([allocation.block_table for allocation in self._live])
 
@@ -85,9 +81,6 @@ class SimpleAllocator(AllocatorBase["SimpleAllocation"]):
         return 0
 
     def _evictions(self) -> int:
-        return 0
-
-    def _num_accesses(self) -> int:
         return 0
 
     def _lru_tail_age(self) -> int:

@@ -14,7 +14,6 @@ an allocation that cannot fit evicts nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from cache.allocators.allocator_base import AllocatorBase
 from cache.allocators.radix_trie import Key, Match, RadixNode, RadixTrie
@@ -23,7 +22,6 @@ from cache.event_log import EventLog
 from cache.events import BlockEvent
 from cache.free_list import FreeList
 from cache.hashing import hash_chain
-from cache.prefixes import PrefixRun
 from cache.types import BlockHash, BlockId
 
 
@@ -114,18 +112,6 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
     def held(self) -> Iterator[BlockHash]:
         return (block_hash for node in self._pool.trie.nodes() for block_hash in node.hashes)
 
-    def prefix_runs(self) -> Iterator[PrefixRun]:
-        trie = self._pool.trie
-        runs = []
-        for node in trie.nodes():
-            if node.parent is not None:
-                above = node.parent.hashes[-1] if node.parent.parent is not None else node.parent.keys[0]
-                idle = 0 if node.num_holders else trie.time - node.last_accessed
-                runs.append(
-                    PrefixRun(cast(BlockHash, above), tuple(node.hashes), node.num_holders, node.num_hits, idle)
-                )
-        return iter(runs)
-
     def check_integrity(self) -> None:
         trie = self._pool.trie
         trie.check_integrity([allocation.node for allocation in self._live])
@@ -150,9 +136,6 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
 
     def _evictions(self) -> int:
         return self._pool.evictions
-
-    def _num_accesses(self) -> int:
-        return self._pool.trie.time
 
     def _lru_tail_age(self) -> int:
         oldest = self._pool.trie.oldest_access()

@@ -34,8 +34,6 @@ class RadixNode:
     children: dict[Key, RadixNode] = field(default_factory=dict)
     num_holders: int = 0
     """Holds on this node and on everything below."""
-    num_hits: int = 0
-    """Matches held that ended with its last key."""
     last_accessed: int = 0
     is_queued: bool = False
     """Has an entry in the heap of leaves, perhaps an outdated one."""
@@ -117,7 +115,6 @@ class RadixTrie:
     def hold(self, match: Match) -> RadixNode:
         """Keep exactly what was matched from eviction; it counts as used now. `release` the node that is returned."""
         node = self._cut(match)
-        node.num_hits += 1
         self._tick(node)
         self.hold_below(node, None)
         return node
@@ -166,7 +163,7 @@ class RadixTrie:
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]
     ) -> bool:
         """Append to a leaf that its caller alone holds, as `insert` would but without a new node. False: it is none."""
-        if node.parent is None or node.children or node.num_holders != 1 or node.num_hits:
+        if node.parent is None or node.children or node.num_holders != 1:
             return False
         self.time += 1
         node.last_accessed = self.time

@@ -2,6 +2,6 @@
 
 feed        one producer for all viewers; nothing runs while nobody looks
 decisions   the routing decisions, sampled            workers    a row for every worker
-traffic     rates and quantiles from the counters     stems      the tree of shared prefixes
+traffic     rates and quantiles from the counters     prefix_tree   the tree of shared prefixes
 pages       the files of `server/pages/`              events     the feed on one connection
 """

@@ -31,13 +31,14 @@ from server.ops.feed import Feed
 from server.ops.forward import ForwardMiddleware
 from server.ops.origin import SameOriginMiddleware
 from server.ops.pages import Pages
+from server.ops.prefix_tree import SharedPrefix
 from server.request.spec import prompt_hashes, route_request
 from server.router.placement import RouteRequest
 from server.schema.decoding import decode_json, inspect
 from server.workers.actions import ACTIONS, WorkerActions
-from server.workers.prefixes import MAX_LIMIT, FleetPrefixes
 
 MAX_BODY_BYTES: Final = 32 << 20
+MAX_PREFIXES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +54,7 @@ class OpsServices:
     candidates: Callable[[], Sequence[Candidate]]
     index_state: Callable[[], Any]
     index_report: Callable[[], Awaitable[dict[str, Any]]]
-    prefixes: Callable[[int, str | None], Awaitable[FleetPrefixes]]
+    prefixes: Callable[[int, str | None], Sequence[SharedPrefix]]
     """At most so many, of one model or of all."""
     drain: Callable[[], None]
     actions: WorkerActions
@@ -106,11 +107,12 @@ class OpsApi:
         return json_response(await self._services.index_report())
 
     async def prefixes(self, request: Request) -> Response:
-        """The prefixes that requests share most, over all live workers: ?limit=20&model=NAME."""
+        """Return the prefixes that this gateway's requests share most: ?limit=20&model=NAME."""
         limit = request.query_params.get("limit", "20")
-        if not limit.isdecimal() or not 0 < int(limit) <= MAX_LIMIT:
-            raise InvalidRequestError(f"limit must be 1 to {MAX_LIMIT}.", param="limit")
-        return json_response(_fields(await self._services.prefixes(int(limit), request.query_params.get("model"))))
+        if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
+            raise InvalidRequestError(f"limit must be 1 to {MAX_PREFIXES}.", param="limit")
+        prefixes = self._services.prefixes(int(limit), request.query_params.get("model"))
+        return json_response({"prefixes": [_fields(prefix) for prefix in prefixes]})
 
     async def explain(self, request: Request) -> Response:
         """For a chat or completion body: where it would go now, and what every worker would cost. Nothing is sent.

@@ -3,7 +3,7 @@
 event: hello      once: version, policy, what the feed has seen of the last minutes, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
-event: prefixes   every few seconds, if they changed: the hottest stems and who holds them
+event: prefixes   every few seconds, if they changed: the tree of shared prefixes
 
 One producer makes each frame once, for all viewers. It starts with the first viewer and ends with the last: while
 nobody looks, nothing runs and the router is not watched. A viewer that does not read loses frames, oldest first.
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -23,6 +23,7 @@ from typing import Any, Final
 from server.api.job import encode_json
 from server.errors import UnavailableError
 from server.ops.decisions import DecisionLog
+from server.ops.prefix_tree import MAX_ROWS, SharedPrefix, tree_rows
 from server.ops.traffic import Totals, Traffic
 from server.ops.workers import FleetSources, worker_rows
 
@@ -30,8 +31,7 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
 TICKS_PER_SNAPSHOT: Final = 2
-PREFIXES_EVERY_S: Final = 2.0
-"""Workers are asked less often."""
+TICKS_PER_TREE: Final = 8
 MAX_VIEWERS: Final = 32
 MAX_UNREAD: Final = 32
 """Frames kept for a slow viewer."""
@@ -50,8 +50,8 @@ class FeedSources:
     ttft_bounds_s: tuple[float, ...]
     index: Callable[[], dict[str, Any]]
     draining: Callable[[], bool]
-    prefixes: Callable[[], Awaitable[dict[str, Any]]]
-    """The hottest stems."""
+    prefixes: Callable[[int], Sequence[SharedPrefix]]
+    """Returns at most so many, the best first."""
     watch: Callable[[DecisionLog | None], None]
     """Sets who is told of decisions."""
 
@@ -149,11 +149,7 @@ class Feed:
             viewer.end()
 
     async def _produce(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._produce_prefixes())
-            group.create_task(self._produce_snapshots())
-
-    async def _produce_snapshots(self) -> None:
+        self._send_tree()
         tick = 0
         while True:
             await asyncio.sleep(TICK_S)
@@ -163,15 +159,14 @@ class Feed:
                 self._send(event("decisions", news))
             if tick % TICKS_PER_SNAPSHOT == 0:
                 self._send(self._snapshot())
+            if tick % TICKS_PER_TREE == 0:
+                self._send_tree()
 
-    async def _produce_prefixes(self) -> None:
-        """Beside the snapshots, which do not wait for a slow worker."""
-        while True:
-            frame = event("prefixes", await self._sources.prefixes())
-            if frame != self._last.get("prefixes"):
-                self._last["prefixes"] = frame
-                self._send(frame)
-            await asyncio.sleep(PREFIXES_EVERY_S)
+    def _send_tree(self) -> None:
+        frame = event("prefixes", {"prefixes": tree_rows(self._sources.prefixes(MAX_ROWS))})
+        if frame != self._last.get("prefixes"):
+            self._last["prefixes"] = frame
+            self._send(frame)
 
     def _send(self, frame: bytes) -> None:
         for viewer in self._viewers:

@@ -97,8 +97,12 @@ class HeadstartRouter:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         observe: Callable[[str, float], None] = lambda stage, elapsed_s: None,
+        on_match: Callable[[RouteRequest, WorkerMember, int], None] = lambda request, member, num_cached_tokens: None,
     ) -> None:
-        """`observe` hears how long each stage of a decision took: lookup and choose."""
+        """`observe` hears how long each stage of a decision took: lookup and choose.
+
+        `on_match` receives each request with its worker and the number of tokens found cached there.
+        """
         self._index = index
         self._fleet = fleet
         self._settings = settings
@@ -115,6 +119,7 @@ class HeadstartRouter:
         self._failed_s = self._answered_s = -math.inf
         """When the index last gave no answer, and when one."""
         self._observe = observe
+        self._on_match = on_match
 
     async def place(self, request: RouteRequest) -> HeadstartPlacement:
         """Choose and book. Raises NoWorkerError. Never fails because of Redis."""
@@ -181,6 +186,7 @@ class HeadstartRouter:
         """For placements: the worker has said how much of the prompt it holds."""
         self.foresight.add(promised_tokens, num_cached_tokens)
         self.hits.add(member.worker_id, request.num_prompt_tokens, num_cached_tokens, self.clock())
+        self._on_match(request, member, num_cached_tokens)
         if self.watcher is not None:
             self.watcher.started(request.request_id, num_cached_tokens)
 

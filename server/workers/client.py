@@ -26,7 +26,6 @@ from worker.wire import (
     Frame,
     FrameReader,
     GenerateRequest,
-    PrefixReport,
     TokenizerBundle,
     WireError,
     pack_request,
@@ -39,7 +38,6 @@ MAX_ANSWER_BYTES: Final = 256 << 20
 CONNECT_TIMEOUT_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 2.0
 BUNDLE_TIMEOUT_S: Final = 30.0
-PREFIXES_TIMEOUT_S: Final = 10.0
 T = TypeVar("T")
 _HEADERS: Final = {"content-type": CONTENT_TYPE}
 
@@ -186,11 +184,6 @@ class WorkerClient:
     async def bundle(self, url: str) -> TokenizerBundle:
         """Raises WorkerLost."""
         return _checked(url, await self._exchange("GET", url + "/bundle", None, BUNDLE_TIMEOUT_S), TokenizerBundle)
-
-    async def prefixes(self, url: str, limit: int) -> PrefixReport:
-        """Its most shared prefixes. Raises WorkerLost."""
-        data = await self._exchange("GET", f"{url}/prefixes?limit={limit}", None, PREFIXES_TIMEOUT_S)
-        return _checked(url, data, PrefixReport)
 
     async def is_alive(self, url: str) -> bool:
         """Whether the worker answers and says that its engine lives."""

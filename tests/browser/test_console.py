@@ -111,18 +111,18 @@ def converse(serve: Serve, topic: str) -> None:
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
 
 
-def num_tokens(stem: str) -> int:
-    match = re.search(r"([\d,]+) tokens", stem)
-    assert match is not None, stem
+def num_tokens(row: str) -> int:
+    match = re.search(r"([\d,]+) tokens", row)
+    assert match is not None, row
     return int(match[1].replace(",", ""))
 
 
 def test_the_tree_shows_shared_prefixes_and_who_holds_them(pages: Pages, serve: Serve) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(converse, [serve] * 4, ["Rome", "Oslo", "Lima", "Cairo"]))
-    branch = pages.dashboard.wait_for_selector("[data-stem] [data-stem]", timeout=30_000)
-    root = pages.dashboard.locator("[data-stem]", has=pages.dashboard.locator("[data-stem]")).first
-    assert 0 < num_tokens(root.inner_text()) < num_tokens(branch.inner_text()), "a branch is longer than its stem"
+    branch = pages.dashboard.wait_for_selector("[data-prefix] [data-prefix]", timeout=30_000)
+    root = pages.dashboard.locator("[data-prefix]", has=pages.dashboard.locator("[data-prefix]")).first
+    assert 0 < num_tokens(root.inner_text()) < num_tokens(branch.inner_text()), "a branch is longer than its root"
     holders = [chip.inner_text() for chip in branch.query_selector_all(".chip")]
     assert holders
     assert set(holders) <= set(root.locator(".chip").all_inner_texts()) <= {"worker-0", "worker-1"}

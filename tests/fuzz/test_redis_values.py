@@ -201,8 +201,6 @@ class ValuesLane:
             with suppress(WorkerError):
                 async with self.client.generate(stranger.url, request):
                     pass
-            with suppress(WorkerError):
-                await self.client.prefixes(stranger.url, 1)
 
     async def _back(self) -> None:
         seen: dict[str, int] = {}

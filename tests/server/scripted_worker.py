@@ -30,8 +30,6 @@ from worker.wire import (
     Finished,
     Frame,
     GenerateRequest,
-    PrefixReport,
-    PrefixUse,
     PromptLogprobs,
     Started,
     TokenizerBundle,
@@ -128,7 +126,6 @@ class ScriptedWorker:
                 Route("/health/live", self._live),
                 Route("/state", self._state),
                 Route("/bundle", self._bundle),
-                Route("/prefixes", self._prefixes),
                 Route("/purge", self._purge, methods=["POST"]),
             ]
         )
@@ -171,10 +168,6 @@ class ScriptedWorker:
 
     async def _state(self, http: Request) -> Response:
         return Response(pack(WorkerState(self.member(), WorkerLoad())))
-
-    async def _prefixes(self, http: Request) -> Response:
-        uses = (PrefixUse(("00", "01"), 5, 0, 4, 1.0), PrefixUse(("00", "01", "02"), 7, 1, 2, 0.0))
-        return Response(pack(PrefixReport(self.worker_id, self.member().epoch, self.bundle.model, 16, 100, uses)))
 
     async def _purge(self, http: Request) -> Response:
         return Response(b'{"epoch": "epoch-after-purge"}')

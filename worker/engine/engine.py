@@ -34,7 +34,6 @@ from worker.engine.recovery import EngineDeadError, Recovery
 from worker.engine.reporter import Listener, Reporter
 from worker.engine.step import Runner
 from worker.engine.step_log import StepLog, StepLogs
-from worker.http.access_times import AccessTimes
 from worker.memory import return_free_pages
 from worker.scheduler.plan import EngineOutput
 from worker.scheduler.request import Constraint, RequestKey, failed_by, new_request
@@ -170,11 +169,6 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """To be read by functions given to `call` only."""
         return self._scheduler
-
-    @property
-    def access_times(self) -> AccessTimes:
-        """To be read by functions given to `call` only."""
-        return self._reporter.access_times
 
     @property
     def load(self) -> WorkerLoad:

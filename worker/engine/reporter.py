@@ -11,7 +11,6 @@ from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from worker.engine.load_report import LoadReport
 from worker.engine.metrics import WorkerMetrics
-from worker.http.access_times import AccessTimes
 from worker.scheduler.scheduler import Scheduler
 
 REPORT_INTERVAL_S: Final = 0.05
@@ -34,7 +33,6 @@ class Reporter:
         "_metrics",
         "_reported_s",
         "_scheduler",
-        "access_times",
         "draining",
         "load",
     )
@@ -47,7 +45,6 @@ class Reporter:
         self._metrics = metrics
         self._listener = listener
         self._reported_s = 0.0
-        self.access_times = AccessTimes()
         self.draining = False
         """Whether to tell that no request should come. Any thread may set it."""
         self.load = WorkerLoad()
@@ -74,7 +71,6 @@ class Reporter:
         report, scheduler = self._load_report, self._scheduler
         self.load = report.report(scheduler, draining=self.draining)
         stats = scheduler.allocator.stats()
-        self.access_times.note(stats.num_accesses, self._reported_s)
         self._metrics.set_state(scheduler, stats, report.rate.tokens_per_s)
         if self._listener is not None:
             self._listener.offer(events, self.load)

@@ -1,6 +1,6 @@
 """The worker's HTTP side (see `worker.wire` for the messages).
 
-    POST /generate /abort       GET /state /bundle /prefixes          msgpack, for gateways
+    POST /generate /abort       GET /state /bundle                    msgpack, for gateways
     POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 
 Pure ASGI where a stream lives, so that a client that leaves is noticed under every server: the disconnect is awaited
@@ -26,13 +26,11 @@ from worker.common.hosts import ProgramsOnly
 from worker.engine.recovery import EngineDeadError
 from worker.http.authentication import GatewayOnly
 from worker.http.debug_state import debug_state
-from worker.http.prefix_report import prefix_report
 from worker.http.service import Refusal, WorkerService
 from worker.http.streams import Stream
 from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
-MAX_PREFIXES: Final = 1000
 _DEBUG_TIMEOUT_S: Final = 10.0
 _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
@@ -134,14 +132,6 @@ def _endpoints(service: WorkerService) -> list[tuple[str, str, Endpoint]]:
     async def bundle(request: Request) -> Response:
         return _msgpack(service.bundle)
 
-    async def prefixes(request: Request) -> Response:
-        limit = request.query_params.get("limit", "20")
-        if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
-            message = f"limit: {limit[:20]!r} is not 1 to {MAX_PREFIXES}"
-            return _refusal_response(Failed("invalid_request", message, retryable=False), 400)
-        async with asyncio.timeout(_DEBUG_TIMEOUT_S):
-            return _msgpack(pack(await prefix_report(service.parts.engine, int(limit))))
-
     async def live(request: Request) -> Response:
         return _health(await service.liveness())
 
@@ -167,7 +157,6 @@ def _endpoints(service: WorkerService) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/abort", abort),
         ("GET", "/state", state),
         ("GET", "/bundle", bundle),
-        ("GET", "/prefixes", prefixes),
         ("GET", "/health/live", live),
         ("GET", "/health/ready", ready),
         ("GET", "/metrics", metrics),

@@ -148,16 +148,14 @@ def shown(what: str, answer: dict[str, Any]) -> str:
     if what == "purge":
         return f"{answer['worker']} has dropped its cache; its epoch is now {answer.get('epoch', 'another')}"
     if what == "prefixes":
-        rows = [["hits", "tokens", "blocks", "in use", "idle s", "model", "prefix", "workers"]]
+        rows = [["hits", "tokens", "blocks", "idle s", "model", "prefix", "workers"]]
         for prefix in answer["prefixes"]:
             path = prefix["path"]
             where = path[0] if len(path) == 1 else f"{path[0]} .. {path[-1]}"
-            numbers = (prefix[name] for name in ("num_hits", "num_tokens", "num_blocks", "num_references"))
+            numbers = (prefix[name] for name in ("num_hits", "num_tokens", "num_blocks"))
             workers = " ".join(prefix["workers"])
             rows.append([*(f"{n:,}" for n in numbers), f"{prefix['idle_s']:.1f}", prefix["model"], where, workers])
-        lines = [table(rows) if len(rows) > 1 else "no prefix has been shared yet"]
-        lines += [f"no answer of {worker}: {error}" for worker, error in sorted(answer["errors"].items())]
-        return "\n".join(lines)
+        return table(rows) if len(rows) > 1 else "no prefix has been shared yet"
     if not answer["workers"]:
         return "no worker is in the index"
     rows = [["worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state"]]

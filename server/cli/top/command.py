@@ -103,7 +103,7 @@ async def _pictures(config: TopConfig) -> AsyncIterator[View]:
             now_s = time.monotonic()
             if name != "snapshot" or now_s - shown_s < config.interval_s:
                 continue
-            if config.once and view.stems is None and now_s - shown_s < config.interval_s + PREFIXES_WAIT_S:
+            if config.once and view.prefixes is None and now_s - shown_s < config.interval_s + PREFIXES_WAIT_S:
                 continue
             shown_s = now_s
             yield view

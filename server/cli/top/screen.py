@@ -52,10 +52,10 @@ def lines(view: View, size: Size, style: Style = plain) -> list[str]:
     rest = None if size.lines is None else size.lines - len(shown) - 4
     if rest is not None and rest < 2:
         return shown[: size.lines]
-    stems = view.stems or []
-    num_stems = len(stems) if rest is None else min(len(stems), rest // 2)
-    num_decisions = 10 if rest is None else rest - max(1, num_stems)
-    shown += ["", *_decisions(view, size, style, num_decisions), "", *_stems(stems[:num_stems], size, style)]
+    prefixes = view.prefixes or []
+    num_prefixes = len(prefixes) if rest is None else min(len(prefixes), rest // 2)
+    num_decisions = 10 if rest is None else rest - max(1, num_prefixes)
+    shown += ["", *_decisions(view, size, style, num_decisions), "", *_prefixes(prefixes[:num_prefixes], size, style)]
     return shown if size.lines is None else shown[: size.lines]
 
 
@@ -190,15 +190,15 @@ def _decision(decision: dict[str, Any], size: Size, style: Style) -> str:
     return head + style(bar(part), "cached") + _fit(f"  {text:24}  {why}", size.columns - len(head) - _BAR)
 
 
-def _stems(stems: Sequence[dict[str, Any]], size: Size, style: Style) -> Iterator[str]:
+def _prefixes(prefixes: Sequence[dict[str, Any]], size: Size, style: Style) -> Iterator[str]:
     yield style("HOTTEST PREFIXES, and who holds them", "head")
-    for stem in stems:
-        indent = "  " * (stem["level"] - 1) + ("+ " if stem["level"] > 1 else "")
-        rest = stem["num_workers"] - len(stem["workers"])
-        holders = _clean(" ".join(stem["workers"])) + (f" and {rest} more" if rest else "")
-        name = f"{indent}{count(stem['num_tokens'])} tokens"
-        yield _fit(f"{name:28}  found {count(stem['num_hits'])}x  {holders}", size.columns)
-    if not stems:
+    for prefix in prefixes:
+        indent = "  " * (prefix["level"] - 1) + ("+ " if prefix["level"] > 1 else "")
+        rest = prefix["num_workers"] - len(prefix["workers"])
+        holders = _clean(" ".join(prefix["workers"])) + (f" and {rest} more" if rest else "")
+        name = f"{indent}{count(prefix['num_tokens'])} tokens"
+        yield _fit(f"{name:28}  found {count(prefix['num_hits'])}x  {holders}", size.columns)
+    if not prefixes:
         yield style("nothing shared yet", "dim")
 
 

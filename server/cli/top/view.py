@@ -14,7 +14,7 @@ class View:
     def __init__(self) -> None:
         self.about: dict[str, Any] = {}
         self.snapshot: dict[str, Any] | None = None
-        self.stems: list[dict[str, Any]] | None = None
+        self.prefixes: list[dict[str, Any]] | None = None
         self.decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
         """The latest last."""
 
@@ -32,9 +32,9 @@ class View:
                     if (found := data["found"].get(decision["request"])) is not None:
                         decision["found_tokens"] = found
             case "prefixes":
-                self.stems = data["stems"]
+                self.prefixes = data["prefixes"]
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         about = {name: self.about.get(name) for name in ("version", "gateway", "policy")}
-        return {**about, **(self.snapshot or {}), "stems": self.stems or [], "decisions": list(self.decisions)}
+        return {**about, **(self.snapshot or {}), "prefixes": self.prefixes or [], "decisions": list(self.decisions)}

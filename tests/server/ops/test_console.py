@@ -52,8 +52,8 @@ async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> 
         assert [(row["worker"], row["state"]) for row in snapshot["workers"]] == [("w0", "serving")]
         assert snapshot["index"]["shards"] == []
         while name != "prefixes":
-            name, prefixes = await anext(stream)
-        assert [(stem["level"], stem["workers"]) for stem in prefixes["stems"]] == [(1, ["w0"]), (2, ["w0"])]
+            name, tree = await anext(stream)
+        assert tree == {"prefixes": []}
         await post(gateway.url, chat(stream=True))
         while name != "decisions":
             name, news = await anext(stream)
@@ -63,6 +63,10 @@ async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> 
         if decision["found_tokens"] is None:
             while name != "decisions" or not news["found"]:
                 name, news = await anext(stream)
+        while name != "prefixes":
+            name, tree = await anext(stream)
+        (row,) = tree["prefixes"]
+        assert (row["level"], row["num_tokens"], row["num_hits"], row["workers"]) == (1, 16, 1, ["w0"])
         async with session.get(gateway.ops + "/events") as late:
             _, hello = await anext(events(late))
             assert [each["found_tokens"] for each in hello["decisions"]] == [16]

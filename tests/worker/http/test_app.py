@@ -30,7 +30,6 @@ from worker.wire import (
     FrameReader,
     GenerateRequest,
     Grammar,
-    PrefixReport,
     Started,
     TokenizerBundle,
     Tokens,
@@ -294,7 +293,7 @@ async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_err
         assert (status, type(got.last)) == (503, Failed)
         assert got.last.retryable
         await worker.service.drained(0.01)
-        for method, path in (("POST", "/purge"), ("GET", "/debug/state"), ("GET", "/prefixes")):
+        for method, path in (("POST", "/purge"), ("GET", "/debug/state")):
             async with worker.http.request(method, worker.url + path) as response:
                 assert response.status == 503
                 (failed,) = FrameReader().feed(await response.read())
@@ -348,25 +347,6 @@ async def test_what_an_operator_reads(worker: LiveWorker, runner: SlowRunner) ->
         state = await response.json()
     assert state["num_requests"] == 0
     assert state["pool"]["num_free_blocks"] == NUM_BLOCKS - 1
-
-
-async def test_the_most_shared_prefixes(worker: LiveWorker) -> None:
-    for last in range(3):
-        await worker.generate(generate([*range(8), 30 + last], 2))
-    async with worker.http.get(worker.url + "/prefixes?limit=5") as response:
-        report = unpack(await response.read(), PrefixReport)
-    assert (report.worker_id, report.epoch, report.block_size) == ("w", "e1", 4)
-    (prefix,) = report.prefixes
-    assert (prefix.num_blocks, prefix.num_hits, prefix.num_references) == (2, 2, 0)
-    assert [len(bytes.fromhex(step)) for step in prefix.path] == [8, 8]
-    assert 0.0 <= prefix.idle_s < 60.0
-    async with worker.http.post(worker.url + "/purge") as response:
-        assert response.status == 200
-    async with worker.http.get(worker.url + "/prefixes") as response:
-        assert unpack(await response.read(), PrefixReport).prefixes == ()
-    for limit in ("0", "-1", "x", "100000"):
-        async with worker.http.get(worker.url + "/prefixes?limit=" + limit) as response:
-            assert response.status == 400
 
 
 async def test_a_worker_outside_of_the_index_says_so_and_is_ready(worker: LiveWorker) -> None:

@@ -22,7 +22,7 @@ from server import cli
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.server.scripted_worker import ScriptedWorker, listening
-from tests.server.test_app import ANSWER
+from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import until
 from worker.wire import TokenizerBundle
@@ -95,10 +95,15 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
         assert first.split()[:3] + first.split()[-2:] == ["w0", "tiny", "20", "epoch-w0", "live"]
         assert second.split()[-1] == "lapsed"
 
-        assert [prefix["num_hits"] for prefix in (await answer("prefixes", "--ops", gateway.ops))["prefixes"]] == [4, 2]
+        for worker.num_cached_tokens in (16, 16, 32):
+            await post(gateway.url, chat(messages=[{"role": "user", "content": "the cat sat " * 20}]))
+        system, turn = (await answer("prefixes", "--ops", gateway.ops))["prefixes"]
+        assert (system["num_hits"], system["num_tokens"], turn["num_hits"], turn["num_tokens"]) == (3, 16, 1, 32)
+        assert turn["path"] == [system["hash"], turn["hash"]]
         assert len((await answer("prefixes", "--limit", "1", "--ops", gateway.ops))["prefixes"]) == 1
+        assert (await answer("prefixes", "--model", "another", "--ops", gateway.ops))["prefixes"] == []
         assert await headstart("prefixes", "--ops", gateway.ops) == 0
-        assert "00 .. 02" in capsys.readouterr().out
+        assert f"{system['hash']} .. {turn['hash']}" in capsys.readouterr().out
 
         assert await headstart("purge", "w0", "--ops", gateway.ops) == 1
         assert "answered 401: The ops key is needed" in capsys.readouterr().err

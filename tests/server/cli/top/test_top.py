@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -18,7 +19,7 @@ from server.cli.top.events import FeedError, events, ops_url
 from server.cli.top.screen import Size, coloured, index_state, lines
 from server.cli.top.view import View
 from tests.server.scripted_worker import ScriptedWorker, listening
-from tests.server.test_app import ANSWER
+from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
@@ -53,7 +54,7 @@ def decision(request: str, worker: str) -> dict[str, Any]:
     }
 
 
-def stem(tokens: int, level: int, *workers: str, num_workers: int | None = None) -> dict[str, Any]:
+def prefix(tokens: int, level: int, *workers: str, num_workers: int | None = None) -> dict[str, Any]:
     return {"num_tokens": tokens, "level": level, "num_hits": 7, "workers": list(workers)} | {
         "num_workers": num_workers or len(workers)
     }
@@ -64,7 +65,7 @@ def view(*workers: dict[str, Any]) -> View:
     seen.hear("hello", {"version": "1", "gateway": "g", "policy": "headstart", "decisions": [decision("a", "w0")]})
     index = {**INDEX, "shards": [SHARD]}
     seen.hear("snapshot", {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers})
-    seen.hear("prefixes", {"stems": [stem(48, 1, "w0", "w1", num_workers=9), stem(96, 2, "w1")]})
+    seen.hear("prefixes", {"prefixes": [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]})
     return seen
 
 
@@ -130,9 +131,10 @@ def test_no_gateway_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
-    scripted = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+    scripted = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids, num_cached_tokens=16)
     async with listening(scripted.app()) as scripted.url, gateway_process("--workers", scripted.url) as gateway:
         await gateway.until_ready()
+        await post(gateway.url, chat())
 
         async def top(*arguments: str) -> str:
             command = [sys.executable, "-m", "server.cli", "top", gateway.ops, "--once", *arguments]
@@ -145,7 +147,7 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
             text, told = await asyncio.gather(top(), top("--json"))
         assert "1 of 1 workers serving" in text
         assert "\033" not in text, "no terminal, no colours"
-        assert "80 tokens" in text, "the prefixes that the worker tells of"
+        assert re.search(r"16 tokens +found 1x +w0", text), "the prefix that the request shared"
         assert [row["worker"] for row in json.loads(told)["workers"]] == ["w0"]
         with pytest.raises(FeedError, match="ops port"):
             await anext(events(gateway.url))

@@ -1,0 +1,157 @@
+"""The tree of the prefixes that requests share most, and the workers that hold them.
+
+system prompt, 1,360 tokens       worker-0 worker-1        each row adds to the one above it
++-- a conversation, 2,912         worker-0
++-- another, 4,000                worker-1
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cache.hashing import index_entry
+from cache.records import WorkerMember
+from cache.types import BlockHash, Epoch, WorkerId
+from server.router.placement import RouteRequest
+
+MAX_BLOCKS: Final = 1 << 17
+"""Blocks of all prefixes that are remembered, shared ones counted once a prefix: about 8 MB."""
+MAX_INCARNATIONS: Final = 4096
+"""Workers remembered per prefix."""
+MAX_ROWS: Final = 16
+MAX_HOLDERS: Final = 6
+"""Workers named in a row; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix at which matches ended. Hashes are cut to 8 bytes, in hex, as in Redis."""
+
+    model: str
+    hash: str
+    path: tuple[str, ...]
+    """Shorter shared prefixes, the shortest first, then this one."""
+    num_blocks: int
+    num_tokens: int
+    num_hits: int
+    """Requests whose match ended here or below."""
+    idle_s: float
+    """Seconds since the last of them."""
+    workers: tuple[str, ...]
+    """Live workers where it was found, most hits first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Match:
+    """The matches that ended with one block."""
+
+    model: str
+    block_size: int
+    hashes: Sequence[BlockHash]
+    last_s: float = 0.0
+    num_hits: dict[tuple[WorkerId, Epoch], int] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """Count the prefixes that this gateway's requests found cached, and forget the least recently found."""
+
+    def __init__(self, clock: Callable[[], float], max_blocks: int = MAX_BLOCKS) -> None:
+        self._clock = clock
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        self._matches: dict[BlockHash, _Match] = {}
+        """By the last block, least recently found first."""
+
+    def add(self, request: RouteRequest, member: WorkerMember, num_cached_tokens: int) -> None:
+        """Count one request that found so many tokens cached. O(1), plus one slice for a new prefix."""
+        num_blocks = min(num_cached_tokens // member.block_size, len(request.hashes))
+        if num_blocks <= 0:
+            return
+        last = request.hashes[num_blocks - 1]
+        match = self._matches.pop(last, None)
+        if match is None:
+            match = _Match(request.model, member.block_size, request.hashes[:num_blocks])
+            self._num_blocks += num_blocks
+        self._matches[last] = match
+        match.last_s = self._clock()
+        incarnation = (member.worker_id, member.epoch)
+        match.num_hits[incarnation] = match.num_hits.get(incarnation, 0) + 1
+        if len(match.num_hits) > MAX_INCARNATIONS:
+            del match.num_hits[next(iter(match.num_hits))]
+        while self._num_blocks > self._max_blocks and len(self._matches) > 1:
+            oldest = next(iter(self._matches))
+            self._num_blocks -= len(self._matches.pop(oldest).hashes)
+
+    def top(self, live: Iterable[WorkerMember], limit: int) -> list[SharedPrefix]:
+        """Return the prefixes that saved most tokens. Only hits on `live` workers, in their current epoch, count."""
+        incarnations = {(member.worker_id, member.epoch) for member in live}
+        now_s = self._clock()
+        paths: dict[BlockHash, list[BlockHash]] = {}
+        hits: dict[BlockHash, Counter[WorkerId]] = {}
+        last_s: dict[BlockHash, float] = {}
+        for last, match in self._matches.items():
+            found = {key[0]: count for key, count in match.num_hits.items() if key in incarnations}
+            if not found:
+                continue
+            paths[last] = [block_hash for block_hash in match.hashes if block_hash in self._matches]
+            for block_hash in paths[last]:
+                hits.setdefault(block_hash, Counter()).update(found)
+                last_s[block_hash] = max(last_s.get(block_hash, 0.0), match.last_s)
+
+        def shared(last: BlockHash) -> SharedPrefix:
+            match = self._matches[last]
+            holders = sorted(hits[last].items(), key=lambda holder: (-holder[1], holder[0]))
+            names = tuple(index_entry(block_hash).hex() for block_hash in paths[last] if block_hash in paths)
+            return SharedPrefix(
+                model=match.model,
+                hash=names[-1],
+                path=names,
+                num_blocks=len(match.hashes),
+                num_tokens=len(match.hashes) * match.block_size,
+                num_hits=hits[last].total(),
+                idle_s=max(0.0, now_s - last_s[last]),
+                workers=tuple(worker_id for worker_id, _ in holders),
+            )
+
+        def saved_tokens(last: BlockHash) -> int:
+            match = self._matches[last]
+            return hits[last].total() * len(match.hashes) * match.block_size
+
+        best = sorted(paths, key=lambda last: (-saved_tokens(last), last))
+        return [shared(last) for last in best[:limit]]
+
+
+def tree_rows(prefixes: Sequence[SharedPrefix]) -> list[dict[str, Any]]:
+    """Return rows in the order of a drawn tree, best siblings first; `parent` is the nearest row above."""
+    known = {(prefix.model, prefix.hash) for prefix in prefixes}
+    children: dict[tuple[str, str | None], list[SharedPrefix]] = {}
+    for prefix in prefixes:
+        above = (name for name in reversed(prefix.path[:-1]) if (prefix.model, name) in known)
+        children.setdefault((prefix.model, next(above, None)), []).append(prefix)
+    rows: list[dict[str, Any]] = []
+
+    def add(model: str, parent: str | None, level: int) -> None:
+        for prefix in children.get((model, parent), ()):
+            rows.append(_row(prefix, parent, level))
+            add(model, prefix.hash, level + 1)
+
+    for model in dict.fromkeys(prefix.model for prefix in prefixes):
+        add(model, None, 1)
+    return rows
+
+
+def _row(prefix: SharedPrefix, parent: str | None, level: int) -> dict[str, Any]:
+    return {
+        "hash": prefix.hash,
+        "parent": parent,
+        "level": level,
+        "model": prefix.model,
+        "num_tokens": prefix.num_tokens,
+        "num_hits": prefix.num_hits,
+        "idle_s": prefix.idle_s,
+        "workers": sorted(prefix.workers[:MAX_HOLDERS]),
+        "num_workers": len(prefix.workers),
+    }
