@@ -65,7 +65,7 @@ class WorkerMember:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker answers to GET /state."""
+    """A worker's answer to GET /state: the records that it publishes to the registry."""
 
     member: WorkerMember
     load: WorkerLoad

@@ -2,7 +2,7 @@
 
     POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
     POST /abort      {"request_id": str, "choice": int | None}
-    GET  /state      WorkerState                                  GET /bundle   TokenizerBundle
+    GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
 A refusal before the stream is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429
 `queue_full`, 503 `draining`, 400 `invalid_request` (a request that no worker can serve), 400
@@ -25,7 +25,7 @@ import msgpack
 import msgspec
 from msgspec import Struct
 
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import WorkerMember
 
 PROTOCOL_VERSION: Final = 1
 """The newest protocol that this side speaks. Optional fields need no new one: readers ignore what they do not know."""
@@ -224,14 +224,6 @@ class TokenizerBundle:
     vocab_size: int
     max_model_len: int
     block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """What a worker publishes to the registry, asked for directly."""
-
-    member: WorkerMember
-    load: WorkerLoad
 
 
 T = TypeVar("T")

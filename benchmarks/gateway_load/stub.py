@@ -18,7 +18,7 @@ from typing import Final, cast
 import uvloop
 
 from cache.hashing import Namespace, hash_chain, index_entry
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember, WorkerState
 from cache.redis_index import IndexWriter
 from cache.types import BlockHash, Epoch, IndexEntry, WorkerId
 from worker.wire import (
@@ -29,7 +29,6 @@ from worker.wire import (
     Started,
     TokenizerBundle,
     Tokens,
-    WorkerState,
     pack,
     pack_frame,
     unpack,

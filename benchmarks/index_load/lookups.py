@@ -15,6 +15,7 @@ from benchmarks.index_load.fleet import READER, chain, member_of, populate, runn
 from benchmarks.index_load.publishing import rewrite_for_ever
 from benchmarks.index_load.timing import Timing, timed, timing
 from cache.hashing import Namespace, hash_chain
+from cache.records import WorkerState
 from cache.redis_index import RedisIndex
 from cache.redis_index.link import Link
 from cache.redis_index.schema import Keys
@@ -23,7 +24,6 @@ from server.router.placement import RouteRequest
 from server.router.router import HeadstartRouter, RouterSettings
 from server.router.scoring import DispatchSettings
 from server.workers.fleet import FetchError, Fleet
-from worker.wire import WorkerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
+from benchmarks.simulation.memory_index import MemoryIndex
 from benchmarks.simulation.redis_backend import RedisBackend
 from benchmarks.simulation.shared_engine import SharedWorker
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
 from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
-from cache.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.router.placement import RouteRequest

@@ -22,14 +22,14 @@ from typing import Any, Final, Protocol
 
 import aiohttp
 
-from cache.records import Candidate, PrefixIndex, WorkerLoad, WorkerMember
+from cache.records import Candidate, PrefixIndex, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, WorkerId
 from server.workers.client import WorkerLost, read_bounded
 from server.workers.networks import WorkerNetworks
 from server.workers.patience import patiently
 from server.workers.targets import check_target, urls_of
 from server.workers.verification import Vetting
-from worker.wire import WireError, WorkerState, unpack
+from worker.wire import WireError, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,13 @@ import psutil
 import pytest
 import redis
 
-from cache.records import WorkerLoad
+from cache.records import WorkerLoad, WorkerState
 from server.workers.client import WorkerClient
 from tests.fuzz import resp
 from tests.fuzz.harness import CASE, LOOPS, run_cases, within
 from tests.fuzz.resp import Fault, Proxy
 from tests.fuzz.rig import BACK_S, MODEL, SECRET, Gateway, Parts, Worker, chain, keys_of, member, worker_client
 from tests.redis_server import RedisServer, redis_binaries
-from worker.wire import WorkerState
 
 NUM_CASES: Final = 1000
 NUM_DEEP_CASES: Final = 50_000

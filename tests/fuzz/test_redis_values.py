@@ -20,7 +20,7 @@ from typing import Any, Final
 import pytest
 import redis
 
-from cache.records import WorkerLoad, WorkerMember, signed
+from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import schema
 from server.models import namespace_of
 from server.workers.client import WorkerClient, WorkerError
@@ -44,7 +44,7 @@ from tests.fuzz.rig import (
     worker_client,
 )
 from tests.redis_server import RedisServer, redis_binaries
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenizerBundle, WorkerState, pack
+from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenizerBundle, pack
 
 NUM_CASES: Final = 1000
 NUM_DEEP_CASES: Final = 50_000

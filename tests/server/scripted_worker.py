@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from cache.hashing import Namespace
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad, WorkerMember, WorkerState
 from cache.types import Epoch, WorkerId
 from tests.waiting import until as until
 from worker.wire import (
@@ -35,7 +35,6 @@ from worker.wire import (
     TokenizerBundle,
     TokenLogprobs,
     Tokens,
-    WorkerState,
     pack,
     pack_frame,
     unpack_request,

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from benchmarks.simulation.memory_index import MemoryIndex
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import hash_chain, index_entry
-from cache.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Epoch, WorkerId

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from cache.memory_index import MemoryIndex
-from cache.records import Candidate, WorkerLoad, WorkerMember
+from benchmarks.simulation.memory_index import MemoryIndex
+from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import HeadstartPlacement, HeadstartRouter, RouterSettings
 from server.router.scoring import DispatchSettings
 from server.workers.fleet import FetchError, Fleet, FleetSettings, RegistryIndex
-from worker.wire import PROTOCOL_VERSION, WorkerState
+from worker.wire import PROTOCOL_VERSION
 
 BLOCK = 16
 RATE = 1000.0

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 
-from cache.records import Candidate, WorkerLoad, WorkerMember, signed
+from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import WorkerId
 from server.workers.fleet import FetchError, Fleet, FleetSettings, http_fetch
 from server.workers.networks import WorkerNetworks
 from tests.running import listening
 from tests.server.router.test_router import Fleets, Index, member
-from worker.wire import WorkerState, pack
+from worker.wire import pack
 
 
 def names(candidates: list[Candidate]) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from cache.records import WorkerLoad, WorkerMember, signature, signed
+from cache.records import WorkerLoad, WorkerMember, WorkerState, signature, signed
 from cache.types import Epoch, WorkerId
 from server.workers.client import WorkerClient, WorkerLost
 from server.workers.connection import ConnectionPool
@@ -18,7 +18,7 @@ from tests.worker.live_worker import serve
 from worker.engine.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.service import WorkerService
-from worker.wire import PROTOCOL_VERSION, WorkerState, gateway_token
+from worker.wire import PROTOCOL_VERSION, gateway_token
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:9", "m", "ns", "cpu", 16, 512, PROTOCOL_VERSION)
 

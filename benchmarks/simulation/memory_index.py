@@ -1,11 +1,11 @@
-"""The prefix index in memory: the model against which the Redis one is tested, and the index of simulations.
+"""The prefix index in memory: the index of simulations, and the oracle that tests compare the Redis index with.
 
-It has the semantics of the shared index (epochs, leases, prefix-closed sets) and none of its failures. Time is passed
-in as a function, in seconds.
+It has the epochs, leases and prefix-closed sets of the shared index, and none of its failures.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,15 +24,16 @@ class _Entry:
 
 
 class MemoryIndex:
-    """Both sides of the index. `lookup` answers as `cache.records.PrefixIndex` says, and never None."""
+    """Both sides of the index: what workers write, and a `cache.records.PrefixIndex` that never fails."""
 
     def __init__(self, clock: Callable[[], float], lease_s: float = 6.0) -> None:
+        """Take the time, in seconds, from `clock`."""
         self._clock = clock
         self._lease_s = lease_s
         self._entries: dict[WorkerId, _Entry] = {}
 
     def register(self, member: WorkerMember, held: Iterable[BlockHash] = (), load: WorkerLoad | None = None) -> None:
-        """A worker begins an epoch (or a generation of it): what it held before is gone."""
+        """Begin an epoch or a generation of a worker, which holds `held` and nothing from before."""
         now = self._clock()
         blocks = {index_entry(block_hash) for block_hash in held}
         self._entries[member.worker_id] = _Entry(member, load or WorkerLoad(), now + self._lease_s, now, blocks)
@@ -44,7 +45,7 @@ class MemoryIndex:
         removed: Iterable[BlockHash] = (),
         load: WorkerLoad | None = None,
     ) -> None:
-        """Change a worker's set, replace its load, renew its lease."""
+        """Change a worker's set, replace its load and renew its lease."""
         entry = self._entries[worker_id]
         entry.held.update(index_entry(block_hash) for block_hash in stored)
         entry.held.difference_update(index_entry(block_hash) for block_hash in removed)
@@ -53,17 +54,19 @@ class MemoryIndex:
         entry.deadline_s = entry.written_s + self._lease_s
 
     def retire(self, worker_id: WorkerId) -> None:
+        """Forget a worker."""
         self._entries.pop(worker_id, None)
 
     def clear(self) -> None:
-        """What FLUSHALL does."""
+        """Forget every worker, as FLUSHALL does."""
         self._entries.clear()
 
     async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+        """Answer `match` through the protocol of a reader."""
         return self.match(hashes, model)
 
     def match(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate]:
-        """`lookup` without the event loop. Bisects, because what a worker holds is prefix-closed."""
+        """Return every live worker and the length of its match."""
         now = self._clock()
         return [
             Candidate(entry.member, entry.load, num_matched(entry.held, hashes), now - entry.written_s)
@@ -73,12 +76,5 @@ class MemoryIndex:
 
 
 def num_matched(held: set[IndexEntry], hashes: Sequence[BlockHash]) -> int:
-    """Length of the prefix of `hashes` in the prefix-closed set `held`."""
-    low, high = 0, len(hashes)
-    while low < high:
-        middle = (low + high) // 2
-        if index_entry(hashes[middle]) in held:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """Return the length of the prefix of `hashes` in the prefix-closed set `held`."""
+    return bisect_left(hashes, True, key=lambda block_hash: index_entry(block_hash) not in held)
