@@ -20,7 +20,7 @@ PARSERS: Final = {
     "serve": "server.cli.serve.command",
     "gateway": "server.config",
     "worker": "worker.config",
-    "top": "server.cli.top.command",
+    "top": "server.cli.top",
     "doctor": "server.cli.doctor.command",
     "keys": "server.cli.keys",
     "index": "server.cli.index.command",

@@ -36,7 +36,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _top(argv: Sequence[str]) -> int:
-    from server.cli.top.command import main
+    from server.cli.top import main
 
     return main(argv)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -11,13 +12,12 @@ import sys
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer
 
 from server import cli
 from server.cli.doctor import network
-from server.cli.top.events import FeedError, events, ops_url
-from server.cli.top.screen import Size, coloured, index_state, lines
-from server.cli.top.view import View
+from server.cli.top import FeedError, View, events, index_state, ops_url, picture
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import gateway_process
@@ -62,18 +62,26 @@ def prefix(tokens: int, level: int, *workers: str, num_workers: int | None = Non
 
 def view(*workers: dict[str, Any]) -> View:
     seen = View()
-    seen.hear("hello", {"version": "1", "gateway": "g", "policy": "headstart", "decisions": [decision("a", "w0")]})
+    seen.update("hello", {"version": "1", "gateway": "g", "policy": "headstart", "decisions": [decision("a", "w0")]})
     index = {**INDEX, "shards": [SHARD]}
-    seen.hear("snapshot", {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers})
-    seen.hear("prefixes", {"prefixes": [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]})
+    seen.update("snapshot", {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers})
+    seen.update("prefixes", {"prefixes": [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]})
     return seen
+
+
+def drawn(seen: View, columns: int = 160, height: int | None = None, **options: Any) -> str:
+    """What a console shows."""
+    console = Console(width=columns, file=io.StringIO(), force_terminal=bool(options), markup=False, **options)
+    with console.capture() as captured:
+        console.print(picture(seen, height))
+    return captured.get()
 
 
 def test_everything_is_on_the_screen() -> None:
     seen = view(worker("w0"), worker("w1", "lost"))
-    seen.hear("decisions", {"decisions": [decision("b", "w1")], "found": {"a": 64}})
-    text = "\n".join(lines(seen, Size(160, None)))
-    for part in ("43 % of 111", "750 ms", "200 decisions/s", "index healthy", "1 of 2 workers", "60/100", "4.2 s"):
+    seen.update("decisions", {"decisions": [decision("b", "w1")], "found": {"a": 64}})
+    text = drawn(seen)
+    for part in ("43% of 111", "0.750 s", "200.0 decisions/s", "index healthy", "1 of 2 workers", "60/100", "4.2 s"):
         assert part in text
     latest, earlier = [line for line in text.splitlines() if " cached  " in line]
     assert "w1" in latest
@@ -85,22 +93,24 @@ def test_everything_is_on_the_screen() -> None:
     assert "\n  + 96 tokens" in text
 
 
-@pytest.mark.parametrize("size", [Size(80, 24), Size(40, 10), Size(200, 60)])
-def test_a_small_terminal_is_not_overrun_and_the_lost_worker_is_seen(size: Size) -> None:
+@pytest.mark.parametrize(("columns", "height"), [(80, 24), (40, 10), (200, 60)])
+def test_a_lost_worker_is_on_every_terminal_and_decisions_where_there_is_room(columns: int, height: int) -> None:
     seen = view(*(worker(f"w{i}") for i in range(64)), worker("w64", "lost"))
-    shown = lines(seen, size)
-    assert len(shown) <= (size.lines or 0)
-    assert max(map(len, shown)) <= size.columns
-    assert any("w64" in line for line in shown)
+    shown = drawn(seen, columns, height).splitlines()
+    assert max(map(len, shown)) <= columns
+    assert any("w64" in line for line in shown[:height])
+    if height >= 24:
+        assert len(shown) <= height
+        assert "HOTTEST" in "".join(shown)
 
 
 def test_a_name_cannot_command_the_terminal() -> None:
     seen = view(worker("w\033]0;evil\a"))
-    seen.hear("decisions", {"decisions": [decision("b", "w\033[2J")], "found": {}})
-    text = "\n".join(lines(seen, Size(160, None)))
+    seen.update("decisions", {"decisions": [decision("b", "w\033[2J")], "found": {}})
+    text = drawn(seen)
     assert "\033" not in text
     assert "\a" not in text
-    assert "\033[36m" in "\n".join(lines(seen, Size(160, None), coloured))
+    assert "\033[36m" in drawn(seen, color_system="standard")
 
 
 @pytest.mark.parametrize(
