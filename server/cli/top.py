@@ -148,7 +148,8 @@ def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> Iterator[Rend
     if num_shown < len(workers):  # those with a problem come first
         shown = sorted(workers, key=lambda worker: worker["state"] == "serving")[:num_shown]
     for worker in shown:
-        load, left_s = worker["load"] or dict.fromkeys(_LOAD), worker["lease_left_s"]
+        load: dict[str, Any] = worker["load"] or dict.fromkeys(_LOAD)
+        left_s = worker["lease_left_s"]
         used = f"{load['blocks'] - load['free_blocks']:,}/{load['blocks']:,}" if worker["load"] else "-"
         cells = [number(load["running"]), number(load["waiting"]), used, number(worker["hit_rate"], ".0%")]
         cells += [number(load["prefill_tokens_per_s"], ",.0f", "/s"), number(load["queued_s"], ".3f", " s")]
