@@ -28,9 +28,9 @@ from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
 from server.models import Models, ServedModel
+from server.request_context import stage
 from server.schema.decoding import MAX_VALUES, inspect, require_json
 from server.schema.types import ChatRequest, CompletionRequest, read
-from server.tracing import stage
 
 OWNED_BY: Final = "headstart"
 ID_BYTES: Final = 8

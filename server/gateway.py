@@ -41,11 +41,10 @@ from server.auth.throttle import FailedAuth
 from server.background import keep_running
 from server.cli.index.report import index_report
 from server.config import GatewayConfig, parse
-from server.http.front import Listener, is_loopback, listen
-from server.http.hosts import KnownHostsMiddleware
+from server.http.front import Listener
+from server.http.middleware import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
 from server.http.stream import Heart
-from server.logs import configure_logging
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops.app import OpsServices, ops_app
@@ -59,15 +58,19 @@ from server.request.backend import Backend
 from server.request.full_queues import FullQueues
 from server.request.retry import RetryBudget
 from server.request.waiting_room import WaitingRoom
+from server.request_context import add_ids
 from server.router.router import HeadstartRouter, RouterSettings
 from server.router.scoring import DispatchSettings
-from server.tracing import open_tracing
+from server.tracing import SERVICE
 from server.workers.actions import WorkerActions
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.workers.networks import WorkerNetworks
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
+from worker.common.logs import configure_logging
+from worker.common.sockets import HostNames, is_loopback, listen
+from worker.common.tracing import open_tracing
 from worker.wire import gateway_token
 
 log = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class Gateway:
         self._config = config
         self._max_connections = affordable_connections(config.max_connections)
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
-        self._tracing = open_tracing(config.otlp_endpoint, gateway_id)
+        self._tracing = open_tracing(SERVICE, config.otlp_endpoint, gateway_id)
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
         self.metrics.follow_tasks(asyncio.get_running_loop())
@@ -218,7 +221,7 @@ class Gateway:
     def _known_hosts_only(self, app: ASGIApp, listener: socket.socket) -> ASGIApp:
         """The ops port answers to names that it was bound to or told."""
         names = (self._config.ops_host, *self._config.ops_hosts)
-        return KnownHostsMiddleware(app, listener.getsockname()[0], names, "--ops-hosts")
+        return KnownHostsMiddleware(app, HostNames(listener.getsockname()[0], names), "--ops-hosts")
 
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
@@ -344,8 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
-        configure_logging(config.log_level, config.log_format)
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        configure_logging(config.log_level, config.log_format, add_ids)
         with contextlib.ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Final
 
 from cache.allocators.factory import PREFIX_CACHES, PrefixCache
-from cache.redis_index import WriterSettings, check_key_part, check_url
-from worker.common.logs import LOG_FORMATS, LogFormat
-from worker.common.tls import ServerCertificate
+from cache.redis_index import WriterSettings
+from worker.common.options import SharedConfig, add_log_options, add_redis_options, add_tls_options, num_bytes
 from worker.scheduler.budget import BatchLimits
-
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +34,14 @@ ALONE: Final = Place(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(SharedConfig):
     """None: chosen when the device and the model are known. Raises ValueError that names the option."""
 
     model: str = ""
     served_model_name: str | None = None
-    host: str = "127.0.0.1"
     port: int = 8100
     advertise_url: str | None = None
     worker_id: str | None = None
-    redis: str | None = None
-    redis_prefix: str = "headstart"
-    redis_shards: int = 1
-    redis_username: str | None = None
-    redis_password_file: str | None = None
-    cluster_secret_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
     device: str = "auto"
     place: Place = ALONE
     dtype: str | None = None
@@ -82,28 +67,16 @@ class WorkerConfig:
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int = 20
     launch_ahead: bool = True
-    drain_grace_s: float = 30.0
     max_step_s: float = 120.0
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"--port must be 0 to 65535, got {self.port}")
-        for name in ("threads", "block_size", "num_blocks", "kv_cache_memory", "max_model_len", "redis_shards"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        for name in ("drain_grace_s", "max_step_s", "aging_s", "max_queue_s"):
-            if (value := getattr(self, name)) < 0.0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+        SharedConfig.__post_init__(self)
+        for name in ("threads", "block_size", "num_blocks", "kv_cache_memory", "max_model_len"):
+            self.require(name, 1)
+        for name in ("max_step_s", "aging_s", "max_queue_s"):
+            self.require(name, 0)
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key go together: give both or none")
-        if self.redis is not None:
-            check_url("--redis", self.redis)
-            check_key_part("--redis-prefix", self.redis_prefix)
         if self.prefix_cache not in PREFIX_CACHES:
             raise ValueError(f"--prefix-cache must be one of {', '.join(PREFIX_CACHES)}, got {self.prefix_cache!r}")
 
@@ -138,30 +111,9 @@ class WorkerConfig:
             prefix=self.redis_prefix,
             num_shards=self.redis_shards,
             username=self.redis_username,
-            password=self._redis_password(),
+            password=self.redis_password(),
             cluster_secret=self.cluster_secret(),
         )
-
-    def _redis_password(self) -> str | None:
-        """None: the URL's own, if any."""
-        if self.redis_password_file is None:
-            return None
-        try:
-            return Path(self.redis_password_file).read_text().strip()
-        except OSError as error:
-            raise ValueError(f"--redis-password-file: {error}") from error
-
-    def certificate(self) -> ServerCertificate | None:
-        """What is shown to gateways. Raises ValueError."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return ServerCertificate(self.tls_cert, self.tls_key)
-
-    def cluster_secret(self) -> bytes:
-        """From --cluster-secret-file or the environment; empty: none."""
-        if self.cluster_secret_file is not None:
-            return Path(self.cluster_secret_file).read_bytes().strip()
-        return os.environ.get(_SECRET_VARIABLE, "").encode()
 
 
 def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
@@ -178,14 +130,6 @@ def place(text: str) -> Place:
     if match is None or int(match[1]) >= int(match[2]):
         raise argparse.ArgumentTypeError(f"a place such as 0/2 or 1/2 is needed, got {text!r}")
     return Place(int(match[1]), int(match[2]))
-
-
-def num_bytes(text: str) -> int:
-    """`512M`, `4G`, `1.5G` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a size such as 512M or 4G is needed, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -216,17 +160,9 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--host", default=defaults.host, help="address to listen on (default 127.0.0.1)")
     net.add_argument("--port", type=int, default=defaults.port, help="port; 0 takes a free one (default 8100)")
     net.add_argument("--advertise-url", metavar="URL", help="where gateways reach this worker (default: from --host)")
-    net.add_argument("--tls-cert", metavar="FILE", help="certificate for gateways, PEM with its chain (default: none)")
-    net.add_argument("--tls-key", metavar="FILE", help="its key; both are read anew when they change")
+    add_tls_options(net, "for gateways")
     net.add_argument("--worker-id", help="name in the registry, unique among workers (default: host name and port)")
-    net.add_argument("--redis", metavar="URL", help="the shared index; without it gateways need --workers")
-    net.add_argument("--redis-prefix", default=defaults.redis_prefix, help="prefix of every key (default headstart)")
-    net.add_argument("--redis-shards", type=int, default=1, help="slots over which the index is spread (default 1)")
-    net.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
-    net.add_argument("--redis-password-file", metavar="FILE", help="its password (default: the URL's)")
-    net.add_argument(
-        "--cluster-secret-file", metavar="FILE", help=f"the secret of the gateways (default: ${_SECRET_VARIABLE})"
-    )
+    add_redis_options(net, "the shared index; without it gateways need --workers")
     net.add_argument(
         "--drain-grace-s", type=float, default=defaults.drain_grace_s, help="time for open requests (default 30)"
     )
@@ -235,11 +171,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     watch = p.add_argument_group("observability")
-    watch.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    watch.add_argument("--log-format", default="text", choices=LOG_FORMATS, help="json: one object a line")
-    watch.add_argument(
-        "--otlp-endpoint", metavar="URL", help="send traces there, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)"
-    )
+    add_log_options(watch)
 
     cache = p.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens in a block (default 16)")

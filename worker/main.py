@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import uvicorn
 
 from cache.redis_index import check_key_part
-from worker.common.listener import listen, reachable
 from worker.common.logs import configure_logging
+from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate
 from worker.common.tracing import Tracing, open_tracing
 from worker.config import WorkerConfig, parse
@@ -56,12 +56,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = parse(argv)
         certificate = config.certificate()
-        tracing = open_tracing(config.otlp_endpoint, config.worker_id or socket.gethostname())
+        tracing = open_tracing("headstart-worker", config.otlp_endpoint, config.worker_id or socket.gethostname())
     except ValueError as error:
         print(f"headstart worker: {error}", file=sys.stderr)
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         status = asyncio.run(Worker(config, tracing, certificate).run())
     finally:
@@ -102,9 +101,9 @@ class Worker:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, or until the engine dies; the exit status."""
         try:
-            sock = listen(self._config.host, self._config.port)
+            sock = listen(self._config.host, self._config.port, probe_idle_s=5, probe_every_s=2)
         except OSError as error:
-            _say(f"cannot listen on {self._config.host}:{self._config.port}: {error}")
+            _say(str(error))
             return _REFUSED
         loop = asyncio.get_running_loop()
         self._service.metrics.follow_tasks(loop)

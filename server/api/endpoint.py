@@ -20,13 +20,14 @@ from server.api.job import Job
 from server.auth.authentication import lease_of
 from server.auth.identity import Identity, identity_of
 from server.errors import as_api_error
-from server.http.middleware import RequestContext, context_of
 from server.http.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of
 from server.pace import Pace
 from server.request.answer import Answer, OpenAnswers
 from server.request.backend import Backend
 from server.request.request import Generation
-from server.tracing import Tracing
+from server.request_context import RequestContext, context_of
+from server.tracing import RequestTrace
+from worker.common.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,9 @@ class GenerateEndpoint:
         context.route = self._route
         deadline_s = time.monotonic() + self._services.request_timeout_s
         if self._services.tracing is not None:
-            context.trace = self._services.tracing.begin(scope["path"], scope["headers"], context.request_id)
+            context.trace = RequestTrace.begin(
+                self._services.tracing, scope["path"], scope["headers"], context.request_id
+            )
         body = await read_body(receive)
         job = await self._prepare(body, identity_of(scope))
         del body

@@ -15,7 +15,6 @@ TOML, because an entry is appended to the file as it is printed, with comments b
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
@@ -28,14 +27,13 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from server.file_stamp import stamp
+from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
 
 MAX_KEYS: Final = 4096
 """Every presented key is compared with all of them, a tenth of a microsecond each."""
 MAX_FILE_BYTES: Final = 4 << 20
-RELOAD_INTERVAL_S: Final = 1.0
 _DIGEST_PREFIX: Final = "sha256:"
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
@@ -119,14 +117,15 @@ class _Table:
         return found
 
 
-class KeyFile:
-    """The keys that count now. One task calls `follow`; everybody reads."""
+class KeyFile(WatchedFiles):
+    """The keys in force. One task calls `follow`; the authenticator reads."""
+
+    interval_s = 1.0
 
     def __init__(self, path: Path, *, on_reload: Callable[[bool], None] = lambda ok: None) -> None:
         """Raises KeyFileError."""
-        self._path = path
+        super().__init__([path])
         self._on_reload = on_reload
-        self._seen = stamp([path])
         self._table = _table(load_keys(path))
 
     def __len__(self) -> int:
@@ -135,26 +134,17 @@ class KeyFile:
     def find(self, key: bytes) -> KeyEntry | None:
         return self._table.find(key)
 
-    async def follow(self, interval_s: float = RELOAD_INTERVAL_S) -> None:
-        """For ever: read the file when it has changed."""
-        while True:
-            await asyncio.sleep(interval_s)
-            self.reload_if_changed()
-
-    def reload_if_changed(self) -> None:
-        """A file that cannot be used changes nothing: who could be let in before still is, and the log says why."""
-        now = stamp([self._path])
-        if now == self._seen:
-            return
-        self._seen = now
+    def reload(self) -> None:
+        """Read the file. One that cannot be used changes nothing: the keys in force stay, and the log says why."""
+        path = self.paths[0]
         try:
-            entries = load_keys(self._path)
+            entries = load_keys(path)
         except KeyFileError as error:
-            log.error("the API keys were NOT read anew, the %d old ones still count: %s", len(self), error)
+            log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
             self._on_reload(False)
             return
         self._table = _table(entries)
-        log.info("%d API keys read anew from %s", len(self), self._path)
+        log.info("%d API keys reloaded from %s", len(self), path)
         self._on_reload(True)
 
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.auth.identity import IDENTITY, Identities
 from server.auth.limits import Lease, RateLimits
-from server.http.middleware import context_of
+from server.request_context import context_of
 
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})
 LEASE: Final = "headstart.lease"

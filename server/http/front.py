@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
 from server.http.server import HttpServer
-
-_BACKLOG = 2048
 
 
 class Listener:
@@ -33,34 +30,3 @@ class Listener:
     def force(self) -> None:
         """Wait for no open request."""
         self._server.force_exit = True
-
-
-def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
-    """Bind and listen; with `share`, other sockets that share may listen on the same port. Raises OSError.
-
-    The kernel spreads new connections over the sockets that share a port.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=share)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(
-            f"cannot listen on {host}:{port}: {reason}. Choose other ports with --port and --ops-port; "
-            "`headstart doctor` tells which are free"
-        ) from error
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return sock
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

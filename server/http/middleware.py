@@ -10,49 +10,24 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.current import CURRENT
-from server.errors import ApiError, BodyTooLargeError, InternalError, MediaTypeError, as_api_error
+from server.errors import ApiError, BodyTooLargeError, ForbiddenError, InternalError, MediaTypeError, as_api_error
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
-from server.tracing import RequestTrace
+from server.request_context import RequestContext, context_of, enter_context
+from worker.common.sockets import HostNames
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-CONTEXT: Final = "headstart.context"
 CLIENT_GONE_STATUS: Final = 499
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
 """Bodies up to here, if they are allowed at all: nobody looks what can be needed."""
-
-
-@dataclass(slots=True, eq=False)
-class RequestContext:
-    """What is known of a request from its first byte on."""
-
-    request_id: str
-    started_s: float
-    route: str = "other"
-    status: int = 0
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """More for the answer; whoever owns the list may still change it."""
-    worker: str = ""
-    """Where it went, as far as it went anywhere; several in one text when several prompts did."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    trace: RequestTrace | None = None
-    """Its spans; None: not traced, or not sampled."""
-
-
-def context_of(scope: Scope) -> RequestContext:
-    context: RequestContext = scope[CONTEXT]
-    return context
 
 
 class RequestContextMiddleware:
@@ -68,8 +43,7 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         context = RequestContext(_request_id(scope), time.perf_counter())
-        scope[CONTEXT] = context
-        CURRENT.set(context)
+        enter_context(scope, context)
         scope["app"] = self  # makes Starlette's router raise its 404 and 405, which ErrorMiddleware then writes
 
         async def send_with_headers(message: Message) -> None:
@@ -201,3 +175,23 @@ async def send_error(error: ApiError, send: Send) -> None:
     headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class KnownHostsMiddleware:
+    """Answers 403 to a Host header that the port does not know, see `HostNames`."""
+
+    def __init__(self, app: ASGIApp, hosts: HostNames, option: str) -> None:
+        """`option` adds names to the known ones."""
+        self._app = app
+        self._hosts = hosts
+        self._option = option
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or host in self._hosts:  # HTTP/1.0 may name none, but no browser speaks it
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"This port does not answer to the Host {host!r:.300}: start the gateway with {self._option} to allow it."
+        )
+        await send_error(ForbiddenError(message, code="unknown_host"), send)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from server.http.middleware import context_of
 from server.http.stream import AnswerGuard, ClientGoneError, SseSink, client_of
 from server.ops.feed import Feed
+from server.request_context import context_of
 
 
 class EventsEndpoint:

@@ -25,8 +25,9 @@ from server.request.failures import Failures, WorkerFailed
 from server.request.losses import Stage
 from server.request.spec import GenerationSpec, prompt_hashes, route_request
 from server.request.waiting_room import Place
+from server.request_context import attempt, stage
 from server.router.placement import NoWorkerError, Placement
-from server.tracing import AttemptTrace, attempt, stage
+from server.tracing import AttemptTrace
 from server.workers.client import GenerateStream, WorkerLost, WorkerRefused
 from worker.wire import (
     PROTOCOL_VERSION,

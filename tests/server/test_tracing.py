@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import ModuleType
 
 import pytest
 
-from server import tracing as gateway_tracing
+from server.tracing import RequestTrace
 from tests.waiting import HANG_S, wait_until
-from worker.common import tracing as worker_tracing
-
-either = pytest.mark.parametrize("tracing", [gateway_tracing, worker_tracing], ids=["gateway", "worker"])
+from worker.common import tracing
 
 
-@either
 @pytest.mark.parametrize(
     ("endpoint", "environment", "expected"),
     [
@@ -28,14 +24,11 @@ either = pytest.mark.parametrize("tracing", [gateway_tracing, worker_tracing], i
         (None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
     ],
 )
-def test_it_is_on_where_an_endpoint_is_named(
-    tracing: ModuleType, endpoint: str | None, environment: dict[str, str], expected: bool
-) -> None:
+def test_it_is_on_where_an_endpoint_is_named(endpoint: str | None, environment: dict[str, str], expected: bool) -> None:
     assert tracing.wanted(endpoint, environment) is expected
 
 
-@either
-def test_what_cannot_be_followed_is_refused_by_name(tracing: ModuleType) -> None:
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="--otlp-endpoint"):
         tracing.wanted("collector:4317", {})
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
@@ -45,19 +38,19 @@ def test_what_cannot_be_followed_is_refused_by_name(tracing: ModuleType) -> None
 def test_a_collector_that_is_gone_delays_no_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_tracing, "SHUTDOWN_S", 0.05)
+    monkeypatch.setattr(tracing, "SHUTDOWN_S", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     gone = threading.Event()
-    tracing = gateway_tracing.open_tracing("http://127.0.0.1:9", "here")
-    assert tracing is not None
-    shutdown = tracing._provider.shutdown
-    monkeypatch.setattr(tracing._provider, "shutdown", lambda: gone.wait(HANG_S))
+    exporter = tracing.open_tracing("gateway", "http://127.0.0.1:9", "here")
+    assert exporter is not None
+    shutdown = exporter._provider.shutdown
+    monkeypatch.setattr(exporter._provider, "shutdown", lambda: gone.wait(HANG_S))
     with caplog.at_level(logging.CRITICAL, "opentelemetry"):
-        trace = tracing.begin("/v1/completions", [], "req_1")
+        trace = RequestTrace.begin(exporter, "/v1/completions", [], "req_1")
         assert trace is not None
         with trace.stage("route"):
             pass
-        tracing.close()
+        exporter.close()
         assert [thread for thread in threading.enumerate() if thread.name == "tracing"], "the exporter still tries"
     gone.set()
     shutdown()

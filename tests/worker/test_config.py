@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.config import WorkerConfig, num_bytes, parse
+from worker.common.options import num_bytes
+from worker.config import WorkerConfig, parse
 
 
 def test_every_option_reaches_the_config() -> None:

@@ -1,4 +1,4 @@
-"""The worker's log: lines of text, or one JSON object a line. Never prompts; requests by their id."""
+"""Logs of a gateway or a worker: lines of text, or one JSON object a line. Never prompts; requests by their id."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Callable
 from typing import Final, Literal
-
-from worker.wire import GenerateRequest
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final = ("text", "json")
@@ -16,27 +15,33 @@ STDERR: Final = 2
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def configure_logging(level: str, kind: LogFormat) -> None:
-    """The root logger's one handler, on stderr. A disk that is full, or a pipe that nobody reads, costs lines only."""
+def configure_logging(level: str, kind: LogFormat, add_ids: Callable[[logging.LogRecord], bool] | None = None) -> None:
+    """Give the root logger one handler on stderr, with `add_ids` as the filter of JSON lines.
+
+    A full disk, or a pipe without a reader, costs log lines and nothing else.
+    """
     logging.raiseExceptions = False
     if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
         os.set_blocking(STDERR, False)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(TEXT) if kind == "text" else json_formatter())
+    if kind == "json" and add_ids is not None:
+        handler.addFilter(add_ids)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 def json_formatter() -> logging.Formatter:
-    """time, level, logger and message; what a record carries as `extra`; exc_info with the traceback."""
+    """Return a formatter of time, level, logger, message, the record's `extra` fields, and any traceback."""
     from pythonjsonlogger.json import JsonFormatter
 
     names = {"levelname": "level", "name": "logger"}
     return JsonFormatter("%(levelname)s %(name)s %(message)s", rename_fields=names, timestamp="time")
 
 
-def about(request: GenerateRequest) -> dict[str, str]:
-    """The `extra` of a line that speaks of one request."""
-    fields = {"request_id": request.request_id}
-    if request.traceparent:
-        fields["trace_id"] = request.traceparent.split("-")[1]
+def about(request_id: str, traceparent: str = "") -> dict[str, str]:
+    """Return the `extra` of a log line about one request."""
+    fields = {"request_id": request_id}
+    if traceparent:
+        fields["trace_id"] = traceparent.split("-")[1]
     return fields

@@ -1,4 +1,4 @@
-"""The certificate that a worker shows to gateways, read anew when its files change: a restart would cost its cache."""
+"""TLS contexts, and other contents of files that are read again when the files change, without a restart."""
 
 from __future__ import annotations
 
@@ -6,58 +6,110 @@ import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar
 
-logger = logging.getLogger(__name__)
-
-RELOAD_INTERVAL_S: Final = 5.0
+log = logging.getLogger(__name__)
 
 
-class ServerCertificate:
-    """One task calls `follow`; connections that are open keep what they began with."""
+class WatchedFiles:
+    """Files whose contents are in use. One task calls `follow`."""
 
-    def __init__(self, cert: str, key: str) -> None:
-        """PEM files: the certificate with those that lead to the CA, and its key. Raises ValueError."""
-        self._files = (Path(cert), Path(key))
+    interval_s: ClassVar[float] = 5.0
+
+    def __init__(self, paths: Iterable[str | Path]) -> None:
+        self.paths = tuple(Path(path) for path in paths)
         self._seen = self._stamp()
-        try:
-            self.context = self._read()
-        except OSError as error:
-            raise ValueError(f"--tls-cert {cert}, --tls-key {key}: {error.strerror or error}") from None
 
-    async def follow(self, interval_s: float = RELOAD_INTERVAL_S) -> None:
-        """For ever."""
+    async def follow(self) -> None:
+        """Read the files whenever they have changed, for ever."""
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self.interval_s)
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
-        """Files that are no pair change nothing: the two are seldom replaced in one moment."""
         stamp = self._stamp()
-        if stamp == self._seen:
-            return
-        self._seen = stamp
-        try:
-            self._read()  # on a context of its own first: half a pair must not get into the one in use
-            self.context.load_cert_chain(*self._files)
-        except OSError as error:
-            logger.error("the certificate was NOT read anew, the old one still counts: %s", error)
-            return
-        logger.info("the certificate was read anew")
+        if stamp != self._seen:
+            self._seen = stamp
+            self.reload()
 
-    def _read(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(*self._files)
-        return context
+    def reload(self) -> None:
+        """Read the files. Files that cannot be used change nothing, and are logged."""
+        raise NotImplementedError
 
-    def _stamp(self) -> list[tuple[int, int, int]]:
-        stamps = []
-        for path in self._files:
+    def _stamp(self) -> list[tuple[int, ...]]:
+        """Changes with the content; a Kubernetes secret changes by a new inode behind a link."""
+        stamps: list[tuple[int, ...]] = []
+        for path in self.paths:
             try:
                 status = os.stat(path)
             except OSError:
-                continue
-            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+                stamps.append(())
+            else:
+                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
         return stamps
+
+
+class _TlsFiles(WatchedFiles):
+    """A context made of files. Open connections keep what they began with."""
+
+    def __init__(self, option: str, context: ssl.SSLContext, *paths: str) -> None:
+        """`option` names the files in messages. Raises ValueError."""
+        super().__init__(paths)
+        self._option = option
+        self.context = context
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            self._read_into(context)
+        except OSError as error:
+            raise ValueError(f"{option} {', '.join(paths)}: {error.strerror or error}") from None
+
+    def reload(self) -> None:
+        try:
+            self._read_into(ssl.SSLContext(self.context.protocol))  # half a pair must not get into the one in use
+            self._read_into(self.context)
+        except OSError as error:
+            log.error("%s was NOT reloaded, what was read before still counts: %s", self._option, error)
+            return
+        log.info("%s was reloaded", self._option)
+
+    def _read_into(self, context: ssl.SSLContext) -> None:
+        """Raises OSError, which ssl.SSLError is."""
+        raise NotImplementedError
+
+
+class ServerCertificate(_TlsFiles):
+    """The certificate of a server: a PEM file with the chain to the CA, and one with its key."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """Raises ValueError."""
+        super().__init__("--tls-cert, --tls-key", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert, key)
+
+    def _read_into(self, context: ssl.SSLContext) -> None:
+        cert, key = self.paths
+        context.load_cert_chain(cert, key)
+
+
+class _NamedContext(ssl.SSLContext):
+    """Checks a peer's certificate for one name, whatever address was dialled."""
+
+    peer_name: str | None = None
+
+    def wrap_bio(self, incoming: Any, outgoing: Any, *args: Any, **options: Any) -> ssl.SSLObject:
+        if self.peer_name is not None:
+            options["server_hostname"] = self.peer_name
+        return super().wrap_bio(incoming, outgoing, *args, **options)
+
+
+class WorkerCa(_TlsFiles):
+    """The CA that signs workers' certificates. One that is removed from the file counts until the next start."""
+
+    def __init__(self, ca: str, name: str | None = None) -> None:
+        """`name`: the name in a worker's certificate, when that is not its address. Raises ValueError."""
+        context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.peer_name = name
+        super().__init__("--worker-ca", context, ca)
+
+    def _read_into(self, context: ssl.SSLContext) -> None:
+        context.load_verify_locations(self.paths[0])

@@ -267,7 +267,9 @@ class Engine:
             request = new_request(wire, key, arrival_s=arrival_s, aging_s=aging_s, constraints=constraints)
             emissions = self._scheduler.submit(request)
         except Exception as error:  # whatever one request holds, the others go on
-            logger.exception("request %s cannot be taken", wire.request_id, extra=about(wire))
+            logger.exception(
+                "request %s cannot be taken", wire.request_id, extra=about(wire.request_id, wire.traceparent)
+            )
             emissions = [EngineOutput(key, failed_by(error))]
         else:
             self._parts.load_report.assign(request)

@@ -65,7 +65,7 @@ class Recovery:
                     request.wire.request_id,
                     cause,
                     exc_info=_trace(cause),
-                    extra=about(request.wire),
+                    extra=about(request.wire.request_id, request.wire.traceparent),
                 )
                 traceback.clear_frames(cause.__traceback__)
                 failed.append((request, cause))

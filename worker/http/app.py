@@ -22,9 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from worker.common.hosts import ProgramsOnly
 from worker.engine.recovery import EngineDeadError
-from worker.http.authentication import GatewayOnly
+from worker.http.authentication import GatewayOnly, ProgramsOnly
 from worker.http.debug_state import debug_state
 from worker.http.service import Refusal, WorkerService
 from worker.http.streams import Stream

@@ -18,6 +18,7 @@ from worker.engine.metrics import WorkerMetrics
 from worker.engine.recovery import EngineDeadError
 from worker.grammar import GrammarCompiler, GrammarError
 from worker.http.streams import Stream, Streams
+from worker.http.tracing import StreamTrace
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.validation import refusal
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, pack
@@ -114,7 +115,7 @@ class WorkerService:
             self._check(parts, request)
         stream = parts.streams.open(request)
         if self._tracing is not None:
-            stream.trace = self._tracing.begin(request)
+            stream.trace = StreamTrace.begin(self._tracing, request)
         steps = None if stream.trace is None else stream.trace.steps
         parts.engine.submit(stream.key, request, constraints, steps)
         return stream

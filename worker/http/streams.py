@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Final
 
-from worker.common.tracing import StreamTrace
+from worker.http.tracing import StreamTrace
 from worker.http.waiting import Waiting
 from worker.scheduler.plan import EngineOutput
 from worker.scheduler.request import RequestKey

@@ -343,7 +343,10 @@ class Scheduler:
                 emissions.append(EngineOutput(request.key, append(choice, token)))
             except Exception as error:
                 logger.warning(
-                    "request %s: the grammar failed: %s", request.wire.request_id, error, extra=about(request.wire)
+                    "request %s: the grammar failed: %s",
+                    request.wire.request_id,
+                    error,
+                    extra=about(request.wire.request_id, request.wire.traceparent),
                 )
                 return emissions + self.fail(request, failed_by(error))
             branch.token_ids.append(token.token_id)

@@ -8,8 +8,9 @@ import aiohttp
 import pytest
 
 from server.config import GatewayConfig
-from server.http.hosts import KnownHostsMiddleware
-from worker.common.hosts import ProgramsOnly
+from server.http.middleware import KnownHostsMiddleware
+from worker.common.sockets import HostNames
+from worker.http.authentication import ProgramsOnly
 
 CASES = [
     ("127.0.0.1", "localhost:8001", True),
@@ -60,7 +61,7 @@ async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("bound", "host", "known"), CASES)
 async def test_hosts_that_a_port_was_bound_to_or_told(bound: str, host: str, known: bool) -> None:
-    ops = KnownHostsMiddleware(hello, bound, ["told.example"], "--ops-hosts")
+    ops = KnownHostsMiddleware(hello, HostNames(bound, ["told.example"]), "--ops-hosts")
     assert await answered(ops, {"host": host}) is known
     assert await answered(ops, {}), "HTTP/1.0"
     worker = ProgramsOnly(hello, bound, "http://told.example:8100")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from server.api.endpoint import read_body
 from server.http import protocol
 from server.http.stream import AnswerGuard, ClientGoneError, client_of
-from server.http.tls import ServerCertificate
 from tests.certificates import Authority
 from tests.server.http.test_tls import Port
 from tests.waiting import HANG_S, until
+from worker.common.tls import ServerCertificate
 
 MIB = 1 << 20
 SIZES = [1024, 65_536, 100_000, 160_000, MIB, 16 * MIB]

@@ -14,13 +14,12 @@ from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
 from server.http.server import SPARE_FILES, HttpLimits, HttpServer, affordable_connections
-from server.http.tls import ServerCertificate, WorkerCa
 from server.workers.client import WorkerClient
 from server.workers.connection import ConnectionPool
 from server.workers.networks import WorkerNetworks
 from tests.certificates import Authority
 from tests.waiting import HANG_S, until
-from worker.common.tls import ServerCertificate as WorkerCertificate
+from worker.common.tls import ServerCertificate, WorkerCa
 from worker.config import WorkerConfig
 
 LIMITS = HttpLimits(65536, 0.5, 0.5, 100, 1.0)
@@ -64,10 +63,9 @@ class Port:
             await writer.wait_closed()
 
 
-@pytest.mark.parametrize("kind", [ServerCertificate, WorkerCertificate])
-async def test_a_new_certificate_is_shown_without_a_restart(kind: type, authority: Authority) -> None:
+async def test_a_new_certificate_is_shown_without_a_restart(authority: Authority) -> None:
     cert, key = authority.issue("gateway", "127.0.0.1")
-    certificate = kind(str(cert), str(key))
+    certificate = ServerCertificate(str(cert), str(key))
     async with Port(certificate.context) as port:
         first = await port.serial(authority.trust())
         whole = cert.read_bytes(), key.read_bytes()

@@ -1,0 +1,83 @@
+"""Listening sockets, the address under which others reach them, and the Host headers that they answer to."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from typing import Final
+
+_BACKLOG: Final = 2048
+
+
+def listen(
+    host: str, port: int, *, share: bool = False, probe_idle_s: int = 30, probe_every_s: int = 10
+) -> socket.socket:
+    """Bind and listen. Raises OSError that says where.
+
+    With `share`, other sockets that share may listen on the same port: the kernel spreads connections over them.
+    Accepted connections are probed when idle, so that a peer whose machine is gone is noticed.
+    """
+    try:
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=share)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"cannot listen on {host}:{port}: {reason}. Choose another port; `headstart doctor` tells which are free"
+        ) from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock
+
+
+def reachable(host: str) -> str:
+    """Return an address of this machine that others can use, also for a socket bound to every address."""
+    if host in ("0.0.0.0", "::", ""):
+        host = socket.gethostbyname(socket.gethostname())
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a socket bound to `host`."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+class HostNames:
+    """The Host headers that a port answers to: `localhost`, its names, and addresses that it is bound to.
+
+    A page of another site can let its own name lead to this machine (DNS rebinding): its requests carry that name as
+    their Host. An address needs no name service, so a port bound to every address takes any address.
+    """
+
+    def __init__(self, bound: str, names: Iterable[str]) -> None:
+        """`bound` is the address, or the name, that the port is bound to."""
+        self._bound = _address(bound)
+        self._names = {"localhost"} | {name.lower().rstrip(".") for name in names}
+
+    def __contains__(self, host: str) -> bool:
+        name = host_name(host)
+        if name in self._names:
+            return True
+        address, bound = _address(name), self._bound
+        if address is None:
+            return False
+        if bound is None or bound.is_unspecified:  # a name may stand for any address of this machine
+            return True
+        return address == bound or (address.is_loopback and bound.is_loopback)
+
+
+def host_name(host: str) -> str:
+    """Return a Host header without its port, in lower case."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
