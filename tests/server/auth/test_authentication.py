@@ -229,7 +229,8 @@ async def test_a_new_file_counts_without_a_restart(
     path = tmp_path / "keys.toml"
     path.write_text(f'[[keys]]\ndigest = "{digest_text(b"old")}"\ntenant = "t"\n')
     keys = KeyFile(path)
-    following = asyncio.create_task(keys.follow(0.02))
+    keys.interval_s = 0.02  # type: ignore[misc]
+    following = asyncio.create_task(keys.follow())
     try:
         async with gateway(worker, identities=KeyHolders(b"s", keys, FailedAuth())) as target:
 
