@@ -106,7 +106,7 @@ class PublicApi:
         model = self._model(chat.model, identity)
         with stage("tokenise"), errors_renamed():
             spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
-        presenter = ResponsesPresenter(id_, request, rules, model.tokenizer.pieces)
+        presenter = ResponsesPresenter(id_, request, rules, model.tokenizer.token_bytes)
         return Job((spec,), presenter, bool(request.stream))
 
     def max_body_bytes(self) -> int | None:

@@ -1,8 +1,8 @@
-"""The models this gateway can serve: what it learnt from their workers, kept under the namespace's fingerprint.
+"""Models that this gateway serves, learned from their workers.
 
-A worker is the only source of a model's tokenizer, template and limits. The first worker of a model that answers
-defines it; as long as one of these lives, workers with another namespace are refused by the fleet, loudly. When none
-has been seen for a while (the model was replaced), the next worker defines it anew.
+A worker is the only source of a model's tokenizer, template and limits. The first worker that answers defines the
+model. While one of its kind lives, the fleet refuses workers with another namespace, loudly. When none has been seen
+for a while (the model was replaced), the next worker defines it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server.auth.identity import Identity
 from server.errors import ForbiddenError, NotFoundError
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.parsing.formats import ToolFormat, format_of
-from server.text.parsing.output import THINK
+from server.text.parsing.messages import THINK
 from server.text.tokenizer import Tokenizer, TokenizerError
 from server.workers.client import WorkerClient, WorkerError
 from worker.wire import TokenizerBundle
@@ -30,10 +30,10 @@ from worker.wire import TokenizerBundle
 log = logging.getLogger(__name__)
 
 ESCAPED_BYTES: Final = 6
-"""Of JSON, for a byte of text: `\\u0061` is the longest way to write `a`, and a letter of four bytes takes twelve."""
+"""JSON bytes for a byte of text: `\\u0061` is the longest way to write `a`; a letter of four bytes takes twelve."""
 BATCH_TEXT_BYTES: Final = 20 << 20
-BESIDE_TEXT_BYTES: Final = 12 << 20
-"""For all strings of a body but those of its prompts: schemas, grammars, bad words, thoughts that a template drops."""
+OTHER_TEXT_BYTES: Final = 12 << 20
+"""Room for strings outside prompts: schemas, grammars, bad words, thoughts that a template drops."""
 UNPIN_AFTER_S: Final = 10.0
 MAX_ROOTS: Final = 10_000
 
@@ -48,14 +48,14 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     tool_format: ToolFormat
-    """How it writes tool calls."""
+    """The way it writes tool calls."""
     thinks: bool
-    """It may think in tags before it answers."""
+    """True if it may think in tags before it answers."""
     created: int
     fingerprint: str
-    """Of the namespace: what its workers announce."""
+    """The namespace's, as its workers announce it."""
     allows_control_tokens: bool = False
-    """In what clients say."""
+    """True if control tokens that clients write are control tokens."""
     _roots: dict[bytes, BlockHash] = field(default_factory=dict)
 
     @property
@@ -64,12 +64,12 @@ class ServedModel:
 
     @property
     def prompt_bytes(self) -> int | None:
-        """No prompt of more bytes fits; None: that cannot be told."""
+        """Return the most bytes a prompt that fits can have; None when there is no bound."""
         bound = self.tokenizer.bound
         return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
 
     def root(self, salt: bytes) -> BlockHash:
-        """The tenant's root, kept: a few microseconds a request."""
+        """Return the tenant's root of the hash chain, from a cache: it takes a few microseconds to make."""
         root = self._roots.get(salt)
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
@@ -86,26 +86,26 @@ def namespace_of(bundle: TokenizerBundle) -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What cannot be told from a model's files, or is told wrongly by them."""
+    """Operator's choices where a model's files say nothing, or the wrong thing."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     tool_format: ToolFormat | None = None
-    """None: by the template."""
+    """None: derive it from the template."""
     thinks: bool | None = None
-    """None: by the template."""
+    """None: derive it from the template."""
     control_tokens_in_content: bool = False
-    """Control tokens that clients write are control tokens."""
+    """True if control tokens that clients write are control tokens."""
 
 
 def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
-    """Parses the bundle's files (tenths of a second: not on the event loop). Raises TokenizerError, TemplateError."""
+    """Parse the bundle's files; takes tenths of a second, so not on the event loop. Raises TokenizerError, TemplateError."""
     for field_name in ("block_size", "max_model_len", "vocab_size"):
         if getattr(bundle, field_name) < 1:
             raise TokenizerError(f"the bundle's {field_name} is {getattr(bundle, field_name)}")
     template = None
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
-    tokenizer = Tokenizer(bundle, executor, "" if template is None else template.turns())
+    tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
     if template is not None and not options.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
     namespace = namespace_of(bundle)
@@ -124,7 +124,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
 
 
 class Models:
-    """Models by name and alias. One task calls `follow`; everybody reads."""
+    """Models by name and alias. One task calls `follow`; all others read."""
 
     def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, options: ModelOptions) -> None:
         self._client = client
@@ -136,7 +136,7 @@ class Models:
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
     def get(self, name: str) -> ServedModel:
-        """The model that a request names, by alias too. Raises NotFoundError."""
+        """Return the model that a request names, by alias too. Raises NotFoundError."""
         model = self._by_name.get(self._aliases.get(name, name))
         if model is None:
             message = f"The model {name!r:.200} does not exist or is not served here."
@@ -144,33 +144,33 @@ class Models:
         return model
 
     def allowed(self, name: str, identity: Identity) -> ServedModel:
-        """`get` for somebody. Raises NotFoundError, or ForbiddenError for a model that is not for this key."""
+        """Return the model if this key may use it. Raises NotFoundError or ForbiddenError."""
         model = self.get(name)
         if not identity.may_use(name, model.name):
             raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
         return model
 
     def names(self) -> list[tuple[str, ServedModel]]:
-        """Every name a request may use, aliases last."""
+        """Return every name that a request may use, aliases last."""
         named = list(self._by_name.items())
         return named + [(a, self._by_name[m]) for a, m in self._aliases.items() if m in self._by_name]
 
     def max_text_bytes(self) -> int | None:
-        """No body needs more in its strings, whichever model it is for; None: that cannot be told."""
+        """Return the most bytes that strings of any useful body hold; None when there is no bound."""
         longest = 0
         for model in self._by_name.values():
             if model.prompt_bytes is None:
                 return None
             longest = max(longest, model.prompt_bytes)
-        return ESCAPED_BYTES * longest + BESIDE_TEXT_BYTES if longest else None
+        return ESCAPED_BYTES * longest + OTHER_TEXT_BYTES if longest else None
 
     def max_batch_text_bytes(self) -> int | None:
-        """As `max_text_bytes`, of a body with many prompts. Decoded text may take four times its bytes."""
+        """Return `max_text_bytes` for a body with many prompts. Decoded text may take four times its bytes."""
         longest = self.max_text_bytes()
         return None if longest is None else max(longest, BATCH_TEXT_BYTES)
 
     def namespaces(self) -> dict[str, str]:
-        """Model name to the fingerprint that its workers must announce."""
+        """Return, by model name, the fingerprint that its workers must announce."""
         after_s = time.monotonic() - UNPIN_AFTER_S
         return {name: model.fingerprint for name, model in self._by_name.items() if self._seen_s[name] >= after_s}
 
@@ -211,7 +211,7 @@ class Models:
         return model
 
     async def follow(self, workers: Callable[[], Sequence[WorkerMember]], interval_s: float) -> None:
-        """Learn the models of all workers, for ever."""
+        """Learn the models of all workers. Never returns."""
         while True:
             for member in workers():
                 await self.admit(member)

@@ -26,9 +26,8 @@ from server.request.answer import Answer, CollectedChoice
 from server.request.choice import ChoiceDelta, TokenEntry
 from server.request.spec import GenerationSpec, ParamNames
 from server.schema.types import ChatRequest
-from server.text.control_tokens import Rendered
-from server.text.parsing.messages import ChoiceMessage
-from server.text.parsing.output import END_THINK, OutputRules
+from server.text.control_tokens import RenderedPrompt
+from server.text.parsing.messages import END_THINK, ChoiceMessage, OutputRules
 
 _SAME_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -51,7 +50,12 @@ async def chat_spec(
     rendered = await render_chat(request, model)
     text = rendered.text
     prompt_ids = await prompt_tokens(
-        text, request, model, limit=request.token_limit, param="messages", client_at=client_at(rendered, model)
+        text,
+        request,
+        model,
+        limit=request.token_limit,
+        param="messages",
+        client_offsets=client_offsets(rendered, model),
     )
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
@@ -76,12 +80,12 @@ async def chat_spec(
     return spec, rules
 
 
-def client_at(rendered: Rendered, model: ServedModel) -> Collection[int] | None:
+def client_offsets(rendered: RenderedPrompt, model: ServedModel) -> Collection[int] | None:
     """Where control tokens of clients are text; None where they are control tokens."""
-    return None if model.allows_control_tokens else rendered.client_at
+    return None if model.allows_control_tokens else rendered.client_offsets
 
 
-async def render_chat(request: ChatRequest, model: ServedModel) -> Rendered:
+async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPrompt:
     """The prompt's text, in slices. Raises InvalidRequestError."""
     if model.template is None:
         message = "This model has no chat template: use /v1/completions."
@@ -117,7 +121,7 @@ class ChatPresenter:
 
     def __init__(self, head: AnswerHead, request: ChatRequest, model: ServedModel, rules: OutputRules) -> None:
         self._head = head
-        self._pieces = model.tokenizer.pieces
+        self._pieces = model.tokenizer.token_bytes
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._num_prompt_logprobs = request.prompt_logprobs
         self._tier = "default" if request.service_tier is not None else None

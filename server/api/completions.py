@@ -149,7 +149,7 @@ class CompletionPresenter:
     ) -> None:
         self._head = head
         self._request = request
-        self._pieces = model.tokenizer.pieces
+        self._pieces = model.tokenizer.token_bytes
         self._echoes = echoes
         self._num_drawn = num_drawn
         self._format = stream_format(request)

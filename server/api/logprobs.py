@@ -8,18 +8,18 @@ from typing import Any, Final
 
 from server.api.job import Spread
 from server.request.choice import TokenEntry
-from server.text.pieces import PieceTable
+from server.text.detokenizer import TokenBytes
 from worker.wire import TokenLogprobs
 
 MINIMUM: Final = -9999.0
 """JSON has no infinity."""
 
 
-def token_text(pieces: PieceTable, token_id: int) -> str:
+def token_text(pieces: TokenBytes, token_id: int) -> str:
     return pieces[token_id].decode("utf-8", "replace")
 
 
-def _distinct_text(pieces: PieceTable, token_id: int) -> str:
+def _distinct_text(pieces: TokenBytes, token_id: int) -> str:
     """As a key: tokens that are no text of their own are told apart by their bytes."""
     piece = pieces[token_id]
     try:
@@ -32,14 +32,14 @@ def _clamped(logprob: float) -> float:
     return logprob if logprob > MINIMUM else MINIMUM  # also for NaN
 
 
-def chat_logprobs(pieces: PieceTable, entries: Iterable[TokenEntry], num_top: int) -> Iterator[dict[str, Any]]:
+def chat_logprobs(pieces: TokenBytes, entries: Iterable[TokenEntry], num_top: int) -> Iterator[dict[str, Any]]:
     """`choices[].logprobs.content` of a chat answer."""
     for entry in entries:
         top = [_chat_token(pieces, token_id, logprob) for token_id, logprob in entry.logprobs.top[:num_top]]
         yield {**_chat_token(pieces, entry.token_id, entry.logprobs.logprob), "top_logprobs": top}
 
 
-def _chat_token(pieces: PieceTable, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(pieces: TokenBytes, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": token_text(pieces, token_id),
         "logprob": _clamped(logprob),
@@ -56,7 +56,7 @@ class Row:
     offset: int
 
 
-def completion_logprobs(pieces: PieceTable, num_top: int, rows: Callable[[], Iterator[Row]]) -> Spread:
+def completion_logprobs(pieces: TokenBytes, num_top: int, rows: Callable[[], Iterator[Row]]) -> Spread:
     """`choices[].logprobs` of a completion: four lists of one item a token. `rows` begins anew for each."""
     return Spread(
         text_offset=(row.offset for row in rows()),
@@ -66,7 +66,7 @@ def completion_logprobs(pieces: PieceTable, num_top: int, rows: Callable[[], Ite
     )
 
 
-def _top(pieces: PieceTable, num_top: int, row: Row) -> dict[str, float] | None:
+def _top(pieces: TokenBytes, num_top: int, row: Row) -> dict[str, float] | None:
     if row.logprobs is None:
         return None
     top = {_distinct_text(pieces, id_): _clamped(value) for id_, value in row.logprobs.top[:num_top]}
@@ -75,7 +75,7 @@ def _top(pieces: PieceTable, num_top: int, row: Row) -> dict[str, float] | None:
 
 
 def prompt_logprobs(
-    pieces: PieceTable, prompt_ids: Sequence[int], positions: Iterable[TokenLogprobs | None], num_top: int
+    pieces: TokenBytes, prompt_ids: Sequence[int], positions: Iterable[TokenLogprobs | None], num_top: int
 ) -> Iterator[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token and the best; null for the first."""
     for token_id, logprobs in zip(prompt_ids, positions, strict=False):

@@ -47,11 +47,11 @@ async def prompt_tokens(
     limit: int | None,
     param: str,
     add_bos: bool = False,
-    client_at: Collection[int] | None = None,
+    client_offsets: Collection[int] | None = None,
 ) -> list[int]:
     """A prompt's ids, cut if the request asks for that. Raises ContextLengthError, before they are all made.
 
-    `client_at`: see `Tokenizer.encode`.
+    `client_offsets`: see `Tokenizer.encode`.
     """
     keep = request.truncate_prompt_tokens
     keep_last = keep if request.truncation_side != "right" else None
@@ -60,7 +60,9 @@ async def prompt_tokens(
         message = f"The prompt has {len(text)} characters, and {TEXT_ROOM * model.prompt_bytes} at most are taken."
         raise ContextLengthError(message, param=param)
     try:
-        ids = await model.tokenizer.encode(text, add_bos=add_bos, client_at=client_at, room=room, keep_last=keep_last)
+        ids = await model.tokenizer.encode(
+            text, add_bos=add_bos, client_offsets=client_offsets, room=room, keep_last=keep_last
+        )
     except TooManyTokensError as error:
         if keep is None:
             raise _too_long(model, error.at_least, limit, param, at_least="at least ") from None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from server.api.chat import client_at, render_chat
+from server.api.chat import client_offsets, render_chat
 from server.api.job import encode_json
 from server.api.logprobs import token_text
 from server.api.sampling import check_vocabulary
@@ -19,7 +19,7 @@ from server.pace import Steps, paced
 from server.schema.decoding import decode_json, inspect
 from server.schema.fields import TokenId
 from server.schema.types import ChatRequest, read
-from server.text.pieces import PieceTable
+from server.text.detokenizer import TokenBytes
 from server.text.tokenizer import TooManyTokensError
 
 
@@ -56,7 +56,9 @@ class TextApi:
             chat = await read(encode_json(fields), ChatRequest, None, "messages")
             model = self._models.allowed(chat.model, identity)
             rendered = await render_chat(chat, model)
-            ids = await self._ids(rendered.text, model, param="messages", client_at=client_at(rendered, model))
+            ids = await self._ids(
+                rendered.text, model, param="messages", client_offsets=client_offsets(rendered, model)
+            )
             with_texts = bool(fields.get("return_token_strs"))
         else:
             del fields
@@ -66,7 +68,7 @@ class TextApi:
             ids = await self._ids(request.prompt, model, param="prompt", add_bos=add_bos)
             with_texts = bool(request.return_token_strs)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
-        answer["token_strs"] = await paced(_texts(model.tokenizer.pieces, ids)) if with_texts else None
+        answer["token_strs"] = await paced(_texts(model.tokenizer.token_bytes, ids)) if with_texts else None
         return encode_json(answer)
 
     async def detokenize(self, body: bytes, identity: Identity) -> bytes:
@@ -87,12 +89,12 @@ class TextApi:
         *,
         param: str,
         add_bos: bool = False,
-        client_at: Collection[int] | None = None,
+        client_offsets: Collection[int] | None = None,
     ) -> list[int]:
         """Also of more than a context. Raises ContextLengthError."""
         most = _most_tokens(model)
         try:
-            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_at=client_at, room=most)
+            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=most)
         except TooManyTokensError:
             message = f"At most {most} tokens are counted in one request; this text has more: send it in parts."
             raise ContextLengthError(message, param=param) from None
@@ -113,7 +115,7 @@ def _most_tokens(model: ServedModel) -> int:
     return max(MOST_TOKENS, model.max_model_len)
 
 
-def _texts(pieces: PieceTable, ids: Sequence[int]) -> Steps[list[str]]:
+def _texts(pieces: TokenBytes, ids: Sequence[int]) -> Steps[list[str]]:
     texts = []
     for number, id_ in enumerate(ids, 1):
         texts.append(token_text(pieces, id_))

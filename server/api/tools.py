@@ -19,7 +19,7 @@ from server.api.sampling import grammar_of, grammar_param
 from server.models import ServedModel
 from server.schema.parts import Tool
 from server.schema.types import ChatRequest
-from server.text.parsing.output import THINK, OutputRules, ReasoningStart
+from server.text.parsing.messages import THINK, OutputRules, ReasoningStart
 from worker.wire import Grammar
 
 _SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,40}"}
@@ -80,7 +80,7 @@ def _answer_or_calls(answer: Grammar, request: ChatRequest, model: ServedModel) 
 def _marker(model: ServedModel, text: str) -> str:
     """Special tokens have no bytes: they are named by their id."""
     token_id = model.tokenizer.token_id(text)
-    special = token_id is not None and token_id in model.tokenizer.pieces.special_ids
+    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
     return f"<[{token_id}]>" if special else json.dumps(text)
 
 

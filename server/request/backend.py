@@ -12,7 +12,7 @@ from server.request.full_queues import FullQueues
 from server.request.retry import RetryBudget
 from server.request.waiting_room import WaitingRoom
 from server.router.placement import Router
-from server.text.turns import Turns
+from server.text.retokenisation import RetokenisationCheck
 from server.workers.client import WorkerClient
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
@@ -35,4 +35,4 @@ class Backend:
     """Tells the fleet that a worker could not be reached, or was lost."""
     report_wrong_epoch: Callable[[WorkerMember], None]
     """Tells the fleet that a worker has refused the epoch that it is known with."""
-    turns: Turns = field(default_factory=Turns)
+    turns: RetokenisationCheck = field(default_factory=RetokenisationCheck)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from server.text.detokenizer import Detokenizer, TextRules
-from server.text.pieces import PieceTable
+from server.text.detokenizer import Detokenizer, TextRules, TokenBytes
 from worker.wire import ChoiceState, Finished, Frame, TokenLogprobs, Tokens
 
 StopReason = Literal["stop", "length"]
@@ -74,7 +73,7 @@ class Choice:
         "stop_reason",
     )
 
-    def __init__(self, index: int, seed: int, pieces: PieceTable, rules: TextRules, *, with_logprobs: bool) -> None:
+    def __init__(self, index: int, seed: int, pieces: TokenBytes, rules: TextRules, *, with_logprobs: bool) -> None:
         self.index = index
         self.seed = seed
         self._pieces = pieces

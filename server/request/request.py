@@ -68,7 +68,7 @@ class Generation:
         """A reader that has collected deltas drops them when this has grown; never after `committed`."""
         self._backend = backend
         with_logprobs = spec.sampling.logprobs is not None
-        pieces = spec.model.tokenizer.pieces
+        pieces = spec.model.tokenizer.token_bytes
         self.choices = [
             Choice(index, seed, pieces, spec.rules, with_logprobs=with_logprobs)
             for index, seed in enumerate(spec.seeds)

@@ -1,1 +1,1 @@
-"""Between text and token ids: chat templates, tokenizers, text built as tokens arrive, and what is read out of it."""
+"""Between text and token ids: chat templates, tokenizers, the detokenizer, and the parsers of a model's output."""

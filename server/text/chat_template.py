@@ -1,7 +1,7 @@
-"""A model's own chat template, rendered in jinja2's immutable sandbox: messages in, the prompt's text out.
+"""Render a model's own chat template in jinja2's immutable sandbox: messages in, the prompt's text out.
 
-The template comes with the model's files and is code: it can neither reach Python's objects nor change what it is
-given, its time and its output are bounded, and a request can pass it known switches only, never a template.
+The template comes with the model's files and is code. It can neither reach Python's objects nor change its input; its
+time and its output are bounded. A request can pass known switches, never a template.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from server.pace import Steps, at_once, paced
 from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.parts import FunctionCall, Message, TextPart
 from server.schema.types import ChatRequest
-from server.text.control_tokens import Marker, Rendered, new_mark, without
-from server.text.parsing.hermes_prompt import with_tools
+from server.text.control_tokens import Marker, RenderedPrompt, new_mark, remove_marks
+from server.text.parsing.formats import with_tools
 from server.text.template_sandbox import BoundedEnvironment, HeldTooLongError, RenderClock
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_ARGUMENT_VALUES: Final = 20_000
-"""Of the tool calls of all messages."""
+"""JSON values in the tool calls of all messages."""
 MAX_HOLD_S: Final = 0.03
-"""On the event loop, without a part of the text."""
+"""Time that a template may hold the event loop without writing text."""
 ALLOWED_KWARGS: Final = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
 )
-"""Switches that public templates read; anything else from a request could shadow a variable of the template."""
+"""Switches that public templates read. Any other name could shadow a variable of the template."""
 
 _CONTINUATION_MARK: Final = "\u2063headstart-continue\u2063"
 
 
 class TemplateError(ValueError):
-    """The model's template is not one that we can compile."""
+    """The model's template does not compile."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; for a prompt it means nothing."""
+    """Accept `{% generation %}`, which marks the assistant's part for training and means nothing in a prompt."""
 
     tags = {"generation"}  # noqa: RUF012 (the declaration of jinja2's own class)
 
@@ -65,12 +65,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face's renderer has it: jinja2's own filter would escape HTML."""
+    """Write JSON as Hugging Face's renderer does: jinja2's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def template_environment() -> BoundedEnvironment:
-    """The sandbox with what chat templates use: their filters, tags and globals."""
+    """Return the sandbox with the filters, tags and globals that chat templates use."""
     environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -96,11 +96,11 @@ class ChatTemplate:
         self._takes_tools = "tools" in source
 
     def keep_as_text(self, control_tokens: Collection[str]) -> None:
-        """Tell apart, from now on, which of these a request has written."""
+        """Render control tokens that a request writes as text."""
         self._marker = Marker(control_tokens, self._constants)
 
-    def turns(self) -> str:
-        """What it writes around a plain conversation; empty when it refuses that."""
+    def plain_conversation(self) -> str:
+        """Render a plain conversation; return "" when the template refuses it."""
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": "-"} for role in roles]
         try:
@@ -110,18 +110,18 @@ class ChatTemplate:
         except InvalidRequestError:
             return ""
 
-    def render(self, request: ChatRequest) -> Rendered:
-        """The prompt of a checked request. Raises InvalidRequestError when the template refuses the messages."""
+    def render(self, request: ChatRequest) -> RenderedPrompt:
+        """Render a checked request. Raises InvalidRequestError when the template refuses the messages."""
         return at_once(self._rendering(request, RenderClock()))
 
-    async def render_in_slices(self, request: ChatRequest, executor: Executor) -> Rendered:
-        """`render` on the event loop as long as the template writes as it goes, else in a thread."""
+    async def render_in_slices(self, request: ChatRequest, executor: Executor) -> RenderedPrompt:
+        """Render on the event loop while the template keeps writing, else in a thread."""
         try:
             return await paced(self._rendering(request, RenderClock(hold_s=MAX_HOLD_S)))
         except HeldTooLongError:
             return await asyncio.get_running_loop().run_in_executor(executor, self.render, request)
 
-    def _rendering(self, request: ChatRequest, clock: RenderClock) -> Steps[Rendered]:
+    def _rendering(self, request: ChatRequest, clock: RenderClock) -> Steps[RenderedPrompt]:
         mark = new_mark()
         yield from _check_arguments(request)
         messages = []
@@ -151,7 +151,7 @@ class ChatTemplate:
             text = yield from self._run(variables, clock, mark)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
-        rendered = yield from without(mark, text)
+        rendered = yield from remove_marks(mark, text)
         if not continued:
             return rendered
         before = rendered.before(_CONTINUATION_MARK)
@@ -161,7 +161,7 @@ class ChatTemplate:
         return before
 
     def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str | None = None) -> Steps[str]:
-        """The text with its marks, which do not count as its length."""
+        """Return the text with its marks, which do not count towards its length."""
         parts: list[str] = []
         num_chars = 0
         clock.begin()
@@ -203,14 +203,14 @@ class ChatTemplate:
 
 
 def message_text(content: str | Sequence[TextPart] | None) -> str:
-    """Text-only templates want one string: parts are joined by line ends."""
+    """Join text parts by line ends: text-only templates want one string."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
 
 
 def _check_arguments(request: ChatRequest) -> Steps[None]:
-    """JSON within strings is taken apart and written again in one go. Raises InvalidRequestError for too much of it."""
+    """Raise InvalidRequestError for too many JSON values in arguments: templates parse and write them in one go."""
     num_values = 0
     for number, message in enumerate(request.messages):
         calls = enumerate(message.tool_calls or ())
@@ -237,7 +237,7 @@ def _call(id_: str, function: FunctionCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> object:
-    """Templates print arguments as JSON themselves, so that they want the object behind OpenAI's JSON string."""
+    """Parse OpenAI's JSON string: templates print arguments as JSON themselves."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

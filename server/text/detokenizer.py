@@ -1,44 +1,106 @@
-"""Token ids to text as they arrive: never half a character, never the beginning of a stop string.
+"""Turn token ids into text as they arrive: never half a character, never the beginning of a stop string.
 
     token ids -> bytes -> characters -> | released | held: may begin a stop string | incomplete UTF-8 |
 
 However the ids are cut into calls, the released texts in a row are the same. A stop string matches where it is first
 complete; of several that end at one character the longest wins.
+
+Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2, Mistral's tekken) write every byte as one printable character;
+SentencePiece ones (Llama 2, Mistral 7B) write U+2581 for a space and `<0xNN>` for a single byte.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal
 
-from server.text.pieces import PieceTable
+import tokenizers
 
 _Utf8: Final = codecs.getincrementaldecoder("utf-8")
+VocabKind = Literal["byte_level", "sentencetoken_bytes", "other"]
+
+_BYTE_TOKEN: Final = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's map from characters to bytes. Source: Radford et al. 2019, encoder.py, bytes_to_unicode."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_ALPHABET: Final = _byte_alphabet()
+
+
+class TokenBytes:
+    """Map token ids to the bytes they stand for, filled lazily. Tokens in `special_ids` do not show in an answer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, layout: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self.kind: VocabKind = _kind(layout.get("decoder"))
+        self.special_ids = frozenset(t["id"] for t in layout.get("added_tokens", ()) if t["special"])
+        self._added_ids = frozenset(t["id"] for t in layout.get("added_tokens", ()))
+        self._bytes_by_id: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        token_bytes = self._bytes_by_id.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes_by_id[token_id] = self._build(token_id)
+        return token_bytes
+
+    def _build(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:  # a row of the embedding that no token uses
+            return b""
+        if self.kind == "byte_level":
+            try:
+                return bytes([BYTE_ALPHABET[char] for char in token])
+            except KeyError:
+                return token.encode("utf-8", "replace")
+        if self.kind == "sentencetoken_bytes":
+            if token_id in self._added_ids:
+                return token.encode("utf-8", "replace")
+            if match := _BYTE_TOKEN.match(token):
+                return bytes([int(match[1], 16)])
+            return token.replace("\u2581", " ").encode("utf-8", "replace")
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
+
+
+def _kind(decoder: dict[str, Any] | None) -> VocabKind:
+    described = json.dumps(decoder)
+    if '"ByteLevel"' in described:
+        return "byte_level"
+    if '"ByteFallback"' in described or '"Metaspace"' in described or "\\u2581" in described:
+        return "sentencetoken_bytes"
+    return "other"
 
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How one request turns tokens into text. `terminal_ids` end a choice and never show."""
+    """Rules of one request for turning tokens into text. `terminal_ids` end a choice and never show."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
     terminal_ids: frozenset[int] = frozenset()
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens that show nevertheless: a parser reads them."""
+    """Special tokens that show all the same, for a parser."""
 
 
 class Detokenizer:
-    """One choice's text. `feed` and `finish` return what may be released; after `stopped` they return nothing."""
+    """Decodes one choice. `feed` and `finish` return the text to release; after `stopped` they return ""."""
 
-    __slots__ = ("_held", "_hidden", "_pieces", "_rules", "_utf8", "matched", "num_chars", "stopped", "text_len")
+    __slots__ = ("_held", "_hidden", "_rules", "_token_bytes", "_utf8", "matched", "num_chars", "stopped", "text_len")
 
-    def __init__(self, pieces: PieceTable, rules: TextRules) -> None:
-        self._pieces = pieces
+    def __init__(self, token_bytes: TokenBytes, rules: TextRules) -> None:
+        self._token_bytes = token_bytes
         self._rules = rules
-        hidden = pieces.special_ids - rules.shown_ids if rules.skip_special else frozenset()
+        hidden = token_bytes.special_ids - rules.shown_ids if rules.skip_special else frozenset()
         self._hidden = hidden if rules.include_stop else hidden | rules.terminal_ids
         self._utf8 = _Utf8("replace")
         self._held = ""
@@ -47,20 +109,20 @@ class Detokenizer:
         self.text_len = 0
         """Characters released so far."""
         self.stopped = False
-        """A stop string was met; the text ends before it, or after it with `include_stop`."""
+        """Set at a stop string; the text ends before it, or after it with `include_stop`."""
         self.matched: str | None = None
-        """That stop string."""
+        """The stop string that was met."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens release. With stop strings, feed one token at a time to know which one stopped."""
+        """Return the text that these tokens release. Feed one at a time to learn which one completed a stop string."""
         if self.stopped:
             return ""
-        pieces = self._pieces
+        token_bytes = self._token_bytes
         hidden = self._hidden
-        return self._release(self._utf8.decode(b"".join([pieces[id_] for id_ in token_ids if id_ not in hidden])))
+        return self._release(self._utf8.decode(b"".join([token_bytes[id_] for id_ in token_ids if id_ not in hidden])))
 
     def finish(self) -> str:
-        """The rest: an incomplete character becomes U+FFFD, as in decoding the whole."""
+        """Return the rest. An incomplete character becomes U+FFFD, as in decoding the whole."""
         if self.stopped:
             return ""
         text = self._release(self._utf8.decode(b"", final=True))
@@ -94,7 +156,7 @@ class Detokenizer:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """(start, end) of the match that is complete first; at one end the longest."""
+    """Return (start, end) of the match that is complete first; the longest of those with one end."""
     best: tuple[int, int] | None = None
     for stop in stops:
         start = text.find(stop)
@@ -106,7 +168,7 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _ambiguous_len(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
+    """Return the length of the longest end of `text` that begins a stop string."""
     longest = 0
     for stop in stops:
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

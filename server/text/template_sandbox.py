@@ -1,7 +1,7 @@
-"""jinja2's immutable sandbox with bounds on time and size: a template comes with a model's files, and is code.
+"""Bound time and size in jinja2's immutable sandbox: a template comes with a model's files, and is code.
 
-The sandbox keeps templates from Python's objects. What it leaves open is work without end: loops that write nothing
-(`range` alone is bounded), and products such as `'x' * 10**9`. Every loop is made to look at the clock at each turn.
+The sandbox keeps templates from Python's objects, but not from work without end: loops that write nothing, and products
+such as `'x' * 10**9`. So every loop checks the clock at each turn, and products are bounded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from server.pace import Steps
 
 MAX_RENDER_S: Final = 5.0
 MAX_PRODUCT: Final = 1 << 20
-"""Characters or items of a product, bits of a power."""
-_LOOK: Final = "headstart_look"
+"""Characters or items in a product, bits in a power."""
+_CHECK: Final = "headstart_check_clock"
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders with the variables of a `RenderClock` among its own."""
+    """Renders templates whose variables include those of a `RenderClock`."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Raises TemplateRuntimeError for a product that is too large."""
+        """Raise TemplateRuntimeError for a product that is too large."""
         integers = isinstance(left, int) and isinstance(right, int)
         if operator == "**" and integers and left.bit_length() * abs(right) > MAX_PRODUCT:
             raise jinja2.TemplateRuntimeError("a power is too large")
@@ -38,27 +38,29 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def bounded_template(self, source: str) -> jinja2.Template:
-        """Raises TemplateError or RecursionError for what cannot be compiled."""
+        """Compile a template. Raises TemplateError or RecursionError."""
         tree = self.parse(source)
         for loop in tree.find_all(jinja2.nodes.For):
-            look = jinja2.nodes.Call(jinja2.nodes.Name(_LOOK, "load"), [], [], None, None)
-            loop.body.insert(0, jinja2.nodes.ExprStmt(look).set_lineno(loop.lineno))
+            check = jinja2.nodes.Call(jinja2.nodes.Name(_CHECK, "load"), [], [], None, None)
+            loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
         template = self.from_string(tree)
-        template.globals = dict(template.globals)  # of a chain of maps, which every rendering would go through anew
+        template.globals = dict(
+            template.globals
+        )  # a plain dict: renderings copy it, and a chain of maps is slow to copy
         return template
 
 
 class HeldTooLongError(Exception):
-    """The template has written nothing for a while."""
+    """The template wrote nothing for too long."""
 
 
 class RenderClock:
-    """Of one rendering. Every loop of the template looks at it."""
+    """Limits the time of one rendering. Every loop of the template checks it."""
 
     __slots__ = ("_held_until_s", "_hold_s", "_max_s", "_until_s")
 
     def __init__(self, max_s: float = MAX_RENDER_S, hold_s: float = float("inf")) -> None:
-        """`hold_s`: the longest time from one `rest` to the next."""
+        """`hold_s`: the longest time between two calls of `rest`."""
         self._max_s, self._hold_s = max_s, hold_s
         self.begin()
 
@@ -67,17 +69,17 @@ class RenderClock:
         self._until_s, self._held_until_s = now_s + self._max_s, now_s + self._hold_s
 
     def rest(self) -> Steps[None]:
-        """What others do meanwhile does not count."""
+        """Pause the clock while others use the event loop."""
         left_s = self._until_s - time.monotonic()
         yield
         self.begin()
         self._until_s += left_s - self._max_s
 
     def variables(self) -> dict[str, Callable[[], None]]:
-        return {_LOOK: self._look}
+        return {_CHECK: self._check}
 
-    def _look(self) -> None:
-        """Raises TemplateRuntimeError after `max_s`, HeldTooLongError after `hold_s`."""
+    def _check(self) -> None:
+        """Raise TemplateRuntimeError after `max_s`, HeldTooLongError after `hold_s`."""
         now_s = time.monotonic()
         if now_s > self._until_s:
             raise jinja2.TemplateRuntimeError(f"it took more than {self._max_s:g} s")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from server.text.parsing.messages import call_id
-from server.text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from server.text.parsing.reader import CallArguments, CallStart, Content, OutputDelta, Reasoning
 
 Event = tuple[str, dict[str, Any]]
 """Type and fields."""
@@ -25,7 +25,7 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
         """Of tokens whose text is not released yet."""
 
-    def add(self, pieces: Iterable[Piece], logprobs: Iterable[dict[str, Any]] = ()) -> list[Event]:
+    def add(self, pieces: Iterable[OutputDelta], logprobs: Iterable[dict[str, Any]] = ()) -> list[Event]:
         """`logprobs` of the pieces' tokens, which go out with the first text of the answer."""
         events: list[Event] = []
         self._logprobs += logprobs

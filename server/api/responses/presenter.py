@@ -15,12 +15,12 @@ from server.api.responses.types import ResponsesRequest
 from server.errors import ApiError
 from server.request.answer import Answer, CollectedChoice
 from server.request.choice import ChoiceDelta, TokenEntry
-from server.text.parsing.output import OutputParser, OutputRules
-from server.text.pieces import PieceTable
+from server.text.detokenizer import TokenBytes
+from server.text.parsing.messages import OutputParser, OutputRules
 
 
 class ResponsesPresenter:
-    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, pieces: PieceTable) -> None:
+    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, pieces: TokenBytes) -> None:
         self._id = id_
         self._pieces = pieces
         self._num_top = request.num_top_logprobs

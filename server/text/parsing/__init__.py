@@ -1,12 +1,6 @@
-"""What a model's text means: reasoning, content and tool calls, told apart as the text arrives.
+"""Read reasoning, content and tool calls out of a model's text as it arrives. How the text is cut does not matter.
 
-pieces         what is told apart
-json_scan      where a JSON value ends
-calls          one {"name": ..., "arguments": ...}
-formats        how families write calls
-output         reasoning, <think> ... </think>, and all the rest, for one choice
-messages       the same as OpenAI's messages and deltas
-hermes_prompt  tools for models whose template knows none
-
-However a text is cut, the pieces in a row say the same.
+reader     one call object, and where a JSON value ends
+formats    how model families write calls
+messages   the parser of one choice, and OpenAI's messages and deltas
 """

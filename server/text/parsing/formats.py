@@ -1,4 +1,4 @@
-"""How model families write tool calls.
+"""Tool-call formats of model families, and the prompt for models whose template knows no tools.
 
 hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...          Qwen, Hermes, SmolLM3
 llama3   {"name": ..., "parameters": {...}}; ...  alone, or behind <|python_tag|>
@@ -9,13 +9,21 @@ forced   the arguments alone                                   the same for one 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
 
-from server.text.parsing.calls import CallReader, match_head
-from server.text.parsing.json_scan import JsonScanner
-from server.text.parsing.pieces import CallArguments, CallStart, Content, Piece, ambiguous_len
+from server.text.parsing.reader import (
+    CallArguments,
+    CallReader,
+    CallStart,
+    Content,
+    JsonScanner,
+    OutputDelta,
+    ambiguous_len,
+    match_head,
+)
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 MARKERS: Final[dict[ToolFormat, tuple[str, ...]]] = {
@@ -23,14 +31,23 @@ MARKERS: Final[dict[ToolFormat, tuple[str, ...]]] = {
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
 }
-"""Texts that have to be seen even where the vocabulary has them as special tokens."""
+"""Texts the parser must see even where they are special tokens of the vocabulary."""
 MAX_NAME_CHARS: Final = 256
+_INSTRUCTION: Final = """You can call functions to answer the user. They are, one JSON schema a line:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and arguments between tags, and nothing else:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
 
-_Step = Callable[[list[Piece]], bool]
+
+_Step = Callable[[list[OutputDelta]], bool]
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template speaks of, if any."""
+    """Return the format that a chat template mentions, if any."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|python_tag|>" in template or ("ipython" in template and "parameters" in template):
@@ -39,9 +56,9 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 class CallParser(ABC):
-    """Steps over what has arrived: a step consumes from `_buffer` or moves on; False waits for more text.
+    """Run steps over the buffered text: a step consumes from `_buffer` or sets the next; False waits for more text.
 
-    White space beside a call is not content.
+    White space around a call is not content.
     """
 
     def __init__(self) -> None:
@@ -53,51 +70,51 @@ class CallParser(ABC):
         self._after_call: _Step = self._begin
 
     @abstractmethod
-    def _begin(self, pieces: list[Piece]) -> bool: ...
+    def _begin(self, deltas: list[OutputDelta]) -> bool: ...
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[OutputDelta]:
         self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
+        deltas: list[OutputDelta] = []
+        while self._buffer and self._step(deltas):
             pass
-        return pieces
+        return deltas
 
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def finish(self) -> list[OutputDelta]:
+        deltas: list[OutputDelta] = []
         if self._step == self._call:
-            self._reader.finish(pieces)
+            self._reader.finish(deltas)
         elif self._buffer.strip():
-            self._content(self._buffer, pieces)
+            self._content(self._buffer, deltas)
         elif not self._any_call:
             self._space += self._buffer
         if self._space and not self._any_call:
-            pieces.append(Content(self._space))
-        return pieces
+            deltas.append(Content(self._space))
+        return deltas
 
-    def _content(self, text: str, pieces: list[Piece]) -> None:
-        """White space at the end waits: it counts when more content follows."""
+    def _content(self, text: str, deltas: list[OutputDelta]) -> None:
+        """Emit text, but hold trailing white space until more content follows."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
         if kept:
-            pieces.append(Content(kept))
+            deltas.append(Content(kept))
 
-    def _until_marker(self, marker: str, pieces: list[Piece]) -> bool:
-        """Content up to the marker; True when the marker was met and consumed."""
+    def _until_marker(self, marker: str, deltas: list[OutputDelta]) -> bool:
+        """Emit content up to the marker; return True once the marker is consumed."""
         before, found, after = self._buffer.partition(marker)
         if found:
-            self._content(before, pieces)
+            self._content(before, deltas)
             self._space = ""
             self._any_call = True
             self._buffer = after
             return True
         keep = ambiguous_len(before, (marker,))
-        self._content(before[: len(before) - keep], pieces)
+        self._content(before[: len(before) - keep], deltas)
         self._buffer = before[len(before) - keep :]
         return False
 
     def _skip_space(self) -> bool:
-        """True when something else is there."""
+        """Drop leading white space; return whether text is left."""
         self._buffer = self._buffer.lstrip()
         return bool(self._buffer)
 
@@ -107,19 +124,19 @@ class CallParser(ABC):
         self._step = self._call
         return True
 
-    def _call(self, pieces: list[Piece]) -> bool:
-        self._buffer = self._reader.feed(self._buffer, pieces)
+    def _call(self, deltas: list[OutputDelta]) -> bool:
+        self._buffer = self._reader.feed(self._buffer, deltas)
         if self._reader.done:
             self._step = self._after_call
         return True
 
-    def _plain(self, pieces: list[Piece]) -> bool:
-        self._content(self._buffer, pieces)
+    def _plain(self, deltas: list[OutputDelta]) -> bool:
+        self._content(self._buffer, deltas)
         self._buffer = ""
         return False
 
-    def _list(self, pieces: list[Piece]) -> bool:
-        """Between the calls of a list."""
+    def _list(self, deltas: list[OutputDelta]) -> bool:
+        """Step between the calls of a list."""
         self._buffer = self._buffer.lstrip(", \t\r\n")
         if not self._buffer:
             return False
@@ -134,13 +151,13 @@ class CallParser(ABC):
 
 
 class HermesParser(CallParser):
-    def _begin(self, pieces: list[Piece]) -> bool:
-        if not self._until_marker("<tool_call>", pieces):
+    def _begin(self, deltas: list[OutputDelta]) -> bool:
+        if not self._until_marker("<tool_call>", deltas):
             return False
         self._step = self._inside
         return True
 
-    def _inside(self, pieces: list[Piece]) -> bool:
+    def _inside(self, deltas: list[OutputDelta]) -> bool:
         if not self._skip_space():
             return False
         if self._buffer[0] == "{":
@@ -148,7 +165,7 @@ class HermesParser(CallParser):
         self._step = self._begin
         return True
 
-    def _behind(self, pieces: list[Piece]) -> bool:
+    def _behind(self, deltas: list[OutputDelta]) -> bool:
         end = "</tool_call>"
         if not self._skip_space() or (len(self._buffer) < len(end) and end.startswith(self._buffer)):
             return False
@@ -158,13 +175,13 @@ class HermesParser(CallParser):
 
 
 class Llama3Parser(CallParser):
-    """A call is the whole answer, and its name that of a tool: other JSON is content."""
+    """Accept a call only as the whole answer and with a known tool's name: other JSON is content."""
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
         self._names = names
 
-    def _begin(self, pieces: list[Piece]) -> bool:
+    def _begin(self, deltas: list[OutputDelta]) -> bool:
         tag = "<|python_tag|>"
         text = self._buffer.lstrip()
         if not text or (len(text) < len(tag) and tag.startswith(text)):
@@ -180,13 +197,13 @@ class Llama3Parser(CallParser):
         self._step = self._plain
         return True
 
-    def _behind(self, pieces: list[Piece]) -> bool:
+    def _behind(self, deltas: list[OutputDelta]) -> bool:
         self._buffer = self._buffer.lstrip("; \t\r\n")
         if self._buffer:
             self._step = self._begin
         return bool(self._buffer)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputDelta]:
         if not self._buffer.strip():
             return []
         return super().finish()
@@ -197,13 +214,13 @@ class MistralParser(CallParser):
         super().__init__()
         self._value = JsonScanner()
 
-    def _begin(self, pieces: list[Piece]) -> bool:
-        if not self._until_marker("[TOOL_CALLS]", pieces):
+    def _begin(self, deltas: list[OutputDelta]) -> bool:
+        if not self._until_marker("[TOOL_CALLS]", deltas):
             return False
         self._step = self._behind_marker
         return True
 
-    def _behind_marker(self, pieces: list[Piece]) -> bool:
+    def _behind_marker(self, deltas: list[OutputDelta]) -> bool:
         if not self._skip_space():
             return False
         if self._buffer[0] == "[":
@@ -213,22 +230,22 @@ class MistralParser(CallParser):
             self._step = self._name
         return True
 
-    def _name(self, pieces: list[Piece]) -> bool:
+    def _name(self, deltas: list[OutputDelta]) -> bool:
         name, brace, arguments = self._buffer.partition("{")
         if not brace:
             if len(name) > MAX_NAME_CHARS:
                 self._step = self._plain
                 return True
             return False
-        pieces.append(CallStart(name.replace("[ARGS]", "").strip()))
+        deltas.append(CallStart(name.replace("[ARGS]", "").strip()))
         self._buffer = brace + arguments
         self._value = JsonScanner()
         self._step = self._arguments
         return True
 
-    def _arguments(self, pieces: list[Piece]) -> bool:
+    def _arguments(self, deltas: list[OutputDelta]) -> bool:
         size = self._value.feed(self._buffer)
-        pieces.append(CallArguments(self._buffer[:size]))
+        deltas.append(CallArguments(self._buffer[:size]))
         self._buffer = self._buffer[size:]
         if self._value.done:
             self._step = self._begin
@@ -236,7 +253,7 @@ class MistralParser(CallParser):
 
 
 class ListParser(CallParser):
-    def _begin(self, pieces: list[Piece]) -> bool:
+    def _begin(self, deltas: list[OutputDelta]) -> bool:
         if not self._skip_space():
             return False
         if self._buffer[0] != "[":
@@ -249,18 +266,43 @@ class ListParser(CallParser):
 
 
 class ForcedParser:
-    """Everything is the arguments of the one function that the request names."""
+    """Pass all text on as arguments of the one function that the request names."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._started = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[OutputDelta]:
         if not text:
             return []
-        pieces: list[Piece] = [] if self._started else [CallStart(self._name)]
+        deltas: list[OutputDelta] = [] if self._started else [CallStart(self._name)]
         self._started = True
-        return [*pieces, CallArguments(text)]
+        return [*deltas, CallArguments(text)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputDelta]:
         return [] if self._started else [CallStart(self._name)]
+
+
+def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write tools into the system message, and calls and results as text, for a template that knows no tools.
+
+    The answer is read by the `hermes` parser.
+    """
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    instruction = _INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instruction}"}, *plain[1:]]
+    return [{"role": "system", "content": instruction}, *plain]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    content = "\n".join(part for part in (message["content"], *written) if part)
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}

@@ -1,18 +1,163 @@
-"""Pieces in the shapes of chat messages: whole ones, and deltas of a stream."""
+"""Parse one choice's text into reasoning, content and tool calls, and write these as OpenAI's messages and deltas."""
 
 from __future__ import annotations
 
 import secrets
 import string
 from collections.abc import Iterable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
-from server.text.parsing.output import OutputParser, OutputRules
-from server.text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from server.text.parsing.formats import (
+    MARKERS,
+    ForcedParser,
+    HermesParser,
+    ListParser,
+    Llama3Parser,
+    MistralParser,
+    ToolFormat,
+)
+from server.text.parsing.reader import (
+    CallArguments,
+    CallStart,
+    Content,
+    OutputDelta,
+    Reasoning,
+    TextParser,
+    ambiguous_len,
+)
 
+THINK: Final = "<think>"
+END_THINK: Final = "</think>"
 _ID_ALPHABET: Final = string.ascii_letters + string.digits
 _ID_CHARS: Final = 9
-"""Mistral's templates insist on nine letters or digits; nobody else minds."""
+"""Mistral's templates insist on nine letters or digits."""
+
+ReasoningStart = Literal["none", "maybe", "inside"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRules:
+    """How to parse one request's text. With neither reasoning nor tools all of it is content."""
+
+    reasoning: ReasoningStart = "none"
+    """`maybe`: the text may begin with <think>. `inside`: the prompt ends with <think>."""
+    tools: ToolFormat | Literal["list"] | None = None
+    forced: str | None = None
+    """The one function that tool_choice names."""
+    tool_names: frozenset[str] = frozenset()
+    parallel: bool = True
+
+    @property
+    def plain(self) -> bool:
+        return self.reasoning == "none" and self.tools is None and self.forced is None
+
+    def markers(self) -> tuple[str, ...]:
+        """Return the special tokens that the detokenizer must show to this parser."""
+        found: tuple[str, ...] = () if self.reasoning == "none" else (THINK, END_THINK)
+        if self.tools is not None and self.tools != "list":
+            found += MARKERS[self.tools]
+        return found
+
+
+class OutputParser:
+    """Parse one choice's text: reasoning first, then content and calls. How the text is cut does not matter."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        self._inner = _inner(rules)
+        self._state: Literal["maybe", "inside", "trim", "after"] = (
+            "after" if rules.reasoning == "none" else rules.reasoning
+        )
+        self._held = ""
+        self._num_fed = 0
+        self.answer_start = 0
+        """Number of characters known to belong to reasoning."""
+        self._num_calls = 0
+        self._parallel = rules.parallel
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        if self._state == "after":
+            return self._allowed(self._after(text))
+        deltas: list[OutputDelta] = []
+        self._num_fed += len(text)
+        text, self._held = self._held + text, ""
+        if self._state == "maybe":
+            text = self._maybe(text)
+        if self._state == "inside":
+            text = self._inside(text, deltas)
+        if self._state == "trim":
+            text = text.lstrip()
+            if text:
+                self._state = "after"
+        if self._state == "after" and text:
+            deltas += self._after(text)
+        return self._allowed(deltas)
+
+    def finish(self) -> list[OutputDelta]:
+        deltas: list[OutputDelta] = []
+        if self._held and self._state == "inside":
+            deltas.append(Reasoning(self._held))
+        elif self._held:
+            deltas += self._after(self._held)
+        if self._inner is not None:
+            deltas += self._inner.finish()
+        return self._allowed(deltas)
+
+    def _maybe(self, text: str) -> str:
+        begun = text.lstrip()
+        if len(begun) < len(THINK) and THINK.startswith(begun):
+            self._held = text
+            return ""
+        if begun.startswith(THINK):
+            self._state = "inside"
+            return begun.removeprefix(THINK)
+        self._state = "after"
+        return text
+
+    def _inside(self, text: str, deltas: list[OutputDelta]) -> str:
+        thought, end, rest = text.partition(END_THINK)
+        if not end:
+            self.answer_start = self._num_fed
+            keep = ambiguous_len(thought, (END_THINK,))
+            thought, self._held = thought[: len(thought) - keep], thought[len(thought) - keep :]
+        else:
+            self._state = "trim"
+            self.answer_start = self._num_fed - len(rest)
+        if thought:
+            deltas.append(Reasoning(thought))
+        return rest
+
+    def _after(self, text: str) -> list[OutputDelta]:
+        if self._inner is not None:
+            return self._inner.feed(text)
+        return [Content(text)] if text else []
+
+    def _allowed(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Keep only the first call when parallel_tool_calls is false."""
+        if self._parallel:
+            return deltas
+        allowed = []
+        for delta in deltas:
+            if isinstance(delta, CallStart):
+                self._num_calls += 1
+            if self._num_calls <= 1 or not isinstance(delta, CallStart | CallArguments):
+                allowed.append(delta)
+        return allowed
+
+
+def _inner(rules: OutputRules) -> TextParser | None:
+    if rules.forced is not None:
+        return ForcedParser(rules.forced)
+    match rules.tools:
+        case "hermes":
+            return HermesParser()
+        case "llama3":
+            return Llama3Parser(rules.tool_names)
+        case "mistral":
+            return MistralParser()
+        case "list":
+            return ListParser()
+    return None
 
 
 def call_id() -> str:
@@ -20,7 +165,7 @@ def call_id() -> str:
 
 
 class ChoiceMessage:
-    """One choice's message, read as it arrives."""
+    """Write one choice's text as OpenAI's message, as it arrives or whole."""
 
     def __init__(self, rules: OutputRules) -> None:
         self._parser = OutputParser(rules)
@@ -31,13 +176,13 @@ class ChoiceMessage:
         return self._num_calls > 0
 
     def deltas(self, text: str, *, last: bool) -> list[dict[str, Any]]:
-        """The `delta` objects that the text gives, in order."""
-        pieces = self._parser.feed(text)
+        """Return the `delta` objects of a stream for more text."""
+        parsed = self._parser.feed(text)
         if last:
-            pieces += self._parser.finish()
+            parsed += self._parser.finish()
         deltas: list[dict[str, Any]] = []
-        for piece in _merged(pieces):
-            match piece:
+        for delta in _merged(parsed):
+            match delta:
                 case Content(text):
                     deltas.append({"content": text})
                 case Reasoning(text):
@@ -53,7 +198,7 @@ class ChoiceMessage:
         return deltas
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The message of a complete text: its content, reasoning and calls."""
+        """Return the message of a complete text, with its content, reasoning and calls."""
         content = reasoning = ""
         calls: list[dict[str, Any]] = []
         for delta in self.deltas(text, last=True):
@@ -73,14 +218,14 @@ class ChoiceMessage:
         return message
 
 
-def _merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one."""
-    merged: list[Piece] = []
-    for piece in pieces:
+def _merged(deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
+    """Join neighbours of one kind."""
+    merged: list[OutputDelta] = []
+    for delta in deltas:
         previous = merged[-1] if merged else None
-        if previous is not None and type(previous) is type(piece) and not isinstance(piece, CallStart):
+        if previous is not None and type(previous) is type(delta) and not isinstance(delta, CallStart):
             assert not isinstance(previous, CallStart)
-            merged[-1] = type(piece)(previous.text + piece.text)
+            merged[-1] = type(delta)(previous.text + delta.text)
         else:
-            merged.append(piece)
+            merged.append(delta)
     return merged

@@ -9,27 +9,26 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.request.choice import Choice, ChoiceDelta, merged
-from server.text.detokenizer import TextRules
-from server.text.pieces import PieceTable
+from server.text.detokenizer import TextRules, TokenBytes
 from worker.wire import Finished, Frame, TokenLogprobs, Tokens
 
 SPECIAL_ID = 2
 
 
 @pytest.fixture(scope="module")
-def pieces(raw_tokenizer: Tokenizer) -> PieceTable:
-    return PieceTable(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
+def pieces(raw_tokenizer: Tokenizer) -> TokenBytes:
+    return TokenBytes(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
 
 
-def choice_of(pieces: PieceTable, *, with_logprobs: bool = False, **rules: Any) -> Choice:
+def choice_of(pieces: TokenBytes, *, with_logprobs: bool = False, **rules: Any) -> Choice:
     return Choice(0, 5, pieces, TextRules(**rules), with_logprobs=with_logprobs)
 
 
-def letter(pieces: PieceTable, text: str) -> int:
+def letter(pieces: TokenBytes, text: str) -> int:
     return next(id_ for id_ in range(600) if pieces[id_] == text.encode())
 
 
-def take(choice: Choice, pieces: PieceTable, text: str, *, with_logprobs: bool = False) -> bool:
+def take(choice: Choice, pieces: TokenBytes, text: str, *, with_logprobs: bool = False) -> bool:
     """A token a letter, in one frame."""
     ids = tuple(letter(pieces, one) for one in text)
     return choice.take(Tokens(0, ids, tuple(TokenLogprobs(-0.5, ()) for _ in ids) if with_logprobs else None))
@@ -41,11 +40,11 @@ def drained(choice: Choice) -> ChoiceDelta:
     return delta
 
 
-def shown(delta: ChoiceDelta, pieces: PieceTable) -> str:
+def shown(delta: ChoiceDelta, pieces: TokenBytes) -> str:
     return b"".join(pieces[entry.token_id] for entry in delta.entries).decode()
 
 
-def test_what_may_begin_a_stop_string_comes_with_the_end_at_the_latest(pieces: PieceTable) -> None:
+def test_what_may_begin_a_stop_string_comes_with_the_end_at_the_latest(pieces: TokenBytes) -> None:
     choice = choice_of(pieces, stops=("END",))
     assert not take(choice, pieces, "aEN")
     assert drained(choice).text == "a"
@@ -55,7 +54,7 @@ def test_what_may_begin_a_stop_string_comes_with_the_end_at_the_latest(pieces: P
     assert choice.drain() is None
 
 
-def test_log_probabilities_come_with_the_text_of_their_tokens(pieces: PieceTable) -> None:
+def test_log_probabilities_come_with_the_text_of_their_tokens(pieces: TokenBytes) -> None:
     choice = choice_of(pieces, stops=("END",), with_logprobs=True)
     take(choice, pieces, "aEN", with_logprobs=True)
     assert shown(drained(choice), pieces) == "a"
@@ -66,7 +65,7 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(pieces: PieceTable
     assert shown(drained(choice), pieces) == "E"
 
 
-def test_tokens_of_a_stop_string_have_no_log_probabilities(pieces: PieceTable) -> None:
+def test_tokens_of_a_stop_string_have_no_log_probabilities(pieces: TokenBytes) -> None:
     choice = choice_of(pieces, stops=("END",), with_logprobs=True)
     assert take(choice, pieces, "aENDb", with_logprobs=True)
     delta = drained(choice)
@@ -75,14 +74,14 @@ def test_tokens_of_a_stop_string_have_no_log_probabilities(pieces: PieceTable) -
     assert len(choice.output_ids) == 4, "what follows the stop string is not taken"
 
 
-def test_a_stop_token_is_named_unless_it_is_the_models_own(pieces: PieceTable) -> None:
+def test_a_stop_token_is_named_unless_it_is_the_models_own(pieces: TokenBytes) -> None:
     own, asked_for = choice_of(pieces), choice_of(pieces)
     own.finish(Finished(0, "stop", SPECIAL_ID))
     asked_for.finish(Finished(0, "stop", letter(pieces, "b")))
     assert [drained(choice).stop_reason for choice in (own, asked_for)] == [None, letter(pieces, "b")]
 
 
-def test_an_answer_is_complete_without_its_last_frame(pieces: PieceTable) -> None:
+def test_an_answer_is_complete_without_its_last_frame(pieces: TokenBytes) -> None:
     """Its worker may be lost between the last token and the word that it was the last."""
     choice = choice_of(pieces, terminal_ids=frozenset({SPECIAL_ID}))
     take(choice, pieces, "ab")

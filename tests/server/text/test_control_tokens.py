@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from server.api.chat import client_at, render_chat
+from server.api.chat import client_offsets, render_chat
 from server.models import ModelOptions, ServedModel, build_model
 from server.schema.types import ChatRequest, decode
 from server.text import template_sandbox
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import PART_CHARS
+from server.text.pretoken_cache import WINDOW_CHARS
 from server.text.tokenizer import INLINE_CHARS, SegmentCache
 from server.text.tokenizer import Tokenizer as ServedTokenizer
-from server.text.words import WINDOW_CHARS
 from tests import smollm2
 from tests.server.conftest import CHATML
 from worker.wire import TokenizerBundle
@@ -114,7 +114,9 @@ def plain_way(asked: ChatRequest, served: ServedModel) -> list[int]:
 
 async def ids_of(asked: ChatRequest, served: ServedModel) -> list[int]:
     rendered = await render_chat(asked, served)
-    ids, again = [await served.tokenizer.encode(rendered.text, client_at=client_at(rendered, served)) for _ in range(2)]
+    ids, again = [
+        await served.tokenizer.encode(rendered.text, client_offsets=client_offsets(rendered, served)) for _ in range(2)
+    ]
     assert ids == again, "from the caches too"
     return ids
 
@@ -140,7 +142,7 @@ HARMFUL = st.lists(st.one_of(st.sampled_from(TOKENS), HARMLESS), max_size=6).map
 
 
 def count(ids: list[int]) -> int:
-    special = model().tokenizer.pieces.special_ids
+    special = model().tokenizer.token_bytes.special_ids
     return sum(id_ in special for id_ in ids)
 
 
@@ -300,9 +302,9 @@ async def test_long_texts_in_slices_have_the_ids_of_the_whole(kind: str, texts: 
     rendered = template.render(asked)
     assert len(rendered.text) > INLINE_CHARS
     sliced, whole = fresh(served), fresh(served)
-    ids = await sliced.encode(rendered.text, client_at=rendered.client_at, room=None)
-    assert ids == whole.encode_text(rendered.text, client_at=rendered.client_at)
-    assert ids == await sliced.encode(rendered.text, client_at=rendered.client_at), "from the cache too"
+    ids = await sliced.encode(rendered.text, client_offsets=rendered.client_offsets, room=None)
+    assert ids == whole.encode_text(rendered.text, client_offsets=rendered.client_offsets)
+    assert ids == await sliced.encode(rendered.text, client_offsets=rendered.client_offsets), "from the cache too"
     assert count(ids) == 2 * len(texts) + 1, "those of the template"
     assert template.render(asked).text == plain_text(asked, served)
 
@@ -338,7 +340,7 @@ def test_what_a_template_cuts_out_of_a_long_text_makes_no_token(
     assert served.template is not None
     rendered = served.template.render(request([{"role": "user", "content": text}]))
     assert token in rendered.text, "the template put it together"
-    assert count(served.tokenizer.encode_text(rendered.text, client_at=rendered.client_at)) == 2
+    assert count(served.tokenizer.encode_text(rendered.text, client_offsets=rendered.client_offsets)) == 2
 
 
 @cache

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 
-from server.text.detokenizer import Detokenizer, TextRules
-from server.text.pieces import PieceTable
+from server.text.detokenizer import Detokenizer, TextRules, TokenBytes
 
 TEXT = st.one_of(
     st.text(max_size=40), st.lists(st.sampled_from(["ab", "a", "b", "STOP", "ST", "🎉", "é"])).map("".join)
@@ -18,8 +17,8 @@ STOPS = st.lists(st.one_of(st.text(min_size=1, max_size=4), st.sampled_from(["ab
 
 
 @pytest.fixture(scope="module")
-def pieces(raw_tokenizer: RawTokenizer) -> PieceTable:
-    return PieceTable(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
+def pieces(raw_tokenizer: RawTokenizer) -> TokenBytes:
+    return TokenBytes(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
 
 
 def run(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
@@ -32,7 +31,7 @@ def run(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     ids=st.lists(st.integers(0, 601), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=6), skip=st.booleans()
 )
 def test_any_cut_of_any_tokens_is_the_decoded_whole(
-    pieces: PieceTable, raw_tokenizer: RawTokenizer, ids: list[int], cuts: list[int], skip: bool
+    pieces: TokenBytes, raw_tokenizer: RawTokenizer, ids: list[int], cuts: list[int], skip: bool
 ) -> None:
     texts = run(Detokenizer(pieces, TextRules(skip_special=skip)), ids, cuts)
     assert "".join(texts) == raw_tokenizer.decode(ids, skip_special_tokens=skip)
@@ -50,7 +49,7 @@ def reference(text: str, stops: list[str], include: bool) -> str:
 @settings(max_examples=500, deadline=None)
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=8), include=st.booleans())
 def test_stop_strings_wherever_the_tokens_are_cut(
-    pieces: PieceTable, raw_tokenizer: RawTokenizer, text: str, stops: list[str], cuts: list[int], include: bool
+    pieces: TokenBytes, raw_tokenizer: RawTokenizer, text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     text = text.encode("utf-8", "replace").decode()
     ids = raw_tokenizer.encode(text, add_special_tokens=False).ids
@@ -65,26 +64,26 @@ def test_stop_strings_wherever_the_tokens_are_cut(
     assert detokenizer.text_len == len(released)
 
 
-def test_half_a_character_waits(pieces: PieceTable) -> None:
+def test_half_a_character_waits(pieces: TokenBytes) -> None:
     first, *rest = _byte_ids(pieces, "🎉".encode())
     detokenizer = Detokenizer(pieces, TextRules())
     assert detokenizer.feed([first]) == ""
     assert detokenizer.feed(rest) == "🎉"
 
 
-def test_a_cut_character_at_the_end_is_replaced(pieces: PieceTable) -> None:
+def test_a_cut_character_at_the_end_is_replaced(pieces: TokenBytes) -> None:
     detokenizer = Detokenizer(pieces, TextRules())
     assert detokenizer.feed(_byte_ids(pieces, "🎉".encode()[:3])) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_terminal_tokens_never_show(pieces: PieceTable, raw_tokenizer: RawTokenizer) -> None:
+def test_terminal_tokens_never_show(pieces: TokenBytes, raw_tokenizer: RawTokenizer) -> None:
     ids = raw_tokenizer.encode("Paris", add_special_tokens=False).ids
     end = raw_tokenizer.encode("1", add_special_tokens=False).ids
     assert Detokenizer(pieces, TextRules(terminal_ids=frozenset(end))).feed(ids + end) == "Paris"
 
 
-def _byte_ids(pieces: PieceTable, data: bytes) -> list[int]:
+def _byte_ids(pieces: TokenBytes, data: bytes) -> list[int]:
     by_byte = {pieces[id_]: id_ for id_ in range(600) if len(pieces[id_]) == 1}
     return [by_byte[bytes([byte])] for byte in data]
 
@@ -112,6 +111,6 @@ def test_sentencepiece_vocabularies() -> None:
         },
     }
     raw = RawTokenizer.from_str(json.dumps(layout))
-    table = PieceTable(raw, layout)
+    table = TokenBytes(raw, layout)
     ids = [0, 1, 2, 3, 4]
     assert "".join(run(Detokenizer(table, TextRules()), ids, [1, 2, 3])) == raw.decode(ids) == " Hello éx"

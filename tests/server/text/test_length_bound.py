@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from server.text.bounds import _SHRINK, LengthBound, length_bound
+from server.text.length_bound import _SHRINK, LengthBound, length_bound
 from tests import smollm2
 
 WORDS = ["hello", "world", "he", "llo", "  ", " the", "ab", "K"]

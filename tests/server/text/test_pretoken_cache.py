@@ -1,4 +1,4 @@
-"""Word by word gives the tokenizer's own ids, for every layout that is known, or there is no shortcut."""
+"""Chunk by chunk gives the tokenizer's own ids, for every layout that is known, or there is no cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server.text.words import _BY_SPLIT, MAX_KEPT_BYTES, MAX_WORD_CHARS, MAX_WORDS, Encode, Words, windows, words_of
+from server.text.pretoken_cache import (
+    _SPLIT_PATTERNS,
+    MAX_CACHED_BYTES,
+    MAX_CHUNK_CHARS,
+    MAX_CHUNKS,
+    Encode,
+    PretokenCache,
+    pretoken_cache,
+    windows,
+)
 from tests import smollm2
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -26,7 +35,7 @@ LAYOUTS: dict[str, Any] = {
                 {**BYTE_LEVEL, "use_regex": False},
             ],
         }
-        for name, regex in zip(("llama3", "qwen2"), _BY_SPLIT, strict=True)
+        for name, regex in zip(("llama3", "qwen2"), _SPLIT_PATTERNS, strict=True)
     },
 }
 ASCII = st.lists(
@@ -58,21 +67,21 @@ def encoder(layout: dict[str, Any]) -> Encode:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def words(request: pytest.FixtureRequest) -> tuple[Words, Encode]:
+def cached(request: pytest.FixtureRequest) -> tuple[PretokenCache, Encode]:
     layout = layout_of(request.param)
     encode = encoder(layout)
-    found = words_of(layout, encode)
+    found = pretoken_cache(layout, encode)
     assert found is not None
     return found, encode
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=ASCII)
-def test_words_in_a_row_are_the_whole(words: tuple[Words, Encode], text: str) -> None:
-    shortcut, encode = words
+def test_chunks_in_a_row_are_the_whole(cached: tuple[PretokenCache, Encode], text: str) -> None:
+    cache, encode = cached
     [whole] = encode([text])
-    assert shortcut.ids(text) == whole
-    assert shortcut.ids(text) == whole, "from the cache too"
+    assert cache.ids(text) == whole
+    assert cache.ids(text) == whole, "from the cache too"
 
 
 @pytest.mark.parametrize(
@@ -85,36 +94,47 @@ def test_words_in_a_row_are_the_whole(words: tuple[Words, Encode], text: str) ->
         {"added_tokens": [{"id": 0, "content": "the", "normalized": True}]},
     ],
 )
-def test_an_unknown_layout_has_no_shortcut(change: dict[str, Any]) -> None:
+def test_an_unknown_layout_has_no_cache(change: dict[str, Any]) -> None:
     layout = layout_of("gpt2")
-    assert words_of(layout | change, encoder(layout)) is None
+    assert pretoken_cache(layout | change, encoder(layout)) is None
 
 
-def test_a_tokenizer_that_says_otherwise_has_no_shortcut() -> None:
+def test_a_tokenizer_that_says_otherwise_has_no_cache() -> None:
     layout = layout_of("gpt2")
-    encode = encoder(layout_of("smollm2"))
-    assert words_of(layout, encode) is None, "the probes tell"
+    spaces_end_words = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    steps = [spaces_end_words, {**BYTE_LEVEL, "use_regex": False}]
+    encode = encoder(layout | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}})
+    assert pretoken_cache(layout, encode) is None, "the probes tell"
 
 
-def test_what_is_kept_is_bounded() -> None:
-    words = Words(r" ?[a-z]+| +", lambda texts: [[len(text)] for text in texts])
-    assert words.ids("a" * (MAX_WORD_CHARS + 1) + " " + "b" * (MAX_WORD_CHARS + 1)) == [MAX_WORD_CHARS + 1, 50]
-    assert not words._known
-    assert not words._spaced
-    for kept in (words._known, words._spaced):
-        kept |= {str(number): [number] for number in range(MAX_WORDS)}
-    assert words.ids("one more") == [3, 5]
-    assert set(words._known) == {"one", " more"}
-    assert set(words._spaced) == {"more"}
+def lengths(texts: list[str]) -> list[list[int]]:
+    """An encoder that gives each text its length as the one id."""
+    return [[len(text)] for text in texts]
 
 
-def test_no_chunk_begins_after_whitespace() -> None:
-    """The pattern may give the last of several spaces to any side."""
-    words = Words(r" ?[a-z]+| +", lambda texts: [[len(text)] for text in texts])
-    assert words.ids("a b c") == [1, 2, 2]
-    assert words.ids("a  b c") == [1, 2, 1, 2]
-    assert words.ids("a b  ") == [1, 2, 2]
-    assert set(words._spaced) == {"b", "c"}
+def test_the_number_of_chunks_is_bounded() -> None:
+    cache = PretokenCache(lengths)
+    assert cache.ids("a" * (MAX_CHUNK_CHARS + 1) + " " + "b" * (MAX_CHUNK_CHARS + 1)) == [MAX_CHUNK_CHARS + 1, 50]
+    assert len(cache) == 0
+    cache._ids |= {str(number): [number] for number in range(MAX_CHUNKS)}
+    assert cache.ids("one more") == [3, 5]
+    assert len(cache) == 2
+
+
+def test_no_chunk_begins_after_white_space() -> None:
+    """The tokenizer's pattern may give the last of several spaces to either side."""
+    cache = PretokenCache(lengths)
+    assert cache.ids("a b c") == [1, 2, 2]
+    assert cache.ids("a  b c") == [1, 3, 2]
+    assert cache.ids("a b  ") == [1, 2, 2]
+    assert cache.ids("a\t b c") == [4, 2]
+
+
+def test_chunks_at_the_start_and_after_a_space_differ() -> None:
+    cache = PretokenCache(lengths)
+    for _ in range(2):
+        assert cache.ids("a a") == [1, 2]
+        assert cache.ids(" a") == [2]
 
 
 @settings(max_examples=150, deadline=None)
@@ -124,8 +144,8 @@ def test_no_chunk_begins_after_whitespace() -> None:
         max_size=12,
     ).map("".join)
 )
-def test_windows_in_a_row_are_the_whole(words: tuple[Words, Encode], text: str) -> None:
-    _, encode = words
+def test_windows_in_a_row_are_the_whole(cached: tuple[PretokenCache, Encode], text: str) -> None:
+    _, encode = cached
     parts = list(windows(text, 3))
     assert "".join(parts) == text
     assert [id_ for ids in encode(parts) for id_ in ids] == encode([text])[0]
@@ -136,9 +156,9 @@ def test_windows_are_as_long_as_asked_for_where_there_are_spaces() -> None:
     assert len(list(windows(" " * 1000, 100))) == 1, "nothing can be cut"
 
 
-def test_what_is_kept_is_bounded_by_bytes_too() -> None:
-    words = Words(r" ?[a-z]+| +", lambda texts: [[1] * 100_000 for _ in texts])
+def test_the_bytes_of_chunks_are_bounded() -> None:
+    cache = PretokenCache(lambda texts: [[1] * 100_000 for _ in texts])
     for number in range(60):
-        words.ids(chr(97 + number % 26) * (number // 26 + 1))
-    assert words._known.num_bytes <= MAX_KEPT_BYTES + 5 * 100_000 * 40
-    assert len(words._known) < 12
+        cache.ids(chr(97 + number % 26) * (number // 26 + 1))
+    assert cache.num_bytes <= MAX_CACHED_BYTES + 5 * 100_000 * 40
+    assert len(cache) < 16

@@ -1,11 +1,11 @@
-"""How few tokens a text can have, told from its length alone: what cannot fit need not be tokenised to be refused.
+"""Bound a text's token count from below by its length, to refuse what cannot fit without tokenising it.
 
     bytes of the text <= shrink of the normalizer x bytes of the longest token x tokens
 
-This holds only where every character has to be told by some token. A component that may drop characters, or give any
-number of them one token, has no bound: an unknown token for a whole word (WordPiece), or for a run of characters
-(`fuse_unk`), a `Removed` split, a charsmap. White space, and bytes that a byte-level vocabulary lacks (SmolLM2's has no
-0x04), may be dropped where they are not counted.
+This holds only where some token stands for every character. A component that drops characters, or gives any number of
+them one token, has no bound: an unknown token for a whole word (WordPiece) or a run of characters (`fuse_unk`), a
+`Removed` split, a charsmap. White space, and bytes that a byte-level vocabulary lacks (SmolLM2's has no 0x04), are not
+counted where they may be dropped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from server.text.pieces import BYTE_ALPHABET
+from server.text.detokenizer import BYTE_ALPHABET
 
 _SHRINK: Final = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
-"""Bytes before over bytes after, at most: four bytes become one (U+1D400 to A), nothing becomes nothing."""
+"""Bytes before over bytes after, at most: four bytes become one (U+1D400 to A)."""
 _WHOLE: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 """Pre-tokenizers that drop nothing."""
 _DROP_SPACE: Final = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
@@ -27,17 +27,17 @@ _WINDOW_CHARS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LengthBound:
-    """Of one tokenizer."""
+    """The bound of one tokenizer."""
 
     token_bytes: int
-    """Of a text, that one token can stand for."""
+    """Most bytes of a text that one token can stand for."""
     counts_space: bool
-    """White space has to be told by tokens too."""
+    """White space takes tokens too."""
     lost: bytes = b""
-    """Bytes that the vocabulary does not know: the tokenizer drops them."""
+    """Bytes that the vocabulary lacks: the tokenizer drops them."""
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least."""
+        """Return a number of tokens that the text has at least."""
         return -(-self._num_bytes(text) // self.token_bytes)
 
     def _num_bytes(self, text: str) -> int:
@@ -52,7 +52,7 @@ class LengthBound:
 
 
 def num_bytes(text: str) -> int:
-    """In UTF-8; without a copy of a long text."""
+    """Count a text's bytes in UTF-8, without a copy of a long text."""
     if text.isascii():
         return len(text)
     starts = range(0, len(text), _WINDOW_CHARS)
@@ -60,7 +60,7 @@ def num_bytes(text: str) -> int:
 
 
 def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
-    """Of a tokenizer.json; None: there is none that is sound."""
+    """Return the bound for a tokenizer.json; None where no bound is sound."""
     shrink, counts_space = 1, True
     for step in _flat(layout.get("normalizer"), "normalizers"):
         factor = _shrink(step)
@@ -98,7 +98,7 @@ def _flat(step: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any
 def _shrink(step: Mapping[str, Any]) -> int | None:
     kind = step.get("type")
     if kind == "Strip":
-        return 1  # of white space, which is then not counted
+        return 1  # strips white space, which is then not counted
     if kind != "Replace":
         return _SHRINK.get(str(kind))
     pattern, content = step["pattern"].get("String"), step["content"]
@@ -106,7 +106,7 @@ def _shrink(step: Mapping[str, Any]) -> int | None:
 
 
 def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:
-    """In bytes; None where characters may get lost, or share one token without a limit."""
+    """Return its bytes; None where characters may get lost, or share one token without a limit."""
     kind, vocab = model.get("type"), model.get("vocab")
     if kind not in ("BPE", "Unigram") or not vocab:
         return None

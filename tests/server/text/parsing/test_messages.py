@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.parsing.calls import call_of
 from server.text.parsing.formats import MAX_NAME_CHARS, format_of
-from server.text.parsing.json_scan import JsonScanner
-from server.text.parsing.output import OutputParser, OutputRules
-from server.text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from server.text.parsing.messages import OutputParser, OutputRules
+from server.text.parsing.reader import CallArguments, CallStart, Content, JsonScanner, OutputDelta, Reasoning, call_of
 
 HERMES = OutputRules(tools="hermes")
 LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))
@@ -24,7 +22,7 @@ THINKING = OutputRules(reasoning="maybe", tools="hermes")
 def read(rules: OutputRules, parts: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
     """(reasoning, content, calls) of a text that arrives in parts."""
     parser = OutputParser(rules)
-    pieces: list[Piece] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+    pieces: list[OutputDelta] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
     reasoning = content = ""
     calls: list[tuple[str, str]] = []
     for piece in pieces:

@@ -1,10 +1,9 @@
-"""Whether a conversation's next turn brings the last answer back as the very tokens that were generated.
+"""Check whether a conversation's next turn brings the last answer back as the tokens that were generated.
 
-    answered:  prompt | answer            remembered under the prompt's last full block: the answer's last full block
-    continued: prompt | answer' | ...     the same blocks? Then the worker finds the answer in its cache, else only
-                                          the prompt
+    answered:  prompt | answer           record, under the prompt's last full block, the answer's last full block
+    continued: prompt | answer' | ...    the same blocks? Then the worker's cache holds the answer, else only the prompt
 
-The text of an answer, tokenised again within the next prompt, need not give the tokens that it came from.
+The text of an answer, tokenised again within the next prompt, need not give the tokens it came from.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from cache.types import BlockHash
 
 MAX_ANSWERS: Final = 10_000
 MAX_SIBLINGS: Final = 4
-"""Different answers to one prompt that are remembered."""
+"""Different answers kept for one prompt."""
 
 
-class Turns:
-    """Owned by the event loop; the answers of longest ago are forgotten first."""
+class RetokenisationCheck:
+    """Keep the last blocks of recent answers, least recently added out first. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[BlockHash, list[tuple[int, BlockHash]]] = OrderedDict()
@@ -30,7 +29,7 @@ class Turns:
     def answered(
         self, prompt_ids: Sequence[int], hashes: Sequence[BlockHash], output_ids: Sequence[int], block_size: int
     ) -> None:
-        """Remember an answer, unless it fills no block; `hashes` are those of the prompt's full blocks."""
+        """Record an answer that fills a block; `hashes` are those of the prompt's full blocks."""
         if not hashes:
             return
         blocks = hash_chain(hashes[-1], [*prompt_ids[len(hashes) * block_size :], *output_ids], block_size)
@@ -44,7 +43,7 @@ class Turns:
             self._answers.popitem(last=False)
 
     def continued(self, hashes: Sequence[BlockHash]) -> bool | None:
-        """Of a prompt's full blocks: whether they hold an answer as it was generated; None: they continue none."""
+        """Return whether a prompt's full blocks hold a recorded answer as generated; None if they continue none."""
         for last in range(len(hashes) - 1, -1, -1):
             siblings = self._answers.get(hashes[last])
             if siblings is not None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from cache.hashing import hash_chain
 from cache.types import BlockHash
-from server.text.turns import MAX_ANSWERS, Turns
+from server.text.retokenisation import MAX_ANSWERS, RetokenisationCheck
 from tests.server.gateway_app import Gateway, gateway
 from tests.server.scripted_worker import ScriptedWorker
 from worker.wire import TokenizerBundle
@@ -24,7 +24,7 @@ def hashes(ids: list[int]) -> list[BlockHash]:
 
 
 def test_only_the_same_tokens_are_the_same() -> None:
-    turns = Turns()
+    turns = RetokenisationCheck()
     assert turns.continued(hashes(PROMPT)) is None
     turns.answered(PROMPT, hashes(PROMPT), ANSWER, 4)
     assert turns.continued(hashes(PROMPT)) is None, "the same prompt again continues nothing"
@@ -36,7 +36,7 @@ def test_only_the_same_tokens_are_the_same() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    turns = Turns()
+    turns = RetokenisationCheck()
     for first in range(MAX_ANSWERS + 10):
         prompt = [first, 1, 2, 3]
         turns.answered(prompt, hashes(prompt), ANSWER, 4)

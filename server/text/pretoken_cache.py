@@ -1,0 +1,155 @@
+"""Tokenise plain text from a cache of pre-tokens: most of a text's words were in another text before.
+
+A byte-level BPE tokenizer splits a text by a pattern first and merges only within the parts. So the ids of a text are
+those of its parts in a row. Every pattern of the families known here ends a part before a space that follows no white
+space, and looks no further back. The text is split there, and unknown chunks go to the tokenizer itself:
+
+    It's | late, | and  so      a chunk begins at a space, and reaches further while it ends in white space
+
+Only ASCII text takes this way. A layout that is unknown, or that fails the probes, has no such cache.
+Source of the patterns: the `pre_tokenizer` of GPT-2's, SmolLM2's, Llama 3's and Qwen2's tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Final, cast
+
+MAX_CHUNKS: Final = 200_000
+MAX_CACHED_BYTES: Final = 48 << 20
+"""Of chunks with their ids. Past either bound the cache starts over."""
+MAX_CHUNK_CHARS: Final = 48
+"""Longer chunks are unlikely to come again, and are not kept."""
+WINDOW_CHARS: Final = 8192
+"""Length of one window of a long text: about a millisecond when every chunk is new."""
+_ENTRY_BYTES: Final = 200
+"""A string, a list and their place in the table; an id takes 40 more."""
+_BOUNDARY: Final = re.compile(r"\S(?= )")
+_NUM_PROBES: Final = 48
+_SPLIT_PATTERNS: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Llama 3's and Qwen2's."""
+
+Encode = Callable[[list[str]], list[list[int]]]
+"""Encode texts by the tokenizer itself."""
+
+
+def windows(text: str, num_chars: int = WINDOW_CHARS) -> Iterator[str]:
+    """Cut a text into windows of about `num_chars` whose ids in a row are the text's.
+
+    A window ends before a space that follows no white space, so it is longer where there is no such space.
+    """
+    start = 0
+    while len(text) - start > num_chars and (cut := _BOUNDARY.search(text, start + num_chars - 1)) is not None:
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:] if start else text
+
+
+class PretokenCache:
+    """Ids by chunk. Thread-safe: two threads that add a chunk at once add the same ids."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._ids: dict[str, Sequence[int]] = {}
+        """Keys: of a space and a word, the word; of any other chunk, the chunk and a space."""
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def ids(self, text: str) -> list[int]:
+        """Encode an ASCII text; cut a long one into `windows` first."""
+        parts = text.split(" ")
+        found = list(map(self._ids.get, parts))
+        found[0] = None  # no space stands before it
+        unknown: list[tuple[int, str, str]] = []
+        end = 0
+        for start in [at for at, ids in enumerate(found) if ids is None]:
+            if start < end:
+                continue
+            end = start + 1
+            while end < len(parts) and not _is_word(parts[end - 1]):
+                found[end] = ()
+                end += 1
+            chunk = (" " if start else "") + " ".join(parts[start:end])
+            is_one_word = start > 0 and end == start + 1 and _is_word(parts[start])
+            key = parts[start] if is_one_word else f"{chunk} "
+            found[start] = self._ids.get(key)
+            if found[start] is None:
+                unknown.append((start, key, chunk))
+        if unknown:
+            fresh = self._encode([chunk for _, _, chunk in unknown])
+            for (at, key, _), ids in zip(unknown, fresh, strict=True):
+                found[at] = ids
+                self._keep(key, ids)
+        return list(chain.from_iterable(cast(list[Sequence[int]], found)))
+
+    def _keep(self, key: str, ids: Sequence[int]) -> None:
+        if len(key) > MAX_CHUNK_CHARS:
+            return
+        if len(self._ids) >= MAX_CHUNKS or self.num_bytes >= MAX_CACHED_BYTES:
+            self._ids = {}
+            self.num_bytes = 0
+        self._ids[key] = ids
+        self.num_bytes += _ENTRY_BYTES + 40 * len(ids)
+
+
+def _is_word(part: str) -> bool:
+    """Return whether the space after `part` begins a chunk."""
+    return bool(part) and not part[-1].isspace()
+
+
+def pretoken_cache(layout: dict[str, Any], encode: Encode) -> PretokenCache | None:
+    """Return the cache for a tokenizer.json that allows one; `encode` knows only the layout's special tokens."""
+    if not _splits_before_spaces(layout):
+        return None
+    cache = PretokenCache(encode)
+    probes = _probes()
+    return cache if [cache.ids(probe) for probe in probes] == encode(probes) else None
+
+
+def _splits_before_spaces(layout: dict[str, Any]) -> bool:
+    model, normalizer = layout["model"], layout.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":  # NFC leaves ASCII alone
+        return False
+    if model.get("type") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
+        return False
+    if any(token["normalized"] for token in layout.get("added_tokens", ())):
+        return False
+    pre_tokenizer = layout.get("pre_tokenizer") or {}
+    match pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}] | [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ]:
+            return True
+        case [
+            {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            return regex in _SPLIT_PATTERNS
+    return False
+
+
+def _probes() -> list[str]:
+    """Return texts that put all kinds of ASCII close together."""
+    rng = random.Random(0)
+    kinds = (
+        "abc",
+        "XYZ",
+        "0123456789",
+        "'sS'tTlLdD'",
+        '.,;:!?-_/\\"()[]{}<>|@#$%&*+=~^`',
+        " ",
+        "  \t\n\r\v\f",
+        "\0\x1b\x1f\x7f",
+    )
+    return ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 120))) for _ in range(_NUM_PROBES)]
