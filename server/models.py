@@ -98,7 +98,10 @@ class ModelOptions:
 
 
 def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
-    """Parse the bundle's files; takes tenths of a second, so not on the event loop. Raises TokenizerError, TemplateError."""
+    """Parse the bundle's files, which takes tenths of a second: run it in a thread.
+
+    Raises TokenizerError or TemplateError.
+    """
     for field_name in ("block_size", "max_model_len", "vocab_size"):
         if getattr(bundle, field_name) < 1:
             raise TokenizerError(f"the bundle's {field_name} is {getattr(bundle, field_name)}")
