@@ -25,24 +25,24 @@ from benchmarks.index_load.publishing import measure_publish
 from benchmarks.index_load.timing import timed, timing
 from benchmarks.private_redis import private_redis
 from benchmarks.report import Figure, Report, option_parser, publish
-from cache.redis_index.endpoint import Endpoint
-from cache.redis_index.link import Link, LinkSettings
+from cache.redis_index.client import RedisClient
+from cache.redis_index.connection import ClientSettings
 from server.cli.serve.redis import find_redis_server
 
 
 async def measure(url: str) -> list[Figure]:
-    link = Link(Endpoint(url, connect_timeout_s=5.0), LinkSettings(max_pending=1 << 20, stall_s=60.0))
-    async with running(link):
-        listed = await _lookup_figures(url, link)
-        changed = await measure_changed(url, link)
-        decision = await measure_decision(url, link)
-        blocks_per_s, bytes_per_entry = await measure_publish(url, link)
-        during = await measure_during_rewrite(url, link)
-        throughput = await measure_throughput(url, link)
-        peers = await measure_peers(link, 64, 512)
-        client = redis.asyncio.Redis.from_url(url)
-        redis_py = timing(await timed(client.ping, 1000))
-        await client.aclose()
+    client = RedisClient(url, ClientSettings(connect_timeout_s=5.0, max_pending=1 << 20, stall_s=60.0))
+    async with running(client):
+        listed = await _lookup_figures(url, client)
+        changed = await measure_changed(url, client)
+        decision = await measure_decision(url, client)
+        blocks_per_s, bytes_per_entry = await measure_publish(url, client)
+        during = await measure_during_rewrite(url, client)
+        throughput = await measure_throughput(url, client)
+        peers = await measure_peers(client, 64, 512)
+        redis_py_client = redis.asyncio.Redis.from_url(url)
+        redis_py = timing(await timed(redis_py_client.ping, 1000))
+        await redis_py_client.aclose()
     listed += [
         Figure("lookup_64x512_changed_p50_s", changed.p50_s, "s", "all 64 signed states new since the last lookup"),
         Figure("decision_p50_s", decision.p50_s, "s", "hash 4,096 tokens, look up, choose among 64", "<= 0.0015"),
@@ -66,7 +66,7 @@ async def measure(url: str) -> list[Figure]:
     return listed
 
 
-async def _lookup_figures(url: str, link: Link) -> list[Figure]:
+async def _lookup_figures(url: str, client: RedisClient) -> list[Figure]:
     listed = []
     pings_s = []
     goals = {(64, 512): "<= 3.2 x ping", (1000, 512): "<= 25 x ping"}
@@ -74,7 +74,7 @@ async def _lookup_figures(url: str, link: Link) -> list[Figure]:
         size = f"{num_workers}x{num_blocks}"
         results = {}
         for pattern in (*PATTERNS, "random"):
-            results[pattern] = await measure_lookup(url, link, num_workers, num_blocks, pattern)
+            results[pattern] = await measure_lookup(url, client, num_workers, num_blocks, pattern)
             pings_s.append(results[pattern].ping.p50_s)
         worst = max(PATTERNS, key=lambda pattern: results[pattern].lookup.p50_s)
         goal = goals.get((num_workers, num_blocks), "")

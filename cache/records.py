@@ -75,7 +75,7 @@ def signature(cluster_secret: bytes, member: WorkerMember) -> str:
     """For `WorkerMember.secret_check`: only who knows the cluster secret can call itself a worker, or move one.
 
     It proves who answers over HTTP. Entries in Redis, which anybody could copy, are signed as a whole besides:
-    `cache.redis_index.signing`.
+    `cache.redis_index.schema`.
     """
     if not cluster_secret:
         return ""

@@ -3,7 +3,7 @@
     three    3 workers match, the others nothing        head    all hold block 0 and no more
     shared   all share 64 blocks                        deep    all match deep, each differently from its neighbour
 
-Beside them `random`: all match deep, at lengths that have nothing to do with each other: no finger helps there.
+Beside them `random`: all match deep, at lengths that have nothing to do with each other: no search hint helps there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Final
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex
-from cache.redis_index.link import Link
-from cache.redis_index.schema import Keys, encode_member, encode_state
-from cache.redis_index.signing import Signer
+from cache.redis_index.client import RedisClient
+from cache.redis_index.schema import Keys, Signer, encode_member, encode_state
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from worker.wire import PROTOCOL_VERSION
 
@@ -79,25 +78,25 @@ def state_of(member: WorkerMember, batch: int) -> bytes:
     return SIGNER.sign_state(member.worker_id, state)
 
 
-async def populate(link: Link, hashes: Sequence[BlockHash], num_workers: int, pattern: str) -> None:
+async def populate(client: RedisClient, hashes: Sequence[BlockHash], num_workers: int, pattern: str) -> None:
     """A registry of live workers, each with its set, as their writers leave it."""
     rng = random.Random(0)
     keys = Keys(READER.prefix, 0)
-    await link.call(("FLUSHALL",), timeout_s=30)
+    await client.call(("FLUSHALL",), timeout_s=30)
     for number in range(num_workers):
         member = member_of(number)
         held = [index_entry(h) for h in hashes[: depth(pattern, number, len(hashes), num_workers, rng)]]
-        await link.call(
+        await client.call(
             ("SADD", keys.blocks(member.worker_id, member.epoch, 1), *held, *entries(OTHER_BLOCKS)),
             ("HSET", keys.members, member.worker_id, SIGNER.sign_member(member.worker_id, encode_member(member))),
             ("HSET", keys.states, member.worker_id, state_of(member, 1)),
             timeout_s=30,
         )
-    await link.call(("SET", keys.version, os.urandom(8)), timeout_s=30)
+    await client.call(("SET", keys.version, os.urandom(8)), timeout_s=30)
 
 
 @asynccontextmanager
-async def running(*parts: RedisIndex | IndexWriter | Link) -> AsyncIterator[None]:
+async def running(*parts: RedisIndex | IndexWriter | RedisClient) -> AsyncIterator[None]:
     tasks = [asyncio.ensure_future(part.run()) for part in parts]
     try:
         for part in parts:
@@ -109,11 +108,11 @@ async def running(*parts: RedisIndex | IndexWriter | Link) -> AsyncIterator[None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _connected(part: RedisIndex | IndexWriter | Link) -> None:
+async def _connected(part: RedisIndex | IndexWriter | RedisClient) -> None:
     deadline_s = time.monotonic() + 20.0
     while time.monotonic() < deadline_s:
-        link = part.link if isinstance(part, IndexWriter) else part
-        if not link.blind if isinstance(link, RedisIndex) else link.up:
+        client = part.client if isinstance(part, IndexWriter) else part
+        if not client.blind if isinstance(client, RedisIndex) else client.up:
             return
         await asyncio.sleep(0.001)
     raise SystemExit("no connection to Redis")

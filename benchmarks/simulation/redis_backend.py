@@ -49,7 +49,7 @@ class RedisBackend:
         writer = self._writers[member.worker_id] = IndexWriter(self._url, member, settings)
         self._held[member.worker_id] = set()
         self._start(writer.run)
-        self._run(self._until(lambda: writer.link.up))
+        self._run(self._until(lambda: writer.client.up))
         assert self._run(writer.rewrite([], WorkerLoad()))
         self._run(self._until(lambda: not self._index.blind))
         self._run(self._until_known(member))

@@ -1,16 +1,16 @@
-"""The one read-only script behind a routing decision.
+"""The one read-only script of a routing decision.
 
 KEYS: states, version, then one block set per worker.   ARGV: the 16-byte hashes of the prompt's full blocks in one
-string, of which the first 8 bytes are an entry; then the workers whose states are wanted, or `*` for all.
+string (the first 8 bytes of each are its entry); then the ids of the workers whose states it returns, or `*` for all.
 Returns {version, {seconds, microseconds}, {matched, ...}, {state, ...}}.
 
-A set is prefix-closed, so the length of the match is where membership flips from yes to no. The search begins at the
-previous worker's answer, because neighbours often agree (nothing, or the shared system prompt): one call asks for the
-last block that the previous worker held and for the next one, or the next two while neighbours have not agreed. If the
-flip is not there the search gallops away from it and bisects what is left.
+A set is prefix-closed, so the match ends where membership flips from yes to no. The search takes the previous worker's
+answer as its hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block
+at the hint and for the next one, or the next two while neighbours have not agreed. If the flip is not there, the search
+gallops away from it and then bisects.
 
-`redis.pcall`: a foreign key of another type counts as no match instead of failing the call. What a call costs is what
-a lookup costs, some 0.5 us each, and every argument costs half of that.
+`redis.pcall`: a foreign key of another type counts as no match instead of failing the script. Calls dominate the time
+of a lookup, at some 0.5 us each; an argument costs half of that.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ local entries = setmetatable({}, {__index = function(known, at)
   return entry
 end})
 local matched = {}
-local finger, agreed = 0, true
+local hint, agreed = 0, true
 for i = 3, #KEYS do
   local key = KEYS[i]
   local held, missing = 0, num_blocks + 1  -- the match is at least held, and less than missing
   local up, step = true, 1
-  if finger > 0 and finger < num_blocks then
+  if hint > 0 and hint < num_blocks then
     local found
-    if agreed or finger + 1 == num_blocks then
-      found = pcall('SMISMEMBER', key, entries[finger], entries[finger + 1])
+    if agreed or hint + 1 == num_blocks then
+      found = pcall('SMISMEMBER', key, entries[hint], entries[hint + 1])
     else
-      found = pcall('SMISMEMBER', key, entries[finger], entries[finger + 1], entries[finger + 2])
+      found = pcall('SMISMEMBER', key, entries[hint], entries[hint + 1], entries[hint + 2])
     end
     if found[1] ~= 1 then
-      missing, up = finger, false
+      missing, up = hint, false
     elseif found[2] ~= 1 then
-      held, missing = finger, finger + 1
+      held, missing = hint, hint + 1
     elseif found[3] == nil then
-      held = finger + 1
+      held = hint + 1
     elseif found[3] ~= 1 then
-      held, missing = finger + 1, finger + 2
+      held, missing = hint + 1, hint + 2
     else
-      held, step = finger + 2, 2
+      held, step = hint + 2, 2
     end
   elseif num_blocks > 0 then
-    local at = finger > 0 and finger or 1
+    local at = hint > 0 and hint or 1
     if pcall('SISMEMBER', key, entries[at]) == 1 then held = at else missing, up = at, false end
   end
   while missing - held > 1 do
@@ -71,8 +71,8 @@ for i = 3, #KEYS do
       if up then step = 0 end
     end
   end
-  agreed = held == finger
-  finger = held
+  agreed = held == hint
+  hint = held
   matched[i - 2] = held
 end
 local states = {}
@@ -81,12 +81,12 @@ if ARGV[2] == '*' then
 elseif #ARGV > 1 then
   states = pcall('HMGET', KEYS[1], unpack(ARGV, 2))
 end
-local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- whatever stands there
-if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user who may not
+local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- of any size
+if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user without that right
 return {version, pcall('TIME'), matched, states}
 """
 
 LOOKUP_SHA: Final = sha1(LOOKUP.encode()).hexdigest()
 
-ALL: Final = "*"
-"""In place of worker ids, which never are this."""
+ALL_STATES: Final = "*"
+"""In place of worker ids, none of which is this."""

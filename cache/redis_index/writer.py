@@ -1,35 +1,37 @@
 """The worker's side of the shared index: its own set of blocks and its own registry entry, nothing else.
 
-Every publish is one MULTI that reads back what it changes. Any doubt about the set (an error, a lost connection,
-another count, a Redis that has gone back in time) and it is written anew under the next generation, the state is
-switched to it, and the old set is unlinked. A late command of an old connection then lands in a dead generation. An
-entry that somebody has overwritten or deleted is put back; the set, whose count is right, stays.
+Every publish is one MULTI that reads back what it changes. Any doubt about the set (an error, a lost connection, a
+wrong count, a Redis that has gone back in time) makes the worker write a new generation, switch its state to it, and
+unlink the old set. A late command of an old connection then lands in a dead generation. An entry that was overwritten
+or deleted is put back; its set, whose count is right, stays.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from redis.exceptions import ResponseError
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
-from cache.redis_index.endpoint import Endpoint
-from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply
-from cache.redis_index.schema import RegistryError, ReplyError
-from cache.redis_index.signing import Signer, verifies_state
+from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
+from cache.redis_index.connection import ClientSettings
+from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
 from cache.types import IndexEntry
 
 logger = logging.getLogger(__name__)
 
 _Command = Sequence[Argument]
-_MIN_JUMP_MS = 250.0
-"""A slow reply looks like a jump of Redis' clock; so much is no doubt."""
+_MIN_JUMP_MS: Final = 250.0
+"""A late reply looks like a jump of Redis' clock; so much is no doubt."""
+_MAX_OLD_SETS: Final = 100
+"""Sets to be unlinked at the next switch; those beyond end by their TTL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,13 @@ class WriterSettings:
     set_ttl_s: float = 120.0
     timeout_s: float = 2.0
     chunk: int = 1000
-    """Entries per SADD: what Redis does at one go while lookups wait."""
+    """Entries per SADD, which Redis executes in one piece while lookups wait."""
     chunks_in_flight: int = 8
     dead_after_s: float = 3600.0
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
     cluster_secret: bytes = field(default=b"", repr=False)
-    """Signs the entry; empty: it goes unsigned."""
+    """Signs the entry; empty: it stays unsigned."""
 
 
 class IndexWriter:
@@ -63,12 +65,11 @@ class IndexWriter:
         """`count(event)` feeds the metrics: invalid (reply), refused (command), displaced (entry), rewritten (set)."""
         self._settings = settings = settings or WriterSettings()
         schema.check_key_part("key prefix", settings.prefix)
-        endpoint = Endpoint(url, connect_timeout_s=2.0, username=settings.username, password=settings.password)
         self._count = count
-        self.link = Link(
-            endpoint,
-            LinkSettings(stall_s=settings.timeout_s),
-            on_change=self._link_changed,
+        self.client = RedisClient(
+            url,
+            ClientSettings(settings.username, settings.password, stall_s=settings.timeout_s),
+            on_change=self._connection_changed,
             on_garbage=lambda: count("invalid"),
         )
         shard = schema.shard_of(member.worker_id, settings.num_shards)
@@ -78,27 +79,30 @@ class IndexWriter:
         self._record = self._signed_record()
         self._generation = 0
         self._batch = 0
+        self._set_key = b""
+        """The current generation's key; empty before the first."""
+        self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
-        self._old_sets: list[bytes] = []
         self._offset_ms: float | None = None
+        """Redis' clock less ours."""
         self._is_refused = False
         self._rewrite_failed = False
         self.in_doubt = True
         """The set must be rewritten before anything else is published."""
 
     async def run(self) -> None:
-        """Keep the connection; ends only by cancellation."""
-        await self.link.run()
+        """Keep the connection; end only by cancellation."""
+        await self.client.run()
 
     @property
     def member(self) -> WorkerMember:
+        """Return the member, which names the epoch."""
         return self._member
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """From the next rewrite on the worker is `member`: its old epoch's set is unlinked then."""
+        """Publish as `member` from the next rewrite on, which unlinks the old epoch's set."""
         if member.worker_id != self._member.worker_id:
             raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self._member.worker_id!r}")
-        self._abandon()
         self._member = schema.check_member(member)
         self._record = self._signed_record()
         self.in_doubt = True
@@ -106,30 +110,30 @@ class IndexWriter:
     async def publish(
         self, stored: Sequence[IndexEntry], removed: Sequence[IndexEntry], load: WorkerLoad, num_entries: int
     ) -> bool:
-        """One MULTI. `stored` parents first, `removed` children first, `num_entries` held afterwards.
+        """Publish in one MULTI. `stored` parents first, `removed` children first, `num_entries` held afterwards.
 
         False: there is doubt, and `rewrite` must follow.
         """
         assert not self.in_doubt
-        key, worker_id = self._set_key(), self._member.worker_id
+        key, worker_id = self._set_key, self._member.worker_id
         state = self._state(load, num_entries)
-        changes: list[_Command] = [*self._chunked("SADD", key, stored), *self._chunked("SREM", key, removed)]
         commands: list[_Command] = [
             ("HGET", self._keys.states, worker_id),
             ("HGET", self._keys.members, worker_id),
-            *changes,
+            *self._chunked("SADD", key, stored),
+            *self._chunked("SREM", key, removed),
             ("PEXPIRE", key, int(self._settings.set_ttl_s * 1000)),
             ("HSET", self._keys.states, worker_id, state),
             ("SCARD", key),
             ("TIME",),
         ]
-        self.in_doubt = True  # until the reply has said otherwise
+        self.in_doubt = True  # until the reply has settled it
         replies = await self._transaction(commands)
         if replies is None:
             return False
         found_state, found_record = replies[:2]
         if replies[-2] != num_entries or self._has_gone_back(found_state):
-            logger.debug("the index lost or gained blocks of %s: its set is written anew", worker_id)
+            logger.debug("the index lost or gained blocks of %s: rewriting its set", worker_id)
             return False
         displaced = found_state != self._last_state or found_record != self._record
         self._last_state = state
@@ -137,16 +141,10 @@ class IndexWriter:
             self._count("displaced")
         if found_record != self._record and await self._transaction(self._registration()) is None:
             return False
-        return self._settled(replies[-1])
-
-    def _registration(self) -> list[_Command]:
-        return [
-            ("HSET", self._keys.members, self._member.worker_id, self._record),
-            ("SET", self._keys.version, secrets.token_hex(8)),
-        ]
+        return self._settle(replies[-1])
 
     def _has_gone_back(self, found: Reply) -> bool:
-        """Whether `found` is an earlier state of this very epoch: then Redis was restored, and the set with it."""
+        """Return whether `found` is an earlier state of this epoch: then Redis was restored, and the set with it."""
         if found == self._last_state:
             return False
         try:
@@ -161,14 +159,15 @@ class IndexWriter:
         """Write a new generation of everything held, parents first, and switch to it. False: try again later."""
         if not await self._read_clock():
             return False
-        self._abandon()
-        # After a failure to one that nobody can foretell, and put something there before.
+        if self._set_key:
+            self._old_sets.append(self._set_key)
+        # After a failure, choose an unpredictable one: someone may have put a foreign key in our way.
         self._generation += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
-        key, ttl_ms = self._set_key(), int(self._settings.set_ttl_s * 1000)
+        worker_id, ttl_ms = self._member.worker_id, int(self._settings.set_ttl_s * 1000)
+        key = self._set_key = self._keys.blocks(worker_id, self._member.epoch, self._generation)
         if not await self._fill(key, held, ttl_ms):
             return False
-        worker_id = self._member.worker_id
         state = self._state(load, len(held))
         unlink: list[_Command] = [("UNLINK", *self._old_sets)] if self._old_sets else []
         replies = await self._transaction(
@@ -187,57 +186,53 @@ class IndexWriter:
         self._rewrite_failed = False
         self._old_sets.clear()
         self._last_state = state
-        return self._settled(replies[-1])
+        return self._settle(replies[-1])
 
     async def retire(self) -> None:
-        """Leave the registry, unless somebody else has taken the entry over. Errors are not reported: leases end."""
-        try:
-            (record,) = await self.link.call(
-                ("HGET", self._keys.members, self._member.worker_id), timeout_s=self._settings.timeout_s
-            )
-        except LinkDownError:
-            return
-        if record != self._record or not self._generation:
-            return
+        """Leave the registry, unless another process has taken the entry over. Ignore errors: leases end."""
         worker_id = self._member.worker_id
-        await self._transaction(
-            [
-                ("HDEL", self._keys.members, worker_id),
-                ("HDEL", self._keys.states, worker_id),
-                ("SET", self._keys.version, secrets.token_hex(8)),
-                ("UNLINK", self._set_key(), *self._old_sets),
-            ]
-        )
+        replies = await self._ask(("HGET", self._keys.members, worker_id))
+        if replies is None or replies[0] != self._record or not self._set_key:
+            return
+        await self._transaction([*self._removal([worker_id]), ("UNLINK", self._set_key, *self._old_sets)])
         self.in_doubt = True
 
     async def prune(self) -> int:
-        """Remove members whose lease ended an hour ago. A revived one finds its entry gone and writes it anew."""
-        try:
-            states, now = await self.link.call(
-                ("HGETALL", self._keys.states), ("TIME",), timeout_s=self._settings.timeout_s
-            )
-        except LinkDownError:
-            return 0
-        if isinstance(states, ResponseError):  # a key of another type, put right at the next publish
+        """Remove members whose lease ended an hour ago. A revived one finds its entry gone and writes a new one."""
+        replies = await self._ask(("HGETALL", self._keys.states), ("TIME",))
+        if replies is None or isinstance(replies[0], ResponseError):  # a key of another type: the next publish heals it
             return 0
         try:
-            entries, now_ms = schema.decode_hash(states), schema.decode_time_ms(now)
+            entries, now_ms = schema.decode_hash(replies[0]), schema.decode_time_ms(replies[1])
         except ReplyError as error:
-            self._garbage(error)
+            self._malformed(error)
             return 0
         limit_ms = now_ms - int(self._settings.dead_after_s * 1000)
-        dead = [field for field, value in entries if _is_dead(value, limit_ms)]
-        dead = [field for field in dead if field != self._member.worker_id.encode()][:1000]
+        own = self._member.worker_id.encode()
+        dead = [field for field, value in entries if field != own and _is_dead(value, limit_ms)][:1000]
         if dead:
-            await self._transaction(
-                [
-                    ("HDEL", self._keys.members, *dead),
-                    ("HDEL", self._keys.states, *dead),
-                    ("SET", self._keys.version, secrets.token_hex(8)),
-                ]
-            )
+            await self._transaction(self._removal(dead))
             logger.info("removed %d dead members from the registry", len(dead))
         return len(dead)
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _registration(self) -> list[_Command]:
+        return [
+            ("HSET", self._keys.members, self._member.worker_id, self._record),
+            ("SET", self._keys.version, secrets.token_hex(8)),
+        ]
+
+    def _removal(self, worker_ids: Sequence[Argument]) -> list[_Command]:
+        return [
+            ("HDEL", self._keys.members, *worker_ids),
+            ("HDEL", self._keys.states, *worker_ids),
+            ("SET", self._keys.version, secrets.token_hex(8)),
+        ]
+
+    def _chunked(self, command: str, key: bytes, entries: Sequence[IndexEntry]) -> list[_Command]:
+        size = self._settings.chunk
+        return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
 
     async def _fill(self, key: bytes, held: Sequence[IndexEntry], ttl_ms: int) -> bool:
         """SADD in chunks, a few in flight, so that lookups get their turn in between.
@@ -249,10 +244,8 @@ class IndexWriter:
             commands: list[_Command] = []
             for chunk in chunks[start : start + self._settings.chunks_in_flight]:
                 commands += [("MULTI",), chunk, ("PEXPIRE", key, ttl_ms), ("EXEC",)]
-            try:
-                replies = await self.link.call(*commands, timeout_s=self._settings.timeout_s)
-            except LinkDownError as error:
-                logger.debug("rewrite broken off: %s", error)
+            replies = await self._ask(*commands)
+            if replies is None:
                 return False
             for reply in replies[3::4]:
                 if not isinstance(reply, list) or not all(type(result) is int for result in reply):
@@ -261,37 +254,38 @@ class IndexWriter:
         return True
 
     async def _transaction(self, commands: list[_Command]) -> list[Reply] | None:
-        """The replies of one MULTI, one a command, or None when anything at all went wrong."""
-        try:
-            replies = await self.link.call(("MULTI",), *commands, ("EXEC",), timeout_s=self._settings.timeout_s)
-        except LinkDownError as error:
-            logger.debug("not published: %s", error)
+        """Return the replies of one MULTI, one per command, or None after any error."""
+        replies = await self._ask(("MULTI",), *commands, ("EXEC",))
+        if replies is None:
             return None
         results = replies[-1]
-        if isinstance(results, list) and len(results) == len(commands):
-            errors = [result for result in results if isinstance(result, ResponseError)]
-            if not errors:
-                return results
-            self._refused(errors[0])
-            await self._remove_other_types(commands, results)
-            return None
-        errors = [reply for reply in replies if isinstance(reply, ResponseError)]
+        is_complete = isinstance(results, list) and len(results) == len(commands)
+        errors = [reply for reply in (results if is_complete else replies) if isinstance(reply, ResponseError)]
         if errors:
             self._refused(errors[0])
-        else:
-            self._garbage(ReplyError(f"{schema.brief(results)} to a MULTI of {len(commands)} commands"))
-        return None
+        elif not is_complete:
+            self._malformed(ReplyError(f"{schema.brief(results)} to a MULTI of {len(commands)} commands"))
+        if is_complete and errors:
+            await self._remove_other_types(commands, results)
+        return results if is_complete and not errors else None
 
     async def _remove_other_types(self, commands: list[_Command], results: list[Reply]) -> None:
-        """Unlink the keys that somebody has made another type: nothing of use stands in them."""
+        """Unlink keys that have become another type: they hold nothing of use."""
         keys = {
             command[1]: None
             for command, result in zip(commands, results, strict=True)
             if isinstance(result, ResponseError) and str(result).startswith("WRONGTYPE")
         }
         if keys:
-            with contextlib.suppress(LinkDownError):
-                await self.link.call(("UNLINK", *keys), timeout_s=self._settings.timeout_s)
+            await self._ask(("UNLINK", *keys))
+
+    async def _ask(self, *commands: _Command) -> list[Reply] | None:
+        """Return one reply per command, or None without a connection or in time."""
+        try:
+            return await self.client.call(*commands, timeout_s=self._settings.timeout_s)
+        except RedisDownError as error:
+            logger.debug("not published: %s", error)
+            return None
 
     def _refused(self, reply: Reply) -> None:
         self._count("refused")
@@ -299,36 +293,39 @@ class IndexWriter:
             self._is_refused = True
             logger.warning("Redis refuses what %s publishes: %s", self._member.worker_id, schema.brief(reply))
 
-    def _garbage(self, error: ReplyError) -> None:
-        """The reply is of another command: begin again on another connection."""
+    def _malformed(self, error: ReplyError) -> None:
+        """Count a reply that does not fit its command, and continue on another connection."""
         self._count("invalid")
-        self.link.distrust(str(error))
+        self.client.reconnect(str(error))
+
+    def _connection_changed(self, up: bool) -> None:
+        self.in_doubt = True
+
+    # --- state ------------------------------------------------------------------------------------------------------
 
     async def _read_clock(self) -> bool:
-        try:
-            (now,) = await self.link.call(("TIME",), timeout_s=self._settings.timeout_s)
-        except LinkDownError:
-            return False
+        replies = await self._ask(("TIME",))
+        return replies is not None and self._take_clock(replies[0])
+
+    def _take_clock(self, now: Reply) -> bool:
+        """Note Redis' clock. False: the reply is not one of TIME."""
         try:
             self._offset_ms = schema.decode_time_ms(now) - time.monotonic() * 1000
         except ReplyError as error:
-            self._garbage(error)
+            self._malformed(error)
             return False
         return True
 
-    def _settled(self, now: Reply) -> bool:
-        """The publish stands. False if Redis' clock is not where we thought: then the lease written is wrong."""
-        try:
-            offset_ms = schema.decode_time_ms(now) - time.monotonic() * 1000
-        except ReplyError as error:
-            self._garbage(error)
+    def _settle(self, now: Reply) -> bool:
+        """End the doubt about a publish. False if Redis' clock has jumped: then the lease written is wrong."""
+        before_ms = self._offset_ms
+        if not self._take_clock(now):
             return False
+        assert before_ms is not None
         assert self._offset_ms is not None
         self._is_refused = False
-        jumped = abs(offset_ms - self._offset_ms) > max(_MIN_JUMP_MS, 250 * self._settings.lease_s)
-        self._offset_ms = offset_ms
-        self.in_doubt = jumped
-        return not jumped
+        self.in_doubt = abs(self._offset_ms - before_ms) > max(_MIN_JUMP_MS, 250 * self._settings.lease_s)
+        return not self.in_doubt
 
     def _state(self, load: WorkerLoad, num_entries: int) -> bytes:
         assert self._offset_ms is not None
@@ -347,24 +344,6 @@ class IndexWriter:
 
     def _signed_record(self) -> bytes:
         return self._signer.sign_member(self._member.worker_id, schema.encode_member(self._member))
-
-    def _set_key(self) -> bytes:
-        return self._keys.blocks(self._member.worker_id, self._member.epoch, self._generation)
-
-    def _abandon(self) -> None:
-        """The current generation is to be unlinked at the next switch; what is forgotten here ends by its TTL."""
-        if self._generation:
-            key = self._set_key()
-            if key not in self._old_sets:
-                self._old_sets.append(key)
-            del self._old_sets[:-100]
-
-    def _chunked(self, command: str, key: bytes, entries: Sequence[IndexEntry]) -> list[_Command]:
-        size = self._settings.chunk
-        return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
-
-    def _link_changed(self, up: bool) -> None:
-        self.in_doubt = True
 
 
 def _is_dead(state: Reply, limit_ms: int) -> bool:

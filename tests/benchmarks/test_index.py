@@ -5,23 +5,23 @@ from benchmarks.index_load.lookups import measure_decision, measure_lookup
 from benchmarks.index_load.peers import measure_peers
 from benchmarks.index_load.publishing import measure_publish
 from benchmarks.private_redis import private_redis
-from cache.redis_index.endpoint import Endpoint
-from cache.redis_index.link import Link, LinkSettings
+from cache.redis_index.client import RedisClient
+from cache.redis_index.connection import ClientSettings
 from tests.waiting import HANG_S
 
 
 async def test_the_measurements_measure_what_they_say() -> None:
     """Small sizes; each measurement asserts that its lookups found every worker."""
     with private_redis() as url:
-        link = Link(Endpoint(url, connect_timeout_s=HANG_S), LinkSettings())
-        async with running(link):
+        client = RedisClient(url, ClientSettings(connect_timeout_s=HANG_S))
+        async with running(client):
             for pattern in (*PATTERNS, "random"):
-                result = await measure_lookup(url, link, 24, 128, pattern, num_rounds=2)
+                result = await measure_lookup(url, client, 24, 128, pattern, num_rounds=2)
                 assert result.ping.p50_s > 0.0
                 assert result.lookup.p50_s > 0.0
-            assert (await measure_decision(url, link, count=10)).p50_s > 0.0
-            blocks_per_s, bytes_per_entry = await measure_publish(url, link)
+            assert (await measure_decision(url, client, count=10)).p50_s > 0.0
+            blocks_per_s, bytes_per_entry = await measure_publish(url, client)
             assert blocks_per_s > 0.0
             assert bytes_per_entry <= 80
-            peers = await measure_peers(link, 8, 16)
+            peers = await measure_peers(client, 8, 16)
             assert all(peer.p50_s > 0.0 for peer in peers.values())

@@ -12,7 +12,7 @@ import redis
 
 from cache.records import WorkerLoad
 from cache.redis_index import schema
-from cache.redis_index.signing import Signer
+from cache.redis_index.schema import Signer
 from cache.types import Epoch
 from tests.redis_server import RedisServer
 

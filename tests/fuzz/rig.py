@@ -21,9 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember, signed
-from cache.redis_index import LinkDownError, ReaderSettings, RedisIndex, WriterSettings, schema
-from cache.redis_index.schema import Keys
-from cache.redis_index.signing import Signer
+from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex, WriterSettings, schema
+from cache.redis_index.schema import Keys, Signer
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.cli.index.command import shown
 from server.cli.index.report import described
@@ -143,7 +142,7 @@ class Worker:
 
     def stands(self, store: redis.Redis) -> bool:
         """The set in Redis is what the worker holds."""
-        found: Any = store.smembers(self.publisher._writer._set_key())
+        found: Any = store.smembers(self.publisher._writer._set_key)
         return found == {index_entry(block) for block in self.held}
 
 
@@ -211,7 +210,7 @@ class Gateway:
         """What `headstart index` and GET /index say."""
         try:
             entries = await self.index.entries()
-        except LinkDownError:
+        except RedisDownError:
             return
         answer = {"workers": [described(entry) for entry in entries]}
         shown("workers", answer)

@@ -31,13 +31,13 @@ from tests.redis_server import RedisServer, redis_binaries
 NUM_CASES: Final = 1000
 NUM_DEEP_CASES: Final = 50_000
 NUM_LANES: Final = 48
-"""Many, because most of a case is waiting: for a reply that does not come, for the link to be opened anew."""
+"""Many, because most of a case is waiting: for a reply that does not come, for a new connection."""
 GATEWAY_STATES: Final = {
     "startup": ("AUTH", "SELECT"),
-    "registry": ("GET", "HGETALL", "HGETALL"),
+    "registry": ("HGETALL", "HGETALL", "TIME"),
     "lookup": ("EVALSHA_RO", "EVALSHA"),
     "script": ("SCRIPT",),
-    "entries": ("GET", "HGETALL", "TIME"),
+    "entries": ("HGETALL", "TIME"),
     "probe": ("EVALSHA_RO", "EVALSHA"),
     "idle": (resp.IDLE,),
     "any": ("*",),
@@ -176,7 +176,7 @@ class RepliesLane:
         if state == "startup":
             self.write.cut()
         if state == "rewrite":
-            self.store.delete(worker.publisher._writer._set_key())
+            self.store.delete(worker.publisher._writer._set_key)
         if len(worker.held) > 10 and rng.random() < 0.5:
             worker.change(num_removed=rng.randrange(1, 4))
         else:

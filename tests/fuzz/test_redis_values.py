@@ -341,7 +341,7 @@ class ValuesLane:
 
     def own_blocks(self, rng: random.Random, target: Worker) -> None:
         """Entries more or fewer, or another type; the worker notices by itself."""
-        key = target.publisher._writer._set_key()
+        key = target.publisher._writer._set_key
         kind = rng.choice(["set", "set", "string", "list", "hash", "zset", "none"])
         if kind == "set" and self.store.type(key) in (b"set", b"none"):
             if rng.random() < 0.5:

@@ -145,7 +145,7 @@ class Publisher:
 
     @property
     def connected(self) -> bool:
-        return self._writer.link.up
+        return self._writer.client.up
 
     @property
     def in_doubt(self) -> bool:
@@ -248,7 +248,7 @@ class Publisher:
 
     async def _publish(self) -> bool:
         """Bring the index up to date. False: it could not be done, try again soon."""
-        if self._closing or not self._writer.link.up:
+        if self._closing or not self._writer.client.up:
             return False
         if self._writer.in_doubt:
             if time.monotonic() < self._rewritten_at + self._settings.rewrite_s:

@@ -9,7 +9,7 @@ from typing import Final
 
 import aiohttp
 
-from cache.redis_index import LinkDownError, diagnose
+from cache.redis_index import ClientSettings, RedisDownError, diagnose
 from server.cli.doctor.check import Check
 from server.cli.serve.redis import RedisMissingError, find_redis_server
 
@@ -38,10 +38,10 @@ def embedded_redis() -> Check:
 
 async def redis_at(url: str, username: str | None, password: str | None) -> Check:
     try:
-        facts = await diagnose(url, username=username, password=password, timeout_s=TIMEOUT_S)
+        facts = await diagnose(url, ClientSettings(username, password, connect_timeout_s=TIMEOUT_S))
     except ValueError as error:
         return Check("redis", "fail", str(error), "correct --redis")
-    except LinkDownError as error:
+    except RedisDownError as error:
         return Check("redis", "fail", f"{_bare(url)}: {error}", _advice(str(error)))
     version = ".".join(map(str, facts.version)) or "of unknown version"
     found = (

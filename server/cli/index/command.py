@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from cache.redis_index import LinkDownError, ReaderSettings, RedisIndex
+from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
 from server.cli.index.report import described
 
 TIMEOUT_S: Final = 15.0
@@ -88,7 +88,7 @@ async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
         return {"workers": [described(entry) for entry in await index.entries()]}
     except TimeoutError:
         raise CommandError(f"no Redis answers at {index.health()[0].redis} within {CONNECT_TIMEOUT_S:.0f} s") from None
-    except LinkDownError as error:
+    except RedisDownError as error:
         raise CommandError(str(error)) from None
     finally:
         task.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache.redis_index import LinkDownError, RedisIndex, RegistryEntry
+from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
 from server.errors import NotFoundError, UnavailableError
 
 
@@ -14,7 +14,7 @@ async def index_report(index: object) -> dict[str, Any]:
         raise NotFoundError("This gateway has no Redis (--redis URL), so there is no shared index.")
     try:
         entries = await index.entries()
-    except LinkDownError as error:
+    except RedisDownError as error:
         raise UnavailableError(f"Redis does not answer: {error}.") from error
     return {"workers": [described(entry) for entry in entries]}
 

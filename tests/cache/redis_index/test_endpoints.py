@@ -42,7 +42,7 @@ def member(name: str) -> WorkerMember:
 
 async def written(writer: IndexWriter, count: int) -> None:
     async def stands() -> bool:
-        return writer.link.up and await writer.rewrite(ENTRIES[:count], WorkerLoad())
+        return writer.client.up and await writer.rewrite(ENTRIES[:count], WorkerLoad())
 
     await until(stands)
 
@@ -188,7 +188,7 @@ async def test_sentinel_promotes_the_replica(folder: Path) -> None:
                 async with asyncio.timeout(HANG_S):
                     while writer.in_doubt or not await writer.publish([], [], WorkerLoad(), 9):
                         await index.lookup(HASHES)
-                        if writer.link.up:
+                        if writer.client.up:
                             await writer.rewrite(ENTRIES[:9], WorkerLoad())
                         await asyncio.sleep(0.01)
                 await until_seen(index, {"w": 9})

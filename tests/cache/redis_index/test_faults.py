@@ -105,7 +105,7 @@ class Scene:
         self.hashes = [BlockHash(os.urandom(16)) for _ in range(10)]
 
     async def write(self) -> bool:
-        if not self.writer.link.up:
+        if not self.writer.client.up:
             return False
         held = [index_entry(block) for block in self.hashes]
         return await self.writer.rewrite(held, WorkerLoad())
@@ -174,7 +174,7 @@ async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, den
     async with running(writer, index):
 
         async def written() -> bool:
-            return writer.link.up and await writer.rewrite([index_entry(h) for h in hashes[:3]], WorkerLoad())
+            return writer.client.up and await writer.rewrite([index_entry(h) for h in hashes[:3]], WorkerLoad())
 
         async def seen() -> bool:
             found = await index.lookup(hashes)

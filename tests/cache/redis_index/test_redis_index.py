@@ -14,9 +14,9 @@ from redis.asyncio.connection import Connection
 from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
-from cache.redis_index.endpoint import Endpoint
-from cache.redis_index.link import Argument, Link, LinkDownError, LinkSettings, Reply
-from cache.redis_index.shard import Shard
+from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
+from cache.redis_index.connection import ClientSettings
+from cache.redis_index.lookup import Shard
 from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
 from tests.redis_server import RedisServer
 from tests.running import running
@@ -47,7 +47,7 @@ def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
 async def linked(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
     async with running(*parts):
         for part in parts:
-            await until(lambda part=part: part.link.up if isinstance(part, IndexWriter) else not part.blind)
+            await until(lambda part=part: part.client.up if isinstance(part, IndexWriter) else not part.blind)
         yield
 
 
@@ -80,10 +80,10 @@ async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: Redi
         (shard,) = index._shards
         shard.failed()
         assert await matches(index, []) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
-        assert shard._failures == 0, "failures count in a row alone"
+        assert shard._num_failures == 0, "failures count in a row alone"
 
 
-async def test_every_length_of_match_is_found_from_every_finger(redis_server: RedisServer) -> None:
+async def test_every_length_of_match_is_found_from_every_hint(redis_server: RedisServer) -> None:
     hashes = chain(37)
     lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
     writers = [IndexWriter(redis_server.url, member(f"w{i:03}"), LASTING) for i in range(len(lengths))]
@@ -224,7 +224,7 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
     settings = WriterSettings(chunk=3, chunks_in_flight=2)
     writer = IndexWriter(redis_server.url, member(), settings)
     async with linked(writer):
-        real, sent = writer.link.call, []
+        real, sent = writer.client.call, []
 
         async def one_by_one(*commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
             replies: list[Reply] = []
@@ -239,7 +239,7 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
                     assert ttl != b":-1\r\n"
             return replies
 
-        writer.link.call = one_by_one  # type: ignore[method-assign]
+        writer.client.call = one_by_one  # type: ignore[method-assign]
         assert await writer.rewrite(entries(chain(20)), WorkerLoad())
         assert len(sent) >= 7
 
@@ -507,13 +507,13 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
         own_redis.kill()
-        await until(lambda: not writer.link.up and index.blind)
+        await until(lambda: not writer.client.up and index.blind)
         events.clear()
         for _ in range(20):
             assert await index.lookup(hashes) is None
         assert events.count("down") + events.count("skipped") == 20, "nothing is waited for"
         own_redis.start()
-        await until(lambda: writer.link.up)
+        await until(lambda: writer.client.up)
         assert writer.in_doubt
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 10}))
@@ -566,7 +566,7 @@ def test_a_lease_written_by_a_clock_that_has_jumped_is_in_doubt() -> None:
 
     def settled(jump_ms: int) -> bool:
         now_ms = int(time.monotonic() * 1000) + jump_ms
-        return writer._settled([b"%d" % (now_ms // 1000), b"%d" % (now_ms % 1000 * 1000)])
+        return writer._settle([b"%d" % (now_ms // 1000), b"%d" % (now_ms % 1000 * 1000)])
 
     assert settled(0)
     assert not settled(60_000)
@@ -594,7 +594,7 @@ def test_failures_in_a_row_open_the_breaker() -> None:
 async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ReaderSettings(deadline_s=0.02, breaker_failures=1, breaker_probe_s=0.001, poll_s=0.001)
     shard = Shard("redis://h:1", 0, settings, lambda event: None)
-    shard.link._connection = Connection()
+    shard.client._connection = Connection()
     delay_s, num_probes = 0.03, 0
 
     async def lookup(blob: bytes, model: str | None) -> list[Candidate]:
@@ -617,14 +617,14 @@ async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatc
 
 async def test_so_many_commands_may_wait_for_their_replies() -> None:
     """A Redis that has stopped does not fill our memory."""
-    link = Link(Endpoint("redis://h:1", connect_timeout_s=HANG_S), LinkSettings(max_pending=3))
-    with pytest.raises(LinkDownError, match="no connection"):
-        link.submit([b"PING"], 1)
-    link._connection = Connection()
+    client = RedisClient("redis://h:1", ClientSettings(max_pending=3))
+    with pytest.raises(RedisDownError, match="no connection"):
+        client.submit([b"PING"], 1)
+    client._connection = Connection()
     for _ in range(3):
-        link.submit([b"PING"], 1)
-    with pytest.raises(LinkDownError, match="3 commands wait"):
-        link.submit([b"PING"], 1)
+        client.submit([b"PING"], 1)
+    with pytest.raises(RedisDownError, match="3 commands wait"):
+        client.submit([b"PING"], 1)
 
 
 @pytest.mark.parametrize("prefix", ["", "a{b}", "x y", "p" * 200])
@@ -658,7 +658,7 @@ async def test_a_registry_read_wrongly_once_is_read_again(redis_server: RedisSer
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 3}))
-        index._shards[0]._registry.refresh([], [])
+        index._shards[0].registry.refresh([], [])
         assert await matches(index, hashes) == {}
         await until(becomes(index, hashes, {"w0": 3}))
 
@@ -666,9 +666,9 @@ async def test_a_registry_read_wrongly_once_is_read_again(redis_server: RedisSer
 @pytest.mark.parametrize("matches", [None, b"QUEUED", [], [b"3"], [-1], [4], [None], [[]], ["x"], [1, 2]])
 def test_what_is_no_match_reaches_no_router(matches: object) -> None:
     shard = Shard("redis://h:1", 0, EAGER, lambda event: None)
-    shard._registry.refresh([(b"w0", schema.encode_member(member()))], [])
+    shard.registry.refresh([(b"w0", schema.encode_member(member()))], [])
     query = shard._query(None)
-    with pytest.raises(LinkDownError, match="malformed"):
+    with pytest.raises(RedisDownError, match="malformed"):
         shard._candidates(query, 3, [b"v", [b"1", b"0"], matches, []])
 
 

@@ -65,7 +65,7 @@ class SimulatedWorker:
         self.changes.apply(events)
 
     async def publish(self) -> bool:
-        if not self.writer.link.up:
+        if not self.writer.client.up:
             return False
         if self.writer.in_doubt:
             if not await self.writer.rewrite(list(self.changes.held), WorkerLoad(num_running=1)):
@@ -259,7 +259,7 @@ async def test_leases_hold_with_the_hosts_clock_off_by_ten_minutes(
     writer = IndexWriter(redis_server.url, new_member(WorkerId("w0")), WriterSettings(lease_s=60.0))
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(writer, index):
-        await until(lambda: writer.link.up and not index.blind)
+        await until(lambda: writer.client.up and not index.blind)
         assert await writer.rewrite([], WorkerLoad())
 
         async def alive() -> bool:

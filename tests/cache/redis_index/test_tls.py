@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from cache.redis_index.endpoint import Endpoint
+from cache.redis_index.connection import ClientSettings, Endpoint
 from tests.certificates import Authority
 from tests.e2e.serving import free_ports
 from tests.redis_server import REDIS_7, RedisServer, needs_redis_tls
@@ -60,7 +60,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[bytes]:
     """What PING is answered."""
-    connection = await Endpoint(url, connect_timeout_s=HANG_S).open()
+    connection = await Endpoint(url, ClientSettings(connect_timeout_s=HANG_S)).open()
     try:
         await connection.send_command("PING")
         yield await connection.read_response()

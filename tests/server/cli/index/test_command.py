@@ -55,7 +55,7 @@ async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator
             held = [IndexEntry(os.urandom(8)) for _ in range(count)]
 
             async def stands(writer: IndexWriter = writer, held: list[IndexEntry] = held) -> bool:
-                return writer.link.up and await writer.rewrite(held, WorkerLoad(num_running=2))
+                return writer.client.up and await writer.rewrite(held, WorkerLoad(num_running=2))
 
             await until(stands)
         yield

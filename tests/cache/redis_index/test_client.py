@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from cache.redis_index.endpoint import MAX_REPLY_BYTES, Endpoint
-from cache.redis_index.link import Link, LinkDownError, LinkSettings
+from cache.redis_index.client import RedisClient, RedisDownError
+from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
 from tests.redis_server import until
 from tests.running import listening, running
 
@@ -41,19 +41,18 @@ def sane(words: list[bytes]) -> bytes:
 
 
 @asynccontextmanager
-async def linked(answer: Answer, stall_s: float = 0.4) -> AsyncIterator[tuple[Scripted, Link, list[str]]]:
+async def connected(answer: Answer, stall_s: float = 0.4) -> AsyncIterator[tuple[Scripted, RedisClient, list[str]]]:
     scripted, garbage = Scripted(answer), []
-    settings = LinkSettings(stall_s=stall_s, connect_timeout_s=20.0, first_backoff_s=0.01, max_backoff_s=0.02)
+    settings = ClientSettings(stall_s=stall_s, connect_timeout_s=20.0, first_backoff_s=0.01, max_backoff_s=0.02)
     async with listening(scripted.serve) as port:
-        endpoint = Endpoint(f"redis://127.0.0.1:{port}", connect_timeout_s=20.0)
-        link = Link(endpoint, settings, on_garbage=lambda: garbage.append("garbage"))
-        async with running(link):
-            await until(lambda: link.up)
-            yield scripted, link, garbage
+        client = RedisClient(f"redis://127.0.0.1:{port}", settings, on_garbage=lambda: garbage.append("garbage"))
+        async with running(client):
+            await until(lambda: client.up)
+            yield scripted, client, garbage
 
 
-async def call(link: Link, word: str) -> object:
-    return (await link.call((word,), timeout_s=20.0))[0]
+async def call(client: RedisClient, word: str) -> object:
+    return (await client.call((word,), timeout_s=20.0))[0]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +79,11 @@ async def test_a_reply_that_nobody_asked_for_costs_the_connection_and_nothing_el
             return b"+JUNK\r\n" + junk
         return sane(words)
 
-    async with linked(answer) as (scripted, link, garbage):
-        with suppress(LinkDownError):
-            await call(link, "JUNK")
-        await until(lambda: scripted.num_connections > 1 and link.up)
-        assert await call(link, "HELLO") == b"HELLO"
+    async with connected(answer) as (scripted, client, garbage):
+        with suppress(RedisDownError):
+            await call(client, "JUNK")
+        await until(lambda: scripted.num_connections > 1 and client.up)
+        assert await call(client, "HELLO") == b"HELLO"
         assert len(garbage) <= 1
 
 
@@ -99,15 +98,15 @@ async def test_replies_out_of_step_are_found_out_although_calls_never_pause(surp
             return surplus
         return sane(words)
 
-    async with linked(answer, stall_s=2.0) as (scripted, link, _):
-        broken = asyncio.create_task(call(link, "BREAK"))
+    async with connected(answer, stall_s=2.0) as (scripted, client, _):
+        broken = asyncio.create_task(call(client, "BREAK"))
         await asyncio.sleep(0)
 
         async def caller(name: str) -> None:
             while True:
                 await asyncio.sleep(0)
-                with suppress(LinkDownError):
-                    if await call(link, name) == name.encode() and scripted.num_connections > 1:
+                with suppress(RedisDownError):
+                    if await call(client, name) == name.encode() and scripted.num_connections > 1:
                         return
 
         async with asyncio.timeout(60):
@@ -125,30 +124,30 @@ async def test_a_reply_without_end_is_cut_off() -> None:
             return b"$%d\r\n" % size + bytes(size) + b"\r\n"
         return sane(words)
 
-    async with linked(answer, stall_s=60.0) as (_, link, garbage):
-        with pytest.raises(LinkDownError, match="more than"):
-            await call(link, "HUGE")
+    async with connected(answer, stall_s=60.0) as (_, client, garbage):
+        with pytest.raises(RedisDownError, match="more than"):
+            await call(client, "HUGE")
         assert garbage == ["garbage"]
-        await until(lambda: link.up)
-        assert await call(link, "HELLO") == b"HELLO"
+        await until(lambda: client.up)
+        assert await call(client, "HELLO") == b"HELLO"
 
 
 async def test_a_cancellation_in_the_turn_of_a_failure_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A TaskGroup prefers what its children raised."""
-    link = Link(Endpoint("redis://127.0.0.1:1", connect_timeout_s=1.0), LinkSettings())
+    client = RedisClient("redis://127.0.0.1:1", ClientSettings())
     failing = asyncio.Event()
 
     async def serve() -> None:
         async def fail() -> None:
             await failing.wait()
-            raise LinkDownError("now")
+            raise RedisDownError("now")
 
         async with asyncio.TaskGroup() as group:
             group.create_task(fail())
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(link, "_serve", serve)
-    task = asyncio.create_task(link.run())
+    monkeypatch.setattr(client, "_serve", serve)
+    task = asyncio.create_task(client.run())
     await asyncio.sleep(0.01)
     failing.set()
     await asyncio.sleep(0)
@@ -159,7 +158,7 @@ async def test_a_cancellation_in_the_turn_of_a_failure_is_not_lost(monkeypatch: 
 
 
 async def test_a_server_that_answers_nothing_is_left() -> None:
-    async with linked(lambda words: b"") as (scripted, link, _):
-        with pytest.raises(LinkDownError, match="no reply for"):
-            await call(link, "HELLO")
+    async with connected(lambda words: b"") as (scripted, client, _):
+        with pytest.raises(RedisDownError, match="no reply for"):
+            await call(client, "HELLO")
         await until(lambda: scripted.num_connections > 1)

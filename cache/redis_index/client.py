@@ -1,0 +1,310 @@
+"""A multiplexed Redis client: one pipelined connection, owned by one task.
+
+Callers submit packed commands and get a future. A caller that gives up cancels its future only: its command has been
+sent whole, and the reply is read in its turn and dropped. So no reply ever reaches another caller. (A cancelled command
+on a shared redis-py connection leaves its reply to the next user: CVE-2023-28858.)
+
+    submit -> outbox -> _write -> socket ... socket -> _read -> head of `pending` -> the caller's future
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import InvalidResponse, NoPermissionError, ReadOnlyError, RedisError, ResponseError
+
+from cache.redis_index.connection import ClientSettings, Endpoint, moved_to
+from cache.redis_index.schema import brief
+
+logger = logging.getLogger(__name__)
+
+Argument = bytes | str | int | float
+Reply = Any
+"""bytes, int, None, a list of replies, or the ResponseError that Redis answered."""
+
+_NUM_PINGS: Final = 20
+
+
+class RedisDownError(Exception):
+    """No connection, a connection that broke before the reply came, or too many commands in flight."""
+
+
+class ProtocolError(RedisDownError):
+    """Redis sent what it never sends: replies and commands do not match any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFacts:
+    """Answers of one server about itself."""
+
+    version: tuple[int, ...]
+    """Empty when the user may not ask for it."""
+    ping_s: float
+    """Median of a few."""
+    used_bytes: int
+    max_bytes: int
+    """0: no limit, or unknown."""
+    eviction: str
+    """Policy at the limit: `noeviction`, `allkeys-lru` ..."""
+
+
+class _Call:
+    """A submitted pipeline and its replies so far."""
+
+    __slots__ = ("future", "num_replies", "replies", "sent_at")
+
+    def __init__(self, future: asyncio.Future[list[Reply]], num_replies: int, sent_at: float) -> None:
+        self.future = future
+        self.num_replies = num_replies
+        self.replies: list[Reply] = []
+        self.sent_at = sent_at
+
+
+class RedisClient:
+    """Runs in the event loop of its `run()`, which reconnects for ever; call `submit` from that loop only."""
+
+    def __init__(
+        self,
+        url: str,
+        settings: ClientSettings,
+        *,
+        on_change: Callable[[bool], None] = lambda up: None,
+        on_garbage: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_garbage` counts connections dropped because of an answer that no Redis gives. Raises ValueError."""
+        self._endpoint = Endpoint(url, settings)
+        self._settings = settings
+        self._on_change = on_change
+        self._on_garbage = on_garbage
+        self._reconnect_reason: asyncio.Future[str] | None = None
+        self._pending: deque[_Call] = deque()
+        self._outbox: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._connection: AbstractConnection | None = None
+        self._reported_down = False
+        self._in_step = False
+
+    @property
+    def up(self) -> bool:
+        """Return whether there is a connection."""
+        return self._connection is not None
+
+    @property
+    def label(self) -> str:
+        """Return the URL without its password."""
+        return self._endpoint.label
+
+    def submit(self, packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
+        """Send a packed pipeline. The future gives one reply per command; it fails with RedisDownError."""
+        if self._connection is None:
+            raise RedisDownError(f"no connection to {self.label}")
+        if len(self._pending) >= self._settings.max_pending:
+            raise RedisDownError(f"{len(self._pending)} commands wait for {self.label}")
+        future = asyncio.get_running_loop().create_future()
+        self._pending.append(_Call(future, num_replies, time.monotonic()))
+        self._outbox.extend(packed)
+        self._wake.set()
+        return future
+
+    async def call(self, *commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
+        """Submit and wait. Raises RedisDownError, also when the reply is late."""
+        future = self.submit([pack(commands)], len(commands))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise RedisDownError(f"no reply from {self.label} within {timeout_s} s") from None
+
+    def reconnect(self, reason: str) -> None:
+        """Drop the connection and open another: a reply did not match its command."""
+        if self._reconnect_reason is not None and not self._reconnect_reason.done():
+            self._reconnect_reason.set_result(reason)
+
+    async def run(self) -> None:
+        """Keep a connection open until cancelled, whatever Redis answers."""
+        backoff_s = self._settings.first_backoff_s
+        while True:
+            self._in_step = False
+            reason = "closed"
+            try:
+                await self._serve()
+            except* Exception as group:
+                reason = self._reason(_first(group))
+            finally:
+                await self._drop(reason)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # a TaskGroup prefers its children's errors to a cancellation
+                raise asyncio.CancelledError
+            if self._in_step:
+                backoff_s = self._settings.first_backoff_s
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(self._settings.max_backoff_s, 2 * backoff_s)
+
+    def _reason(self, error: BaseException) -> str:
+        """Describe why the connection ended, and count an error that only garbage causes."""
+        is_readable = isinstance(error, (RedisError, OSError, RedisDownError))  # else the parser's, on any bytes
+        if not is_readable or isinstance(error, (InvalidResponse, ProtocolError)):
+            self._on_garbage()
+        return str(error) if is_readable else f"unreadable reply: {type(error).__name__}: {error!s:.200}"
+
+    async def _serve(self) -> None:
+        async with asyncio.timeout(2 * self._settings.connect_timeout_s):
+            connection = await self._endpoint.open()
+        self._connection = connection
+        self._outbox.clear()
+        self._wake.clear()
+        self._on_change(True)
+        self._reconnect_reason = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._write(connection))
+            group.create_task(self._read(connection))
+            group.create_task(self._watch())
+            raise ProtocolError(await self._reconnect_reason)
+
+    async def _write(self, connection: AbstractConnection) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._outbox = self._outbox, []
+            await connection.send_packed_command(batch, check_health=False)
+
+    async def _read(self, connection: AbstractConnection) -> None:
+        pending = self._pending
+        while True:
+            try:
+                reply = await connection.read_response(disable_decoding=True, timeout=math.inf)
+            except ResponseError as error:
+                if self._endpoint.is_cluster and (target := moved_to(error)) is not None:
+                    self._endpoint.redirect(*target)
+                    raise RedisDownError(f"slot moved to {target[0]}:{target[1]}") from None
+                if isinstance(error, ReadOnlyError):
+                    raise RedisDownError("connected to a read-only replica") from None
+                reply = error
+            if not pending:
+                raise ProtocolError(f"a reply without a command: {brief(reply)}")
+            call = pending[0]
+            call.replies.append(reply)
+            if len(call.replies) == call.num_replies:
+                pending.popleft()
+                if not call.future.done():
+                    call.future.set_result(call.replies)
+
+    async def _watch(self) -> None:
+        """Notice a server that has stopped answering, so that pending stays bounded, and replies out of step.
+
+        One reply too many or too few gives every later caller the reply to another command. A PING that must come back
+        with its own text finds that out.
+        """
+        stall_s = self._settings.stall_s
+        ping: tuple[bytes, asyncio.Future[list[Reply]]] | None = None
+        while True:
+            if ping is None and len(self._pending) < self._settings.max_pending:
+                text = secrets.token_hex(8).encode()
+                ping = text, self.submit([pack([("PING", text)])], 1)
+            await asyncio.sleep(stall_s / 4)
+            if self._pending and time.monotonic() - self._pending[0].sent_at > stall_s:
+                raise RedisDownError(f"no reply for {stall_s} s")
+            if ping is not None and ping[1].done():
+                (answer,) = ping[1].result()
+                if answer != ping[0] and not isinstance(answer, NoPermissionError):
+                    raise ProtocolError(f"a reply to another command: {brief(answer)}")
+                ping = None
+                self._note_in_step()
+
+    def _note_in_step(self) -> None:
+        """Count the connection as good. An accepted connection, or a first reply, means little behind a proxy."""
+        self._in_step = True
+        if self._reported_down:
+            logger.info("connected to Redis at %s again", self.label)
+            self._reported_down = False
+
+    async def _drop(self, reason: str) -> None:
+        connection, self._connection = self._connection, None
+        if not reason.startswith("slot moved"):
+            self._endpoint.failed()
+        while self._pending:
+            future = self._pending.popleft().future
+            if not future.done():
+                future.set_exception(RedisDownError(reason))
+                future.exception()  # read here: a caller that has left must not cause a "never retrieved" warning
+        if connection is not None:
+            self._on_change(False)
+            with contextlib.suppress(Exception):  # of a socket that has failed already
+                await connection.disconnect(nowait=True)
+        if not self._reported_down and reason != "closed":
+            logger.warning("no Redis at %s: %s", self.label, reason)
+            self._reported_down = True
+
+
+def pack(commands: Iterable[Sequence[Argument]]) -> bytes:
+    """Return commands as RESP, to be submitted once or many times."""
+    parts = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for argument in command:
+            data = argument if isinstance(argument, bytes) else str(argument).encode()
+            parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return b"".join(parts)
+
+
+async def diagnose(url: str, settings: ClientSettings) -> RedisFacts:
+    """Ask a server about itself on a connection of its own, all within the connect timeout.
+
+    Raises RedisDownError with the reason, and ValueError for a URL of no known form.
+    """
+    endpoint = Endpoint(url, settings)
+    connection: AbstractConnection | None = None
+    try:
+        async with asyncio.timeout(settings.connect_timeout_s):
+            connection = await endpoint.open()
+            return await _facts(connection)
+    except TimeoutError:
+        raise RedisDownError(f"no answer within {settings.connect_timeout_s:g} s") from None
+    except (RedisError, OSError) as error:
+        raise RedisDownError(str(error) or type(error).__name__) from error
+    finally:
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+
+async def _facts(connection: AbstractConnection) -> RedisFacts:
+    async def ask(*command: str) -> Reply:
+        await connection.send_command(*command)
+        return await connection.read_response(disable_decoding=True, timeout=math.inf)
+
+    pings_s = []
+    for _ in range(_NUM_PINGS):
+        started_s = time.perf_counter()
+        await ask("PING")
+        pings_s.append(time.perf_counter() - started_s)
+    info: dict[str, str] = {}
+    for section in ("server", "memory"):
+        with contextlib.suppress(ResponseError):  # an ACL user that may not ask
+            lines = bytes(await ask("INFO", section)).decode(errors="replace").splitlines()
+            info |= dict(line.split(":", 1) for line in lines if ":" in line)
+    return RedisFacts(
+        version=tuple(int(part) for part in info.get("redis_version", "").split(".") if part.isdecimal()),
+        ping_s=statistics.median(pings_s),
+        used_bytes=int(info.get("used_memory", 0)),
+        max_bytes=int(info.get("maxmemory", 0)),
+        eviction=info.get("maxmemory_policy", ""),
+    )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,192 @@
+"""Connections to Redis: one server, a unix socket, TLS, Sentinel or a Cluster, each with a limit on a reply's size."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio.connection import AbstractConnection, Connection, DefaultParser, SSLConnection, parse_url
+from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError
+
+MAX_REPLY_BYTES: Final = 64 << 20
+"""Twice a registry of 20,000 workers. Without a limit, any writer to Redis could fill the memory of every reader."""
+_SHORT_BYTES: Final = 2048
+_MILLIONS: Final = re.compile(rb"[*~%>|][0-9]{7}")
+_DEFAULT_PORTS: Final = {"cluster": 6379, "sentinel": 26379}
+_FORMS: Final = "redis://, rediss://, unix://, redis[s]+sentinel:// or redis[s]+cluster://"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    username: str | None = None
+    """Replaces the user of the URL, as `password` does, so that secrets can come from files."""
+    password: str | None = field(default=None, repr=False)
+    connect_timeout_s: float = 2.0
+    stall_s: float = 2.0
+    """Reconnect when the oldest reply is this late."""
+    max_pending: int = 4096
+    first_backoff_s: float = 0.05
+    max_backoff_s: float = 2.0
+
+
+class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
+    """Redis-py's parser with a limit on the size of a reply.
+
+    The parser below reserves memory for as many elements as a list announces, and visits them all to free it: seconds.
+    So look for such headers, in short reads and at the start of long ones; a search of every read would cost a lookup
+    among 64 workers 3 %.
+    """
+
+    __slots__ = ("_num_read",)
+
+    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
+        """Read one reply."""
+        self._num_read = 0
+        return await super().read_response(disable_decoding=disable_decoding, push_request=push_request)
+
+    async def read_from_socket(self) -> bool:
+        """Raises ConnectionError at the end of the stream, InvalidResponse past MAX_REPLY_BYTES."""
+        data = await self._stream.read(self._read_size)
+        if not data:
+            raise ConnectionError("connection closed by Redis")
+        self._num_read += len(data)
+        if self._num_read > MAX_REPLY_BYTES:
+            raise InvalidResponse(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+        suspect = _MILLIONS.search(data) if len(data) <= _SHORT_BYTES else _MILLIONS.match(data)
+        if suspect and not self._reader.has_data() and _announces_millions(data):
+            raise InvalidResponse("a reply of millions of elements")
+        self._reader.feed(data)
+        return True
+
+
+def _announces_millions(data: bytes) -> bool:
+    """Return whether a header in `data`, which begins with a reply, is that of such a list. Skip values."""
+    at = 0
+    while (end := data.find(b"\r\n", at)) >= 0:
+        kind, number = data[at : at + 1], data[at + 1 : end]
+        if kind in (b"*", b"~", b"%", b">", b"|") and len(number) >= 7:
+            return True
+        at = end + 2
+        if kind in (b"$", b"=", b"!") and number.isdigit():
+            at += int(number[:12]) + 2
+    return False
+
+
+class Endpoint:
+    """Opens connections to the current server of a URL: Sentinel's primary, or the cluster node that owns our slot.
+
+    redis://[user:password@]host[:port][/db]      rediss://... over TLS (ssl_ca_certs=... and so on)
+    unix:///path/to/socket[?db=0]
+    redis[s]+sentinel://[user:password@]host:port,host:port/service[?db=0]
+    redis[s]+cluster://[user:password@]host:port,host:port
+    """
+
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        """Raises ValueError for any other URL."""
+        self.label = _without_password(url)
+        """The URL without its password."""
+        scheme, _, kind = urlsplit(url).scheme.partition("+")
+        if (
+            scheme not in ("redis", "rediss", "unix")
+            or kind not in ("", *_DEFAULT_PORTS)
+            or (kind and scheme == "unix")
+        ):
+            raise ValueError(f"Redis URL {self.label!r}: use {_FORMS}")
+        self.is_cluster = kind == "cluster"
+        self._timeout_s = settings.connect_timeout_s
+        self._service = ""
+        self._nodes: list[tuple[str, int]] = []
+        self._num_failures = 0
+        self._moved: tuple[str, int] | None = None
+        self._options: dict[str, Any] = dict(parse_url(self._one_host(url, scheme, kind) if kind else url))
+        self._kind: type[AbstractConnection] = self._options.pop("connection_class", Connection)
+        self._options |= {
+            "socket_connect_timeout": settings.connect_timeout_s,
+            "socket_timeout": None,
+            "protocol": 2,
+            "driver_info": None,
+            "parser_class": BoundedParser,
+        }
+        credentials = {"username": settings.username, "password": settings.password}
+        self._options |= {name: value for name, value in credentials.items() if value}
+
+    def _one_host(self, url: str, scheme: str, kind: str) -> str:
+        """Take the hosts and the service from `url`, and return it in the form that redis-py knows, with one host."""
+        parts = urlsplit(url)
+        credentials, at, hosts = parts.netloc.rpartition("@")
+        self._nodes = [_host_and_port(host, _DEFAULT_PORTS[kind]) for host in hosts.split(",") if host]
+        if not self._nodes:
+            raise ValueError(f"Redis URL {self.label!r} names no host")
+        single = f"{scheme}://{credentials}{at}{self._nodes[0][0]}"
+        query = dict(parse_qsl(parts.query))
+        if kind == "sentinel":
+            self._service = unquote(parts.path.strip("/"))
+            if not self._service:
+                raise ValueError(f"Redis URL {self.label!r} names no Sentinel service: redis+sentinel://host:port/NAME")
+            single += f"/{query.pop('db', '0')}"
+        return single + "?" + "&".join(f"{name}={value}" for name, value in query.items())
+
+    async def open(self) -> AbstractConnection:
+        """Return a connected, authenticated connection. Raises RedisError, OSError or TimeoutError."""
+        options = self._options
+        if self._moved is not None or self._nodes:
+            host, port = await self._address()
+            options = {**options, "host": host, "port": port}
+        connection = self._kind(**options)
+        await connection.connect()  # type: ignore[no-untyped-call]
+        return connection
+
+    async def _address(self) -> tuple[str, int]:
+        if self._moved is not None:
+            return self._moved
+        return await self._primary() if self._service else self._nodes[self._num_failures % len(self._nodes)]
+
+    async def _primary(self) -> tuple[str, int]:
+        options: dict[str, Any] = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+        if issubclass(self._kind, SSLConnection):
+            options |= {name: value for name, value in self._options.items() if name.startswith("ssl_")} | {"ssl": True}
+        sentinel = Sentinel(self._nodes, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        try:
+            host, port = await sentinel.discover_master(self._service)
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        return str(host), int(port)
+
+    def redirect(self, host: str, port: int) -> None:
+        """Open the next connection to the cluster node that owns our slot."""
+        self._moved = (host, port)
+
+    def failed(self) -> None:
+        """Forget the redirection and try the next host: a connection broke or could not be opened."""
+        self._moved = None
+        self._num_failures += 1
+
+
+def check_url(name: str, url: str) -> None:
+    """Raises ValueError, which begins with `name`, for a URL of no known form."""
+    try:
+        Endpoint(url, ClientSettings())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def moved_to(error: RedisError) -> tuple[str, int] | None:
+    """Return host and port of a cluster's MOVED answer, or None for any other error."""
+    host, port = getattr(error, "host", None), getattr(error, "port", None)
+    if type(error).__name__ == "MovedError" and isinstance(host, str) and isinstance(port, int):
+        return host, port
+    return None
+
+
+def _host_and_port(text: str, default: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    return parts.hostname or "localhost", parts.port or default
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

@@ -1,0 +1,370 @@
+"""The gateway's side of the shared index: one round trip per routing decision, within a deadline, or None.
+
+A lookup passes the sets of the known workers. The reply has their matches, their states, and the registry's version.
+A new version makes the shard read the registry again, so a new worker appears one lookup later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from redis.exceptions import NoScriptError, ResponseError
+
+from cache.records import Candidate, WorkerMember
+from cache.redis_index import schema
+from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply, pack
+from cache.redis_index.connection import ClientSettings
+from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
+from cache.redis_index.schema import ReplyError, Signer, brief
+from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA
+from cache.types import HASH_BYTES, BlockHash
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS_PER_SHARD: Final = 4000
+"""Lua's unpack takes at most some 8,000 values."""
+MAX_BLOCKS: Final = 1 << 17
+_MAX_QUERIES: Final = 64
+_MAX_TRIES: Final = 4
+"""A lookup may find EVALSHA_RO unknown and then, twice, the script."""
+_TIMEOUT_S: Final = 2.0
+"""For everything but the lookups of decisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderSettings:
+    prefix: str = "headstart"
+    num_shards: int = 1
+    deadline_s: float = 0.025
+    poll_s: float = 1.0
+    """How often an idle reader looks at the registry; the same probe closes an open breaker."""
+    breaker_failures: int = 3
+    """After so many failures in a row lookups answer None at once, until a probe has succeeded."""
+    breaker_probe_s: float = 0.25
+    refresh_interval_s: float = 0.05
+    """The registry is read again at most this often, and for a tenth of the time,"""
+    max_refresh_age_s: float = 5.0
+    """and at least this often, whatever its version: what was read may have been wrong."""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    cluster_secret: bytes = field(default=b"", repr=False)
+    """Only entries signed with it count. Empty: all that decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHealth:
+    """Whether lookups reach one shard."""
+
+    redis: str
+    """Its address, without a password."""
+    connected: bool
+    breaker_open: bool
+
+
+class RedisIndex:
+    """`cache.records.PrefixIndex` over Redis. Needs `run()` in the event loop of its callers."""
+
+    def __init__(
+        self, url: str, settings: ReaderSettings | None = None, *, count: Callable[[str], None] = lambda event: None
+    ) -> None:
+        """`count(event)` feeds the metrics: timeout, down, skipped, invalid, stale, breaker_opened, breaker_closed."""
+        settings = settings or ReaderSettings()
+        schema.check_key_part("key prefix", settings.prefix)
+        self._count = count
+        self._shards = [Shard(url, number, settings, count) for number in range(settings.num_shards)]
+
+    async def run(self) -> None:
+        """Keep the connections and the registry; end only by cancellation."""
+        async with asyncio.TaskGroup() as group:
+            for shard in self._shards:
+                group.create_task(shard.client.run())
+                group.create_task(shard.probe())
+
+    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+        """See `PrefixIndex`. Read the shards in parallel; those that fail contribute no candidate."""
+        blob = b"".join(hashes[:MAX_BLOCKS])
+        assert len(blob) % HASH_BYTES == 0
+        open_shards = [shard for shard in self._shards if not shard.breaker_open]
+        if len(open_shards) < len(self._shards):
+            self._count("skipped")
+        if len(open_shards) == 1:
+            return await open_shards[0].lookup_in_time(blob, model)
+        answers = await asyncio.gather(*(shard.lookup_in_time(blob, model) for shard in open_shards))
+        answered = [answer for answer in answers if answer is not None]
+        return [candidate for answer in answered for candidate in answer] if answered else None
+
+    @property
+    def blind(self) -> bool:
+        """Return whether no shard answers."""
+        return all(shard.breaker_open or not shard.client.up for shard in self._shards)
+
+    def members(self) -> list[WorkerMember]:
+        """Return the registry as last read, lapsed leases included; empty before the first read."""
+        return [member for shard in self._shards for member in shard.registry.members()]
+
+    async def entries(self) -> list[RegistryEntry]:
+        """Read the registry. Raises RedisDownError."""
+        for shard in self._shards:
+            await shard.refresh()
+        return self.seen_entries()
+
+    def seen_entries(self) -> list[RegistryEntry]:
+        """Return the registry as lookups last saw it, at most `poll_s` ago while Redis answers."""
+        return [entry for shard in self._shards for entry in shard.registry.entries()]
+
+    def health(self) -> list[ShardHealth]:
+        """Return the health of every shard."""
+        return [ShardHealth(shard.client.label, shard.client.up, shard.breaker_open) for shard in self._shards]
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """The lookup command for some workers, packed, before and after the prompt's hashes."""
+
+    workers: tuple[KnownWorker, ...]
+    head: bytes
+    tail: bytes
+
+
+class Shard:
+    """One connection, the registry behind it, and its circuit breaker."""
+
+    def __init__(self, url: str, number: int, settings: ReaderSettings, count: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._count = count
+        self.client = RedisClient(
+            url,
+            ClientSettings(settings.username, settings.password, max_pending=1024),
+            on_change=self._connection_changed,
+            on_garbage=lambda: count("invalid"),
+        )
+        self._keys = schema.Keys(settings.prefix, number)
+        self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
+        self._queries: dict[str | None, _Query] = {}
+        self._evalsha = b"EVALSHA_RO"
+        self._hvals_refused = False
+        self._version: bytes | None = None
+        self._seen_version = b""
+        self._refreshed_at = -1e9
+        self._pause_s = settings.refresh_interval_s
+        self._refresh_task: asyncio.Task[None] | None = None
+        self._num_failures = 0
+        self._wake_probe = asyncio.Event()
+
+    # --- lookup -----------------------------------------------------------------------------------------------------
+
+    async def lookup_in_time(self, blob: bytes, model: str | None) -> list[Candidate] | None:
+        """Look up within the deadline, or return None and count a failure."""
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                candidates = await self.lookup(blob, model)
+        except TimeoutError:
+            self._count("timeout")
+        except RedisDownError as error:
+            logger.debug("lookup failed: %s", error)
+            self._count("down")
+        except Exception as error:
+            self._recover(error)
+        else:
+            self.succeeded()
+            return candidates
+        self.failed()
+        return None
+
+    async def lookup(self, blob: bytes, model: str | None) -> list[Candidate]:
+        """Look up the joined hashes of a prompt. Raises RedisDownError; the caller sets the deadline."""
+        if self._version is None:
+            await self._first_refresh()
+        for _ in range(_MAX_TRIES):
+            query = self._query(model)
+            (reply,) = await self.client.submit((query.head, b"$%d\r\n" % len(blob), blob, query.tail), 1)
+            if not isinstance(reply, ResponseError):
+                return self._candidates(query, len(blob) // HASH_BYTES, reply)
+            await self._prepare_server(reply)
+        raise RedisDownError(f"lookup: {brief(reply)}")
+
+    async def _prepare_server(self, error: ResponseError) -> None:
+        """Load the script where it is missing, and do without EVALSHA_RO on an old server. Else raise RedisDownError.
+
+        Many lookups may be in flight when the first of them learns it.
+        """
+        if isinstance(error, NoScriptError):
+            (loaded,) = await self.client.submit([pack([("SCRIPT", "LOAD", LOOKUP)])], 1)
+            if isinstance(loaded, ResponseError):
+                raise RedisDownError(f"SCRIPT LOAD: {loaded}")
+        elif "unknown command" in str(error).lower():
+            self._evalsha = b"EVALSHA"
+            self._queries.clear()
+        else:
+            raise RedisDownError(f"lookup: {error}")
+
+    def _query(self, model: str | None) -> _Query:
+        if self.registry.has_changed:
+            self.registry.has_changed = False
+            self._queries.clear()
+        query = self._queries.get(model)
+        if query is None:
+            query = self._make_query(self.registry.workers(model))
+            if len(self._queries) < _MAX_QUERIES:
+                self._queries[model] = query
+        return query
+
+    def _make_query(self, workers: list[KnownWorker]) -> _Query:
+        if len(workers) > MAX_WORKERS_PER_SHARD:
+            self.registry.complain(b"shards", f"{len(workers)} workers in one shard: configure more shards")
+            del workers[MAX_WORKERS_PER_SHARD:]
+        sets = [self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.generation) for w in workers]
+        keys = [self._keys.states, self._keys.version, *sets]
+        # A name costs more than a state of no use here. But foreign values may be of any size and number.
+        by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
+        ids = [w.member.worker_id for w in workers] if by_name else [ALL_STATES]
+        start: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys]
+        _, _, head = pack([start]).partition(b"\r\n")
+        _, _, tail = pack([ids]).partition(b"\r\n")
+        return _Query(tuple(workers), b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail)
+
+    def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
+        try:
+            version, now, matches, states = reply
+            now_ms = schema.decode_time_ms(now)
+            if len(matches) != len(query.workers) or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
+                raise ReplyError(f"{brief(matches)} for {len(query.workers)} workers and {num_blocks} blocks")
+            if not isinstance(states, (list, ResponseError)):
+                raise ReplyError(f"states are {brief(states)}")
+        except (TypeError, ValueError) as error:
+            raise self._malformed(f"lookup gave {brief(reply)}: {error}") from error
+        if isinstance(states, ResponseError):
+            self._states_refused(states)
+            states = []
+        self._seen_version = version if type(version) is bytes else b""
+        if self._seen_version != self._version:
+            self._start_refresh()
+        return self.registry.candidates(query.workers, matches, states, now_ms)
+
+    def _states_refused(self, error: ResponseError) -> None:
+        """Read states by name from now on: their key has another type, or an ACL forbids HVALS."""
+        if self._hvals_refused:
+            self.registry.complain(b"states", f"the states cannot be read: {error}")
+        self._hvals_refused = True
+        self._queries.clear()
+
+    def _malformed(self, what: str) -> RedisDownError:
+        """Count a reply that does not fit its command, and continue on another connection."""
+        self.registry.complain(b"reply", what)
+        self.client.reconnect("a reply that does not fit its command")
+        return RedisDownError("malformed reply")
+
+    # --- registry ---------------------------------------------------------------------------------------------------
+
+    async def _first_refresh(self) -> None:
+        """Wait for the one refresh that all callers share. Raises RedisDownError."""
+        if self.client.up:
+            await asyncio.shield(self._start_refresh())
+        if self._version is None:
+            raise RedisDownError("the registry has not been read")
+
+    def _start_refresh(self) -> asyncio.Task[None]:
+        if self._refresh_task is None or self._refresh_task.done():
+            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_later())
+        return self._refresh_task
+
+    async def _refresh_later(self) -> None:
+        await asyncio.sleep(max(0.0, self._refreshed_at + self._pause_s - time.monotonic()))
+        try:
+            await self.refresh()
+        except RedisDownError as error:
+            logger.debug("registry not read: %s", error)
+
+    async def refresh(self) -> None:
+        """Read the registry. Raises RedisDownError.
+
+        Its version is the one that a lookup saw before: a change in between means one more refresh.
+        """
+        version = self._seen_version
+        members, states, now = await self.client.call(
+            ("HGETALL", self._keys.members), ("HGETALL", self._keys.states), ("TIME",), timeout_s=_TIMEOUT_S
+        )
+        started_at = time.monotonic()
+        try:
+            self.registry.now_ms = schema.decode_time_ms(now)
+            self.registry.refresh(self._hash(members), self._hash(states))
+        except ReplyError as error:
+            raise self._malformed(f"the registry is {error}") from error
+        finally:
+            self._refreshed_at = time.monotonic()
+            self._pause_s = max(self._settings.refresh_interval_s, 10 * (self._refreshed_at - started_at))
+        self._version = version
+
+    def _hash(self, reply: Reply) -> list[tuple[bytes, bytes]]:
+        """Return the pairs; none for a key of another type, until a worker has put it right. Raises ReplyError."""
+        if isinstance(reply, ResponseError):
+            self.registry.complain(b"type", f"the registry cannot be read: {reply}")
+            return []
+        return schema.decode_hash(reply)
+
+    # --- breaker and probe ------------------------------------------------------------------------------------------
+
+    @property
+    def breaker_open(self) -> bool:
+        """Return whether lookups are skipped."""
+        return self._num_failures >= self._settings.breaker_failures
+
+    def failed(self) -> None:
+        """Count a failure, which may open the breaker."""
+        self._num_failures += 1
+        if self._num_failures == self._settings.breaker_failures:
+            logger.warning("lookups fail: routing without the index until Redis answers within the deadline")
+            self._count("breaker_opened")
+            self._wake_probe.set()
+
+    def succeeded(self) -> None:
+        """Close the breaker."""
+        if self.breaker_open:
+            logger.info("Redis answers again: routing by the index")
+            self._count("breaker_closed")
+        self._num_failures = 0
+
+    def _recover(self, error: Exception) -> None:
+        """Count and log an error that no reply should cause, and continue on another connection."""
+        self.registry.complain(b"reading", f"reading raised {type(error).__name__}: {error!s:.200}")
+        logger.debug("reading raised", exc_info=error)
+        self.client.reconnect("reading failed")
+
+    async def probe(self) -> None:
+        """Look at the registry now and then; while the breaker is open, find out when to close it."""
+        while True:
+            interval_s = self._settings.breaker_probe_s if self.breaker_open else self._settings.poll_s
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._wake_probe.wait()
+            except TimeoutError:
+                pass
+            self._wake_probe.clear()
+            if not self.client.up:
+                continue
+            if time.monotonic() - self._refreshed_at > self._settings.max_refresh_age_s:
+                self._start_refresh()
+            started_at = time.monotonic()
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await self.lookup(b"", None)
+            except (RedisDownError, TimeoutError):
+                continue
+            except Exception as error:
+                self._recover(error)
+                continue
+            if time.monotonic() - started_at <= self._settings.deadline_s:
+                self.succeeded()
+
+    def _connection_changed(self, up: bool) -> None:
+        self._version = None
+        self._queries.clear()
+        self._evalsha = b"EVALSHA_RO"
+        self._hvals_refused = False
+        if up:
+            self._wake_probe.set()
