@@ -101,8 +101,8 @@ class Engine:
         ):
             self._launch(ahead)
         plan, launch = self._flights.popleft()
-        emissions = self._scheduler.update(plan, launch.collect(), now_s)
-        return sum(len(emission.frame.token_ids) for emission in emissions if isinstance(emission.frame, Tokens))
+        outputs = self._scheduler.update(plan, launch.collect(), now_s)
+        return sum(len(output.frame.token_ids) for output in outputs if isinstance(output.frame, Tokens))
 
     def _launch(self, plan: StepPlan) -> None:
         self._flights.append((plan, self._runner.launch(plan.step())))

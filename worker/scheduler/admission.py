@@ -1,283 +1,318 @@
-"""The door between waiting and running, and the one before it: what can never be served is refused at once."""
+"""Admission: moves sequences from the waiting queue to the running batch, and back when they are preempted."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from cache.allocators.base import Allocator
 from cache.types import BlockHash, BlockId
-from worker.scheduler.budget import AdmissionGate, BatchLimits, PrefillBudget
+from worker.scheduler.budget import BatchLimits, PrefillBudget
+from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import OrderedSequences, Request, TokenSequence
 
 MAX_COMPARED: Final = 128
-"""Requests before a new one that are looked at for a common prefix, the latest first."""
+"""Earlier requests that are compared with a new one for a common prefix, the latest first."""
 
 
-class Admitted(NamedTuple):
-    """A sequence that joins the batch, the tokens of its first chunk, and what it has left behind for want of slots."""
-
+class _Admitted(NamedTuple):
     sequence: TokenSequence
     num_tokens: int
+    """Of its first chunk."""
     rest: TokenSequence | None
+    """The choices for which there are no slots."""
 
 
-class Slots(Protocol):
-    """What an admission asks of who owns the queues."""
+class BatchAdmission:
+    """Decides which waiting sequences join the running ones, and which running choices yield to another tenant."""
 
-    def is_contested(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence of another tenant waits."""
-
-    def note(self, sequence: TokenSequence, *, is_whole: bool) -> None:
-        """The sequence waits no more; a part of it does, unless it `is_whole`."""
-
-    def give_up(self, sequence: TokenSequence, num_choices: int) -> None:
-        """Let the last choices of a running sequence wait; if that is all of them, it is preempted."""
-
-
-class Admission:
-    """Decides which of the waiting join the batch. Holds only TGI's counter."""
-
-    def __init__(self, allocator: Allocator, limits: BatchLimits) -> None:
-        self.gate = AdmissionGate(limits)
+    def __init__(
+        self, allocator: Allocator, limits: BatchLimits, waiting: OrderedSequences, running: OrderedSequences
+    ) -> None:
         self._allocator = allocator
         self._limits = limits
+        self._waiting = waiting
+        self._running = running
+        self._num_steps_waited = 1
+        """TGI's counter: decodes since the last prefill, from 1."""
 
-    def admit(
-        self,
-        waiting: Iterable[TokenSequence],
-        num_waiting: int,
-        running: OrderedSequences,
-        budget: PrefillBudget,
-        slots: Slots,
-    ) -> list[Admitted]:
-        """Allocate for the sequences that join, in the order given, and grant each the tokens of its first chunk.
+    def admit(self, candidates: Iterable[TokenSequence], plan: StepPlan, budget: PrefillBudget) -> list[TokenSequence]:
+        """Admit waiting sequences in the order given, and plan the first chunk of each.
 
-        The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence whose prefix
-        is being computed right now waits for that, and lets others pass: it will find the prefix cached. Of a sequence
-        of several choices, as many join as there are slots for. While another tenant waits, no request gets more than
-        half of the slots, and one that holds more gives up what lets the other in.
+        The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence lets others
+        pass while a running one computes its prefix. As many of its choices join as there are slots for. While another
+        tenant waits, a request gets at most half of the slots, and one that holds more yields what lets the other in.
         """
-        min_newcomers = self.gate.min_newcomers(len(running))
-        if min_newcomers is not None and num_waiting < min_newcomers:
+        min_admitted = self._min_admitted()
+        if min_admitted is not None and len(self._waiting) < min_admitted:
             return []
-        admitted: list[Admitted] = []
-        load = _Load.of(running, self._allocator)
-        prefilling = [sequence for sequence in running if sequence.is_prefilling]
-        for sequence in waiting:
-            most = len(sequence.choices)
-            if slots.is_contested(sequence):
-                most = min(most, self._limits.max_contested_slots - load.num_held.get(sequence.request, 0))
-                if most <= 0:
-                    continue
-            if self._has_to_wait(sequence, prefilling):
+        admitted: list[_Admitted] = []
+        load = _BatchLoad(self._running, self._allocator, self._limits)
+        prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
+        num_waiting = Counter(sequence.tenant for sequence in self._waiting)
+        for sequence in candidates:
+            num_choices = len(sequence.choices)
+            if len(num_waiting) > 1:
+                num_held = load.num_slots.get(sequence.request, 0)
+                num_choices = min(num_choices, self._limits.max_contested_slots - num_held)
+            if num_choices <= 0 or self._has_to_wait(sequence, prefilling):
                 continue
-            if self._yield_slots(sequence, most, running, load, slots):
-                load = _Load.of(running, self._allocator)
-                for newcomer in admitted:
-                    load.add(newcomer.sequence)
-            most = min(most, load.room(sequence, self._limits))
-            if budget.left == 0 or most <= 0:
+            if victims := self._find_victims(sequence, num_choices, load):
+                for victim, num_yielded in victims:
+                    self._yield_slots(victim, num_yielded, plan, budget)
+                    num_waiting[victim.tenant] += 1
+                load = _BatchLoad(self._running, self._allocator, self._limits)
+                for earlier in admitted:
+                    load.add(earlier.sequence)
+            num_fitting = load.num_tokens_left // sequence.request.max_total_tokens
+            num_choices = min(num_choices, load.num_slots_left, num_fitting)
+            if budget.left == 0 or num_choices <= 0:
                 break
             granted = self._allocate(sequence, budget, load)
             if granted == 0:
                 break
-            rest = sequence.split(most) if most < len(sequence.choices) else None
+            rest = sequence.split(num_choices) if num_choices < len(sequence.choices) else None
             load.add(sequence)
             prefilling.append(sequence)
-            admitted.append(Admitted(sequence, granted, rest))
-            slots.note(sequence, is_whole=rest is None)
-        if min_newcomers is not None and len(admitted) < min_newcomers:
+            admitted.append(_Admitted(sequence, granted, rest))
+            if rest is None:
+                num_waiting[sequence.tenant] -= 1
+                if not num_waiting[sequence.tenant]:
+                    del num_waiting[sequence.tenant]
+        if min_admitted is not None and len(admitted) < min_admitted:
             self._undo(admitted, budget)
             return []
-        return admitted
+        if admitted:
+            plan.batch_growth_reason = self._growth_reason()
+        for sequence, num_tokens, rest in admitted:
+            self._waiting.remove(sequence)
+            self._running.add(sequence)
+            if rest is not None:
+                self._waiting.add(rest)
+            plan.add_tokens(sequence, num_tokens)
+        return [sequence for sequence, _, _ in admitted]
 
-    def _yield_slots(
-        self, newcomer: TokenSequence, num_choices: int, running: OrderedSequences, load: _Load, slots: Slots
-    ) -> bool:
-        """If `num_choices` of the newcomer do not fit, and would if a request of another tenant did not hold more than
-        half of the slots: let that one give up as many as it takes, from its end. False: nobody did."""
-        most = self._limits.max_contested_slots
-        holder = next((request for request, num_held in load.num_held.items() if num_held > most), None)
-        if holder is None or holder.wire.tenant == newcomer.request.wire.tenant:
-            return False
-        num_spare = load.num_held[holder] - most
-        num_slots = num_choices - (self._limits.max_num_seqs - load.num_choices)
-        num_tokens = load.num_tokens_short(newcomer, self._limits)
-        num_blocks = self._num_blocks_short(newcomer, load)
-        if num_slots <= 0 and num_tokens <= 0 and num_blocks <= 0:
-            return False
-        held = Counter(block for sequence in running for block in _table(sequence)) if num_blocks > 0 else Counter()
-        victims: list[tuple[TokenSequence, int]] = []
-        for sequence in reversed(list(running)):
-            if sequence.request is not holder:
-                continue
-            num_given = min(len(sequence.choices), num_spare)
-            if num_blocks <= 0 and num_tokens <= 0:
-                num_given = min(num_given, num_slots)
-            victims.append((sequence, num_given))
-            num_spare -= num_given
-            num_slots -= num_given
-            num_tokens -= num_given * holder.total_tokens
-            if num_given == len(sequence.choices) and num_blocks > 0:
-                held.subtract(_table(sequence))
-                num_blocks -= sum(held[block] == 0 for block in _table(sequence))
-            if num_spare == 0 or (num_slots <= 0 and num_tokens <= 0 and num_blocks <= 0):
-                break
-        if num_tokens > 0 or num_blocks > 0 or num_slots >= num_choices:
-            return False  # it would not get in for all that
-        for sequence, num_given in victims:
-            slots.give_up(sequence, num_given)
-        return True
+    def end_step(self, *, admitted: bool, decoded: bool) -> None:
+        """Count a planned step for TGI's rule. One of ours can be both a prefill and a decode."""
+        self._num_steps_waited = (1 if admitted else self._num_steps_waited) + decoded
+
+    def preempt(self, sequence: TokenSequence) -> None:
+        """Free a running sequence's blocks and return it to its position in the queue."""
+        sequence.release()
+        self._running.remove(sequence)
+        self._waiting.add(sequence)
+
+    def must_yield(self) -> bool:
+        """Tell whether a request holds more than half of the slots while another tenant waits."""
+        num_slots: Counter[Request] = Counter()
+        for sequence in self._running:
+            num_slots[sequence.request] += len(sequence.choices)
+        ((holder, num_held),) = num_slots.most_common(1)
+        tenant = holder.wire.tenant
+        return num_held > self._limits.max_contested_slots and any(s.tenant != tenant for s in self._waiting)
 
     def count_uncached(self, request: Request, latest: Iterable[Request]) -> int:
-        """Tokens that its prefill will compute: neither cached now nor computed by the `latest` before it."""
+        """Return the tokens that its prefill computes: neither cached nor being computed by one of the `latest`."""
         if not request.sequences:
             return 0
         sequence, size = request.sequences[0], self._allocator.block_size
-        if not sequence.reuse:
-            return len(sequence.token_ids)
-        hashes = sequence.hashes(size)
-        cached = self._allocator.find(sequence.token_ids, BlockHash(request.wire.root), hashes=hashes)
-        if self._limits.await_prefixes:
-            near = islice(latest, MAX_COMPARED)
-            ahead = (other.sequences[0].chain for other in near if other.first_token_s is None and other.sequences)
-            shared = max((num_shared_blocks(hashes, chain) for chain in ahead), default=0)
-            cached = max(cached, min(shared, (len(sequence.token_ids) - 1) // size) * size)
-        return len(sequence.token_ids) - cached
+        num_cached = self._num_cached(sequence)
+        if sequence.reuse and self._limits.await_prefixes:
+            hashes = sequence.hash_blocks(size)
+            nearest = (other for other in islice(latest, MAX_COMPARED) if other.first_token_s is None)
+            chains = (other.sequences[0].block_hashes for other in nearest if other.sequences)
+            num_shared = max((_num_shared_blocks(hashes, chain) for chain in chains), default=0)
+            num_cached = max(num_cached, min(num_shared, (len(sequence.token_ids) - 1) // size) * size)
+        return len(sequence.token_ids) - num_cached
 
-    def _has_to_wait(self, sequence: TokenSequence, prefilling: list[TokenSequence]) -> bool:
-        if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):
-            return True  # one at a time, so that a death has one culprit
-        if not sequence.reuse:  # the logprobs of a prompt are collected by one sequence at a time
-            return any(other.request is sequence.request for other in prefilling)
-        return self._limits.await_prefixes and self._is_computed_now(sequence, prefilling)
+    # --- TGI's rule -------------------------------------------------------------------------------------------------
 
-    def _is_computed_now(self, sequence: TokenSequence, prefilling: list[TokenSequence]) -> bool:
-        """Whether one of `prefilling` computes more of its prefix than is cached, and got on since the last look."""
-        if not prefilling:
-            return False
-        size = self._allocator.block_size
-        chain = sequence.hashes(size)[: (len(sequence.token_ids) - 1) // size]
-        other, num_shared = max(
-            ((other, num_shared_blocks(chain, other.chain)) for other in prefilling), key=lambda pair: pair[1]
-        )
-        if num_shared * size <= other.num_computed:
-            return False
-        stalled = sequence.waiting_for_prefix_of == (other, other.num_computed)
-        sequence.waiting_for_prefix_of = (other, other.num_computed)
-        if stalled:
-            return False
-        root = BlockHash(sequence.request.wire.root)
-        return num_shared * size > self._allocator.find(sequence.token_ids, root, hashes=sequence.chain)
+    def _min_admitted(self) -> int | None:
+        """Return how many sequences must be admitted together, if any. None: any number."""
+        ratio = self._limits.waiting_served_ratio
+        if ratio is None or len(self._running) == 0 or self._num_steps_waited >= self._limits.max_waiting_tokens:
+            return None
+        return int(len(self._running) * ratio)
 
-    def _allocate(self, sequence: TokenSequence, budget: PrefillBudget, load: _Load) -> int:
-        """Room for the first chunk; the tokens granted, or 0: it does not fit now."""
-        if self._num_blocks_short(sequence, load) > 0:
-            return 0
-        num_tokens = len(sequence.token_ids)
-        root = BlockHash(sequence.request.wire.root)
-        hashes = sequence.hashes(self._allocator.block_size)
-        cached = self._num_cached(sequence)
-        cap = budget.newcomer_share if load.num_sequences > 0 else budget.head_share
-        granted = budget.take(num_tokens - cached, cap)
-        allocation = self._allocator.allocate(
-            cached + granted, sequence.token_ids, root, reuse=sequence.reuse, hashes=hashes
-        )
-        if allocation is None:
-            budget.give_back(granted)
-            return 0
-        assert allocation.num_cached_tokens == cached, f"found {cached}, got {allocation.num_cached_tokens}"
-        sequence.allocation = allocation
-        sequence.num_computed = cached
-        return granted
-
-    def _num_cached(self, sequence: TokenSequence) -> int:
-        if not sequence.reuse:
-            return 0
-        hashes = sequence.hashes(self._allocator.block_size)
-        return self._allocator.find(sequence.token_ids, BlockHash(sequence.request.wire.root), hashes=hashes)
-
-    def _num_blocks_short(self, sequence: TokenSequence, load: _Load) -> int:
-        """Blocks that would have to be free for it to be admitted, beside those that are."""
-        if load.num_sequences == 0:
-            return 0
-        wanted_blocks = self._allocator.num_blocks_for(len(sequence.token_ids))
-        wanted_blocks -= self._num_cached(sequence) // self._allocator.block_size
-        watermark = int(self._limits.watermark * self._allocator.num_blocks)
-        return watermark + wanted_blocks - (self._allocator.num_free_blocks - load.growth_blocks)
+    def _growth_reason(self) -> str:
+        """Return why the batch grows, in TGI's words."""
+        if len(self._running) == 0:
+            return "idle"
+        if self._limits.waiting_served_ratio is None:
+            return "chunking"
+        return "backpressure" if self._min_admitted() is not None else "wait_exceeded"
 
     @staticmethod
-    def _undo(admitted: list[Admitted], budget: PrefillBudget) -> None:
-        for sequence, granted, rest in reversed(admitted):
+    def _undo(admitted: list[_Admitted], budget: PrefillBudget) -> None:
+        for sequence, num_tokens, rest in reversed(admitted):
             if rest is not None:
                 sequence.merge(rest)
             assert sequence.allocation is not None
             sequence.allocation.free()
             sequence.allocation = None
             sequence.num_computed = 0
+            budget.give_back(num_tokens)
+
+    # --- slots of another tenant --------------------------------------------------------------------------------------
+
+    def _find_victims(
+        self, candidate: TokenSequence, num_choices: int, load: _BatchLoad
+    ) -> list[tuple[TokenSequence, int]]:
+        """Choose running choices of a request with more than half of the slots, so that the candidate fits instead.
+
+        Returns its sequences, last first, and how many choices of each have to yield; empty if none can help.
+        """
+        max_slots = self._limits.max_contested_slots
+        holder = next((request for request, num_held in load.num_slots.items() if num_held > max_slots), None)
+        if holder is None or holder.wire.tenant == candidate.tenant:
+            return []
+        num_spare = load.num_slots[holder] - max_slots
+        slots_short = num_choices - load.num_slots_left
+        tokens_short = candidate.request.max_total_tokens - load.num_tokens_left
+        blocks_short = self._num_blocks_short(candidate, load)
+        num_users: Counter[BlockId] = Counter()
+        if blocks_short > 0:
+            num_users.update(block for sequence in self._running for block in _block_table(sequence))
+        victims: list[tuple[TokenSequence, int]] = []
+        for sequence in reversed(list(self._running)):
+            if num_spare == 0 or max(slots_short, tokens_short, blocks_short) <= 0:
+                break
+            if sequence.request is not holder:
+                continue
+            num_yielded = min(len(sequence.choices), num_spare)
+            if blocks_short <= 0 and tokens_short <= 0:
+                num_yielded = min(num_yielded, slots_short)
+            victims.append((sequence, num_yielded))
+            num_spare -= num_yielded
+            slots_short -= num_yielded
+            tokens_short -= num_yielded * holder.max_total_tokens
+            if num_yielded == len(sequence.choices) and blocks_short > 0:
+                table = _block_table(sequence)
+                num_users.subtract(table)
+                blocks_short -= sum(num_users[block] == 0 for block in table)
+        fits = tokens_short <= 0 and blocks_short <= 0 and slots_short < num_choices
+        return victims if fits else []
+
+    def _yield_slots(self, sequence: TokenSequence, num_choices: int, plan: StepPlan, budget: PrefillBudget) -> None:
+        """Return a running sequence's last choices to the queue. The choices that stay keep the shared blocks."""
+        plan.num_yielded += num_choices
+        if num_choices < len(sequence.choices):
+            self._waiting.add(sequence.split(len(sequence.choices) - num_choices))
+            return
+        self.preempt(sequence)
+        if (chunk := plan.chunks.pop(sequence, None)) is not None:
+            if chunk.is_prefill:
+                budget.give_back(chunk.num_tokens)
+            else:
+                budget.drop_decode()
+
+    # --- prefixes and blocks ------------------------------------------------------------------------------------------
+
+    def _has_to_wait(self, sequence: TokenSequence, prefilling: list[TokenSequence]) -> bool:
+        if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):
+            return True  # one at a time, so that a crash has one suspect
+        if not sequence.reuse:  # one sequence at a time collects the logprobs of a prompt
+            return any(other.request is sequence.request for other in prefilling)
+        return self._limits.await_prefixes and self._is_prefix_computed_by(prefilling, sequence)
+
+    def _is_prefix_computed_by(self, prefilling: list[TokenSequence], sequence: TokenSequence) -> bool:
+        """Tell whether a prefill computes more of the sequence than is cached, and progressed since the last look."""
+        if not prefilling:
+            return False
+        size = self._allocator.block_size
+        hashes = sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
+        shared = [_num_shared_blocks(hashes, other.block_hashes) * size for other in prefilling]
+        num_shared = max(shared)
+        other = prefilling[shared.index(num_shared)]
+        if num_shared <= other.num_computed:
+            return False
+        is_stalled = sequence.waiting_for_prefix_of == (other, other.num_computed)
+        sequence.waiting_for_prefix_of = (other, other.num_computed)
+        return not is_stalled and num_shared > self._num_cached(sequence)
+
+    def _allocate(self, sequence: TokenSequence, budget: PrefillBudget, load: _BatchLoad) -> int:
+        """Allocate blocks for the first chunk. Return the tokens granted; 0: it does not fit now."""
+        if self._num_blocks_short(sequence, load) > 0:
+            return 0
+        num_cached = self._num_cached(sequence)
+        cap = budget.admission_share if load.num_sequences > 0 else budget.oldest_share
+        granted = budget.take(len(sequence.token_ids) - num_cached, cap)
+        hashes = sequence.hash_blocks(self._allocator.block_size)
+        allocation = self._allocator.allocate(
+            num_cached + granted, sequence.token_ids, sequence.root, reuse=sequence.reuse, hashes=hashes
+        )
+        if allocation is None:
             budget.give_back(granted)
+            return 0
+        assert allocation.num_cached_tokens == num_cached, f"found {num_cached}, got {allocation.num_cached_tokens}"
+        sequence.allocation = allocation
+        sequence.num_computed = num_cached
+        return granted
+
+    def _num_cached(self, sequence: TokenSequence) -> int:
+        if not sequence.reuse:
+            return 0
+        hashes = sequence.hash_blocks(self._allocator.block_size)
+        return self._allocator.find(sequence.token_ids, sequence.root, hashes=hashes)
+
+    def _num_blocks_short(self, sequence: TokenSequence, load: _BatchLoad) -> int:
+        """Return the blocks that are missing for the sequence to be admitted."""
+        if load.num_sequences == 0:
+            return 0
+        num_wanted = self._allocator.num_blocks_for(len(sequence.token_ids))
+        num_wanted -= self._num_cached(sequence) // self._allocator.block_size
+        watermark = int(self._limits.watermark * self._allocator.num_blocks)
+        return watermark + num_wanted - (self._allocator.num_free_blocks - load.num_growth_blocks)
 
 
-class _Load:
-    """What the running sequences take, and will take once their prefills are whole."""
+class _BatchLoad:
+    """The resources of the running sequences, counted as of the end of their prefills."""
 
-    __slots__ = ("_allocator", "growth_blocks", "num_choices", "num_held", "num_sequences", "total_tokens")
-
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, running: OrderedSequences, allocator: Allocator, limits: BatchLimits) -> None:
         self._allocator = allocator
+        self._limits = limits
         self.num_sequences = 0
         self.num_choices = 0
-        self.num_held: dict[Request, int] = {}
-        """Slots by request."""
-        self.total_tokens = 0
-        self.growth_blocks = 0
-
-    @classmethod
-    def of(cls, running: OrderedSequences, allocator: Allocator) -> _Load:
-        load = cls(allocator)
+        self.num_slots: dict[Request, int] = {}
+        self.num_growth_blocks = 0
+        self._total_tokens = 0
         for sequence in running:
-            load.add(sequence)
-        return load
+            self.add(sequence)
 
     def add(self, sequence: TokenSequence) -> None:
         num_choices = len(sequence.choices)
         self.num_sequences += 1
         self.num_choices += num_choices
-        self.num_held[sequence.request] = self.num_held.get(sequence.request, 0) + num_choices
-        self.total_tokens += num_choices * sequence.request.total_tokens
-        self.growth_blocks += num_growth_blocks(sequence, self._allocator)
+        self.num_slots[sequence.request] = self.num_slots.get(sequence.request, 0) + num_choices
+        self.num_growth_blocks += num_growth_blocks(sequence, self._allocator)
+        self._total_tokens += num_choices * sequence.request.max_total_tokens
 
-    def room(self, sequence: TokenSequence, limits: BatchLimits) -> int:
-        """How many of its choices may run now."""
-        num_slots = limits.max_num_seqs - self.num_choices
-        if limits.max_batch_total_tokens is None or self.num_sequences == 0:
-            return num_slots
-        num_tokens = limits.max_batch_total_tokens - self.total_tokens
-        return min(num_slots, num_tokens // sequence.request.total_tokens)
+    @property
+    def num_slots_left(self) -> int:
+        return self._limits.max_num_seqs - self.num_choices
 
-    def num_tokens_short(self, sequence: TokenSequence, limits: BatchLimits) -> int:
-        """By how much one of its choices is too large."""
-        if limits.max_batch_total_tokens is None or self.num_sequences == 0:
-            return 0
-        return self.total_tokens + sequence.request.total_tokens - limits.max_batch_total_tokens
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens left of TGI's limit on all tokens."""
+        limit = self._limits.max_batch_total_tokens
+        return sys.maxsize if limit is None or self.num_sequences == 0 else limit - self._total_tokens
 
 
-def _table(sequence: TokenSequence) -> Sequence[BlockId]:
+def num_growth_blocks(sequence: TokenSequence, allocator: Allocator) -> int:
+    """Return the blocks that a running sequence still takes until the end of its prefill."""
+    return max(0, allocator.num_blocks_for(len(sequence.token_ids)) - len(_block_table(sequence)))
+
+
+def _block_table(sequence: TokenSequence) -> Sequence[BlockId]:
     assert sequence.allocation is not None
     return sequence.allocation.block_table
 
 
-def num_growth_blocks(sequence: TokenSequence, allocator: Allocator) -> int:
-    """Blocks that a running sequence will take until its prefill is whole."""
-    assert sequence.allocation is not None
-    return max(0, allocator.num_blocks_for(len(sequence.token_ids)) - len(sequence.allocation.block_table))
-
-
-def num_shared_blocks(one: list[BlockHash], other: list[BlockHash]) -> int:
-    """Length of the common prefix of two chains: equal hashes at a place mean that all before are equal too."""
+def _num_shared_blocks(one: list[BlockHash], other: list[BlockHash]) -> int:
+    """Return the length of the common prefix, by bisection: equal hashes mean equal blocks up to there."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high) // 2

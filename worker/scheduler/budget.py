@@ -1,31 +1,28 @@
 """The limits of a step, and how its tokens are shared out.
 
-Every running decode gets its token first. What is left goes to prefills, so that a long prompt neither stops the
-others nor is stopped by them:
+Every running decode gets its token first. Prefills share the rest, so that a long prompt neither delays nor starves:
 
-    |<------- half at least: the oldest prefill ------->|<- the other prefills, ->|<- quarter at least: ->|
-                                                        |   shortest rest first   |   the waiting         |
+    |<----- at least half: the oldest prefill ----->|<- the other prefills, ->|<- at least a quarter: ->|
+                                                    |   shortest first        |   admitted sequences    |
 
-A part that its owners do not want goes to the others. A prefill that is alone in the engine may take a larger step:
-nobody waits for its end, and large products are faster. Text Generation Inference's options are limits on top.
-Source: docs/architecture.md, "The scheduler"; TGI's meanings: docs/architecture.md, "Options of TGI".
+What one share leaves goes to the others. A prefill that runs alone may take a larger step, which is more efficient.
+Source: docs/architecture.md, "The scheduler" and "Options of TGI".
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What a step may hold. None: no such limit."""
+    """Limits on the batch and on the queue. None: no such limit."""
 
     max_num_seqs: int = 64
     """Slots: choices that run at the same time."""
     max_num_batched_tokens: int = 2048
     max_solo_prefill_tokens: int | None = None
-    """Tokens in a step of one prefill with nobody beside it or behind it; None: as in every other step."""
+    """Tokens in a step of a single prefill, with no decode and nothing waiting; None: as in every other step."""
     max_model_len: int = 4096
     max_waiting_requests: int = 1024
     max_queued_tokens: int = 1 << 20
@@ -35,9 +32,9 @@ class BatchLimits:
     aging_s: float = 30.0
     """Seconds of waiting that make up for one step of priority."""
     watermark: float = 0.01
-    """Part of the pool that an admission must leave free, so that the running ones can grow."""
+    """Part of the pool that an admission must leave free, for the running sequences to grow."""
     await_prefixes: bool = True
-    """Whether a sequence waits while a running one computes its prefix: of use when the pool can find it then."""
+    """Let a sequence wait while a running one computes its prefix."""
     max_batch_prefill_tokens: int | None = None
     """TGI: prefill tokens in one step."""
     max_batch_total_tokens: int | None = None
@@ -49,12 +46,11 @@ class BatchLimits:
 
     @property
     def max_contested_slots(self) -> int:
-        """Slots that one request may hold while one of another tenant waits: half of them."""
+        """Slots that one request may hold while another tenant waits: half of them."""
         return max(1, self.max_num_seqs // 2)
 
     @property
     def max_step_tokens(self) -> int:
-        """The longest chunk that any step may hold."""
         return max(self.max_num_batched_tokens, self.max_solo_prefill_tokens or 0)
 
     def __post_init__(self) -> None:
@@ -64,18 +60,17 @@ class BatchLimits:
             "max_model_len",
             "max_waiting_requests",
             "max_queued_tokens",
+            "max_batch_prefill_tokens",
+            "max_batch_total_tokens",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         solo = self.max_solo_prefill_tokens
         if solo is not None and solo < self.max_num_batched_tokens:
             raise ValueError(
                 f"max_solo_prefill_tokens ({solo}) must be at least max_num_batched_tokens"
                 f" ({self.max_num_batched_tokens}): a prefill alone gets no less than one among others"
             )
-        for name in ("max_batch_prefill_tokens", "max_batch_total_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
@@ -89,16 +84,15 @@ class BatchLimits:
 
 @dataclass(slots=True, eq=False)
 class PrefillBudget:
-    """Prefill tokens left in this step."""
+    """Prefill tokens of one step: `left` of `total`."""
 
     total: int
     left: int
-    most: int | None = None
-    """What `total` may come to."""
+    max_total: int | None = None
 
     @classmethod
     def of_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
-        """Beside `num_decodes`, for `num_prefills` that run or wait."""
+        """Count `num_prefills` running and waiting."""
         total = limits.max_num_batched_tokens - num_decodes
         if num_decodes == 0 and num_prefills == 1 and limits.max_solo_prefill_tokens is not None:
             total = limits.max_solo_prefill_tokens
@@ -107,15 +101,15 @@ class PrefillBudget:
         return cls(total, total, limits.max_batch_prefill_tokens)
 
     @property
-    def head_share(self) -> int:
+    def oldest_share(self) -> int:
         return max(1, self.total // 2)
 
     @property
-    def newcomer_share(self) -> int:
+    def admission_share(self) -> int:
         return max(1, self.total // 4)
 
     def take(self, wanted: int, cap: int | None = None) -> int:
-        """Tokens granted, at most `wanted`, `cap` and what is left."""
+        """Grant tokens: at most `wanted`, `cap` and what is left."""
         granted = max(0, min(wanted, self.left if cap is None else min(cap, self.left)))
         self.left -= granted
         return granted
@@ -123,35 +117,8 @@ class PrefillBudget:
     def give_back(self, num_tokens: int) -> None:
         self.left += num_tokens
 
-    def add_decodes(self, num_decodes: int) -> None:
-        """So many decodes have left the step: their tokens are free for prefills."""
-        total = self.total + num_decodes if self.most is None else min(self.total + num_decodes, self.most)
-        self.left += total - self.total
-        self.total = total
-
-
-@dataclass(slots=True, eq=False)
-class AdmissionGate:
-    """TGI's rule when the running batch is disturbed by newcomers."""
-
-    limits: BatchLimits
-    num_steps_waited: int = 1
-
-    def min_newcomers(self, num_running: int) -> int | None:
-        """Admit at least so many sequences or none at all; None: any number."""
-        ratio = self.limits.waiting_served_ratio
-        if ratio is None or num_running == 0 or self.num_steps_waited >= self.limits.max_waiting_tokens:
-            return None
-        return math.floor(num_running * ratio)
-
-    def reason(self, num_running: int) -> str:
-        """Why a batch of `num_running` grows, in TGI's words."""
-        if num_running == 0:
-            return "idle"
-        if self.limits.waiting_served_ratio is None:
-            return "chunking"
-        return "backpressure" if self.min_newcomers(num_running) is not None else "wait_exceeded"
-
-    def end_step(self, *, admitted: bool, decoded: bool) -> None:
-        """TGI counts its decodes since the last prefill, from 1; a step of ours can be both."""
-        self.num_steps_waited = (1 if admitted else self.num_steps_waited) + decoded
+    def drop_decode(self) -> None:
+        """Give a decode's token to the prefills: it has left the step."""
+        if self.max_total is None or self.total < self.max_total:
+            self.total += 1
+            self.left += 1

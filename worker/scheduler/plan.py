@@ -1,4 +1,4 @@
-"""The plan of one step: which tokens of which sequences, as the scheduler decided and the runner computes."""
+"""The plan of one step: which tokens of which sequences, as the scheduler decides and the runner computes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class PlannedChunk:
     stop: int
     is_prefill: bool
     follows: int | None = None
-    """For a chunk planned ahead: the place in the plan before that draws its token, until that is known."""
-    drawing: tuple[RequestChoice, ...] = ()
-    """The choices that get a token, set with the step: some may end while it runs."""
+    """For a chunk planned ahead: the index, in the plan before, of the chunk that samples its token."""
+    sampled_choices: tuple[RequestChoice, ...] = ()
+    """The choices that get a token. Set with the step, as some may end while it runs."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
 
     def sequence_step(self) -> SequenceStep:
-        """All choices of the sequence draw when the chunk reaches its end, else none."""
+        """Return the runner's view. A chunk that reaches the sequence's end samples a token for every choice."""
         sequence = self.sequence
         assert sequence.allocation is not None
-        at_end = self.stop >= len(sequence.token_ids) and sequence.request.wire.sampling.max_tokens > 0
-        self.drawing = tuple(sequence.choices) if at_end else ()
+        at_end = self.stop >= len(sequence.token_ids) and sequence.sampling.max_tokens > 0
+        self.sampled_choices = tuple(sequence.choices) if at_end else ()
         num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
         is_ahead = self.stop > len(sequence.token_ids)
         return SequenceStep(
@@ -49,7 +49,7 @@ class PlannedChunk:
             start=self.start,
             block_table=sequence.allocation.block_table,
             slots=sequence.allocation.slots(self.start, self.stop),
-            sampling_rows=tuple(_draw(sequence, choice, self.stop) for choice in self.drawing),
+            sampling_rows=tuple(self._sampling_row(choice) for choice in self.sampled_choices),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
             follows=self.follows if is_ahead else None,
@@ -59,35 +59,50 @@ class PlannedChunk:
         request = self.sequence.request
         if request.prompt_logprobs is None or self.start >= len(request.prompt_ids) - 1:
             return None, ()
-        return request.wire.sampling.prompt_logprobs, request.prompt_ids[self.start + 1 : self.stop + 1]
+        return request.sampling.prompt_logprobs, request.prompt_ids[self.start + 1 : self.stop + 1]
 
+    def _sampling_row(self, choice: RequestChoice) -> SamplingRow:
+        request = self.sequence.request
+        return SamplingRow(
+            params=request.sampling,
+            seed=choice.seed,
+            position=self.stop,
+            prompt_ids=request.prompt_ids,
+            output_ids=choice.output_ids,
+            allowed=None if choice.constraint is None else choice.constraint.allowed(),
+            request_cache=request.sampler_cache,
+            choice_cache=choice.sampler_cache,
+        )
 
-def _draw(sequence: TokenSequence, choice: RequestChoice, position: int) -> SamplingRow:
-    return SamplingRow(
-        params=sequence.request.wire.sampling,
-        seed=choice.seed,
-        position=position,
-        prompt_ids=sequence.request.prompt_ids,
-        output_ids=choice.output_ids,
-        allowed=None if choice.constraint is None else choice.constraint.allowed(),
-        request_cache=sequence.request.sampler_cache,
-        choice_cache=choice.sampler_cache,
-    )
+    def fixes_next_step(self) -> bool:
+        """Tell whether the sequence's next step is known but for the token that this one samples.
+
+        It has a single choice, whose sampling does not depend on the tokens before.
+        """
+        request, sampling = self.sequence.request, self.sequence.sampling
+        return (
+            len(self.sampled_choices) == 1
+            and not sampling.reads_output
+            and len(self.sampled_choices[0].output_ids) >= sampling.min_tokens
+            and request.prompt_logprobs is None
+            and not request.wire.is_suspect
+        )
 
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step. `started` are the requests that left the queue with it, `growth` why the batch grew (None: it did
-    not)."""
+    """One step: a chunk for each of its sequences."""
 
     chunks: dict[TokenSequence, PlannedChunk] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
+    """Requests that left the queue with this step."""
     batch_growth_reason: str | None = None
+    """None: no sequence was admitted."""
     num_preempted: int = 0
-    """Sequences that gave up their blocks because there were no more."""
+    """Sequences preempted for want of blocks."""
     num_yielded: int = 0
-    """Choices that gave up their slots to another tenant."""
+    """Choices that gave their slots to another tenant."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,8 +116,8 @@ class StepPlan:
     def num_decodes(self) -> int:
         return sum(not chunk.is_prefill for chunk in self.chunks.values())
 
-    def grow(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Give the sequence so many tokens more."""
+    def add_tokens(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Give the sequence `num_tokens` more."""
         chunk = self.chunks.get(sequence)
         if chunk is None:
             start = sequence.num_computed
@@ -114,7 +129,7 @@ class StepPlan:
         return Step([chunk.sequence_step() for chunk in self.chunks.values()], self.copies)
 
     def by_request(self) -> list[StepPlan]:
-        """The work that can still be done, in one plan a request."""
+        """Return one plan per request, of the sequences that still hold blocks."""
         parts: dict[Request, StepPlan] = {}
         for sequence, chunk in self.chunks.items():
             if sequence.allocation is not None:
@@ -122,30 +137,18 @@ class StepPlan:
         return list(parts.values())
 
 
-def plan_next_decode(running: StepPlan, ended: Set[TokenSequence]) -> StepPlan | None:
-    """The sequences of the plan a token further each, less those that have ended and those that surely will.
+def plan_next_decode(running: StepPlan, finished: Set[TokenSequence]) -> StepPlan | None:
+    """Plan one more token for each sequence of `running`, before its tokens are known. None: that may be wrong.
 
-    None: it may be another step. A token that ends its sequence cannot be foreseen: what follows it is dropped later.
+    Leaves out sequences that are `finished`, or that reach max_tokens. One that turns out to stop earlier is computed
+    once in vain.
     """
     plan = StepPlan()
-    for place, (sequence, chunk) in enumerate(running.chunks.items()):
-        if sequence in ended:
+    for index, (sequence, chunk) in enumerate(running.chunks.items()):
+        if sequence in finished:
             continue
-        if not _is_clear(chunk):
+        if not chunk.fixes_next_step():
             return None
-        if len(chunk.drawing[0].output_ids) + 1 < sequence.request.wire.sampling.max_tokens:
-            plan.chunks[sequence] = PlannedChunk(sequence, chunk.stop, chunk.stop + 1, False, follows=place)
+        if len(chunk.sampled_choices[0].output_ids) + 1 < sequence.sampling.max_tokens:
+            plan.chunks[sequence] = PlannedChunk(sequence, chunk.stop, chunk.stop + 1, False, follows=index)
     return plan if plan.chunks else None
-
-
-def _is_clear(chunk: PlannedChunk) -> bool:
-    """Whether all of the sequence's next step is known but the token that this one draws: it has a single choice,
-    whose draws take no account of which tokens were drawn before."""
-    request, sampling = chunk.sequence.request, chunk.sequence.request.wire.sampling
-    return (
-        len(chunk.drawing) == 1
-        and not sampling.reads_output
-        and len(chunk.drawing[0].output_ids) >= sampling.min_tokens
-        and request.prompt_logprobs is None
-        and not request.wire.is_suspect
-    )

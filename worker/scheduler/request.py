@@ -18,7 +18,16 @@ from cache.allocators.base import Allocation
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
-from worker.wire import Failed, Finished, FinishReason, GenerateRequest, PromptLogprobs, TokenLogprobs, Tokens
+from worker.wire import (
+    Failed,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+    Tokens,
+)
 
 RequestKey = NewType("RequestKey", int)
 """Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
@@ -28,32 +37,23 @@ class ConstraintError(ValueError):
     """A grammar cannot go on. The text is for the client, whose request fails."""
 
 
-def failed_by(error: Exception) -> Failed:
-    """What the client hears of an error that its own request has caused."""
-    if isinstance(error, ConstraintError):
-        return Failed("invalid_grammar", str(error), retryable=False)
-    if isinstance(error, NoTokenLeft):
-        return Failed("invalid_request", str(error), retryable=False)
-    return Failed("internal_error", "the request cannot be computed", retryable=False)
-
-
 class Constraint(Protocol):
-    """What a choice's grammar allows next. Owned by one choice. Its methods raise ConstraintError."""
+    """The grammar state of one choice. Its methods raise ConstraintError."""
 
     def allowed(self) -> object:
-        """The bit mask for `SamplingRow.allowed`, valid until the next `advance`."""
+        """Return the bit mask for `SamplingRow.allowed`, valid until the next `advance`."""
 
     def advance(self, token_id: int) -> None:
-        """`token_id` was drawn."""
+        """Accept a sampled token."""
 
     @property
     def finished(self) -> bool:
-        """Nothing may follow."""
+        """Tell whether nothing may follow."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestChoice:
-    """One of the answers to a prompt."""
+    """One of the n completions of a prompt."""
 
     index: int
     seed: int
@@ -61,6 +61,18 @@ class RequestChoice:
     constraint: Constraint | None = None
     finished: FinishReason | None = None
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
+
+    def append(self, token: SampledToken) -> Tokens:
+        """Add a token to the output and to the grammar, which may raise. Return the client's frame."""
+        if self.constraint is not None:
+            self.constraint.advance(token.token_id)
+        self.output_ids.append(token.token_id)
+        logprobs = None if token.logprobs is None else (token.logprobs,)
+        return Tokens(self.index, (token.token_id,), logprobs)
+
+    def finish(self, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
+        self.finished = reason
+        return Finished(self.index, reason, stop_token_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,37 +84,63 @@ class Request:
     choices: list[RequestChoice]
     arrival_s: float
     order_s: float
-    """Place in every queue: the arrival, moved by the priority (see `OrderedSequences`)."""
+    """Position in every queue: the arrival, shifted by the priority (see `OrderedSequences`)."""
     sequences: list[TokenSequence] = field(default_factory=list)
-    """Those that still compute something, waiting or running."""
+    """The unfinished ones, waiting or running."""
     num_cached_tokens: int = 0
     num_uncached_tokens: int = 0
-    """Prompt tokens that its prefill was estimated to compute when it arrived."""
+    """Prompt tokens to compute, estimated at arrival."""
     started_s: float | None = None
     first_token_s: float | None = None
     deadline_s: float = math.inf
-    """When nobody wants the answer any more; after its start, ending it is the gateway's business."""
+    """The request fails if it has not started by then."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
+    sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stop_token_ids = frozenset(self.wire.sampling.stop_token_ids)
+        self.sampling = self.wire.sampling
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
     @property
     def prompt_ids(self) -> Sequence[int]:
         return self.wire.prompt_ids
 
     @property
-    def total_tokens(self) -> int:
-        """The most tokens that one of its choices can come to."""
-        return len(self.wire.prompt_ids) + self.wire.sampling.max_tokens
+    def max_total_tokens(self) -> int:
+        """Prompt and output of one choice, at most."""
+        return len(self.wire.prompt_ids) + self.sampling.max_tokens
+
+    def finish_reason(
+        self, choice: RequestChoice, eos_token_ids: frozenset[int]
+    ) -> tuple[FinishReason, int | None] | None:
+        """Return why the choice ends after its last token, and the token that stopped it. None: it goes on.
+
+        `max_tokens` and `min_tokens` count all of the choice's output, a resumed part included.
+        """
+        num_output = len(choice.output_ids)
+        if num_output and num_output > self.sampling.min_tokens:
+            token_id = choice.output_ids[-1]
+            if token_id in self.stop_token_ids or (not self.sampling.ignore_eos and token_id in eos_token_ids):
+                return "stop", token_id
+        if num_output and choice.constraint is not None and choice.constraint.finished:
+            return "stop", None
+        return ("length", None) if num_output >= self.sampling.max_tokens else None
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Return the frame with the prompt's logprobs, once, when they are complete."""
+        logprobs = self.prompt_logprobs
+        if logprobs is None or len(logprobs) < len(self.prompt_ids) - 1:
+            return None
+        self.prompt_logprobs = None
+        return PromptLogprobs((None, *logprobs))
 
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """Tokens with one block table. Several choices only while they have no output and share the whole of it."""
+    """Tokens with one block table. It has several choices only while none of them has output."""
 
     request: Request
     choices: list[RequestChoice]
@@ -110,23 +148,45 @@ class TokenSequence:
     allocation: Allocation | None = None
     num_computed: int = 0
     waiting_for_prefix_of: tuple[TokenSequence, int] | None = None
-    """The sequence that computes a prefix of this one, and how far it was at the last look."""
-    chain: list[BlockHash] = field(default_factory=list)
+    """The sequence that computes a prefix of this one, and its `num_computed` at the last look."""
+    block_hashes: list[BlockHash] = field(default_factory=list)
     order: tuple[float, int, int] = field(init=False)
-    """Who comes first. Total and constant, so the first in order is never preempted by another."""
+    """Sort key, total and constant: the first sequence in order is never preempted for another."""
+    sampling: SamplingParams = field(init=False)
+    tenant: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.order = (self.request.order_s, self.request.key, self.choices[0].index)
+        self.sampling = self.request.sampling
+        self.tenant = self.request.wire.tenant
 
-    def hashes(self, block_size: int) -> list[BlockHash]:
-        """The chain of the full blocks of `token_ids`; each block is hashed once, however long the sequence waits."""
-        chain = self.chain
-        parent = chain[-1] if chain else BlockHash(self.request.wire.root)
-        chain += hash_chain(parent, self.token_ids[len(chain) * block_size :], block_size)
-        return chain
+    @property
+    def root(self) -> BlockHash:
+        return BlockHash(self.request.wire.root)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is not written."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_pending > 1 or not self.choices[0].output_ids
+
+    @property
+    def reuse(self) -> bool:
+        """Tell whether a cached prefix may be used: not while the prompt's logprobs have to be computed."""
+        return self.request.prompt_logprobs is None
+
+    def hash_blocks(self, block_size: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks of `token_ids`. Each block is hashed once."""
+        hashes = self.block_hashes
+        parent = hashes[-1] if hashes else self.root
+        hashes += hash_chain(parent, self.token_ids[len(hashes) * block_size :], block_size)
+        return hashes
 
     def fork(self) -> list[TokenSequence]:
-        """One sequence a choice, all sharing the blocks of what is computed. The first is this one."""
+        """Return one sequence per choice, which share all computed blocks. The first is this one."""
         assert self.allocation is not None
         first, *rest = self.choices
         branches = [self]
@@ -134,17 +194,17 @@ class TokenSequence:
             branch = TokenSequence(self.request, [choice], self.token_ids.copy())
             branch.allocation = self.allocation.fork()
             branch.num_computed = self.num_computed
-            branch.chain = self.chain.copy()
+            branch.block_hashes = self.block_hashes.copy()
             branches.append(branch)
         self.choices = [first]
         self.request.sequences += branches[1:]
         return branches
 
     def split(self, num_choices: int) -> TokenSequence:
-        """Keep the first `num_choices`; the others, in a sequence of their own without blocks, which is returned."""
+        """Keep the first `num_choices`. Return a sequence with the others, which holds no blocks."""
         assert 0 < num_choices < len(self.choices)
         rest = TokenSequence(self.request, self.choices[num_choices:], self.token_ids.copy())
-        rest.chain = self.chain.copy()
+        rest.block_hashes = self.block_hashes.copy()
         del self.choices[num_choices:]
         self.request.sequences.append(rest)
         return rest
@@ -155,62 +215,21 @@ class TokenSequence:
         self.request.sequences.remove(rest)
 
     def release(self) -> None:
-        """Give the blocks back: all is to be computed again, or nothing any more."""
+        """Free the blocks. Tokens that are not cached have to be computed again."""
         if self.allocation is not None:
             self.allocation.free()
-            if self.request.prompt_logprobs is not None:  # collected by one sequence, so again from the start
+            if self.request.prompt_logprobs is not None:  # one sequence collects them, from the first token on
                 self.request.prompt_logprobs.clear()
         self.allocation = None
         self.num_computed = 0
 
-    @property
-    def num_pending(self) -> int:
-        """Known tokens whose KV is not written."""
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_pending > 1 or not self.choices[0].output_ids
-
-    @property
-    def reuse(self) -> bool:
-        """Whether a cached prefix serves: not while the logprobs of the prompt are still owed."""
-        return self.request.prompt_logprobs is None
-
-
-def new_request(
-    wire: GenerateRequest, key: RequestKey, *, arrival_s: float, aging_s: float, constraints: Mapping[int, Constraint]
-) -> Request:
-    """`constraints` by choice index, already advanced over the output of a resumed choice."""
-    return Request(
-        key=key,
-        wire=wire,
-        choices=[
-            RequestChoice(state.index, state.seed, list(state.output_ids), constraints.get(state.index))
-            for state in wire.choices
-        ],
-        arrival_s=arrival_s,
-        order_s=arrival_s + wire.priority * aging_s,
-        deadline_s=math.inf if wire.deadline_s is None else arrival_s + wire.deadline_s,
-        prompt_logprobs=None if wire.sampling.prompt_logprobs is None else [],
-    )
-
-
-def split_into_sequences(request: Request, max_choices: int) -> list[TokenSequence]:
-    """The sequences that a request begins with: one for the choices without output, in groups of at most
-    `max_choices`, and one for each choice that is resumed."""
-    unfinished = [choice for choice in request.choices if choice.finished is None]
-    fresh = [choice for choice in unfinished if not choice.output_ids]
-    groups = [fresh[start : start + max_choices] for start in range(0, len(fresh), max_choices)]
-    groups += [[choice] for choice in unfinished if choice.output_ids]
-    return [TokenSequence(request, group, [*request.prompt_ids, *group[0].output_ids]) for group in groups]
-
-
-_by_order = attrgetter("order")
-
 
 class OrderedSequences:
-    """Sequences kept in their order; used for the waiting and for the running ones."""
+    """Sequences in order of arrival and priority: the waiting queue, and the running batch.
+
+    A request's position is its arrival time plus `priority * aging_s`, so one of priority 1 waits as if it had come
+    `aging_s` later. The position is constant: nothing starves, and a preempted sequence returns to its old position.
+    """
 
     __slots__ = ("_sequences",)
 
@@ -221,7 +240,6 @@ class OrderedSequences:
         insort(self._sequences, sequence, key=_by_order)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Remove `sequence`, which must be here and must not have changed its order."""
         position = bisect_left(self._sequences, sequence.order, key=_by_order)
         assert self._sequences[position] is sequence, f"no sequence at {sequence.order}"
         del self._sequences[position]
@@ -231,7 +249,7 @@ class OrderedSequences:
         return self._sequences[-1]
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Over a copy: the loop may add and remove."""
+        """Iterate over a copy: the loop may add and remove."""
         return iter(self._sequences.copy())
 
     def __len__(self) -> int:
@@ -242,42 +260,41 @@ class OrderedSequences:
         return position < len(self._sequences) and self._sequences[position] is sequence
 
 
-def end_of(
-    choice: RequestChoice, request: Request, eos_token_ids: frozenset[int]
-) -> tuple[FinishReason, int | None] | None:
-    """Why the choice ends after its last token, and the token that stopped it; None: it goes on.
-
-    `max_tokens` and `min_tokens` count all of the choice's output, a resumed part included.
-    """
-    sampling = request.wire.sampling
-    num_output = len(choice.output_ids)
-    if num_output and num_output > sampling.min_tokens:
-        token_id = choice.output_ids[-1]
-        if token_id in request.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids):
-            return "stop", token_id
-    if num_output and choice.constraint is not None and choice.constraint.finished:
-        return "stop", None
-    return ("length", None) if num_output >= sampling.max_tokens else None
+_by_order = attrgetter("order")
 
 
-def append(choice: RequestChoice, drawn: SampledToken) -> Tokens:
-    """Add the token to the choice (and to its grammar, which may raise) and say so."""
-    if choice.constraint is not None:
-        choice.constraint.advance(drawn.token_id)
-    choice.output_ids.append(drawn.token_id)
-    logprobs = None if drawn.logprobs is None else (drawn.logprobs,)
-    return Tokens(choice.index, (drawn.token_id,), logprobs)
+def new_request(
+    wire: GenerateRequest, key: RequestKey, *, arrival_s: float, aging_s: float, constraints: Mapping[int, Constraint]
+) -> Request:
+    """Make a request. `constraints` are by choice index, and have accepted the output of a resumed choice."""
+    choices = [
+        RequestChoice(state.index, state.seed, list(state.output_ids), constraints.get(state.index))
+        for state in wire.choices
+    ]
+    return Request(
+        key=key,
+        wire=wire,
+        choices=choices,
+        arrival_s=arrival_s,
+        order_s=arrival_s + wire.priority * aging_s,
+        deadline_s=math.inf if wire.deadline_s is None else arrival_s + wire.deadline_s,
+        prompt_logprobs=None if wire.sampling.prompt_logprobs is None else [],
+    )
 
 
-def finish(choice: RequestChoice, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
-    choice.finished = reason
-    return Finished(choice.index, reason, stop_token_id)
+def split_into_sequences(request: Request, max_choices: int) -> list[TokenSequence]:
+    """Return the first sequences of a request: one per `max_choices` fresh choices, and one per resumed choice."""
+    unfinished = [choice for choice in request.choices if choice.finished is None]
+    fresh = [choice for choice in unfinished if not choice.output_ids]
+    groups = [fresh[start : start + max_choices] for start in range(0, len(fresh), max_choices)]
+    groups += [[choice] for choice in unfinished if choice.output_ids]
+    return [TokenSequence(request, group, [*request.prompt_ids, *group[0].output_ids]) for group in groups]
 
 
-def take_prompt_logprobs(request: Request) -> PromptLogprobs | None:
-    """The frame with the prompt's logprobs, once, as soon as all are known."""
-    known = request.prompt_logprobs
-    if known is None or len(known) < len(request.prompt_ids) - 1:
-        return None
-    request.prompt_logprobs = None
-    return PromptLogprobs((None, *known))
+def failed_by(error: Exception) -> Failed:
+    """Return the frame that tells a client that its own request raised `error`."""
+    if isinstance(error, ConstraintError):
+        return Failed("invalid_grammar", str(error), retryable=False)
+    if isinstance(error, NoTokenLeft):
+        return Failed("invalid_request", str(error), retryable=False)
+    return Failed("internal_error", "the request cannot be computed", retryable=False)

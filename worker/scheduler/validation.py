@@ -1,6 +1,6 @@
-"""What a request's numbers may be: a worker checks them again, whatever its gateways let through.
+"""Checks that a worker can serve a request at all, whatever its gateways let through.
 
-A number that a tensor cannot hold, or that is none, would fail the step of everybody who shares it.
+A number that a tensor cannot hold, or a NaN, would fail the step of every request in the batch.
 """
 
 from __future__ import annotations
@@ -40,8 +40,46 @@ _MAX_LENGTHS: Final = {
 MAX_BIAS: Final = 1e6
 
 
-def out_of_bounds(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
-    """What is wrong with a request's numbers, by field; the prompt's tokens are not among them."""
+def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
+    """Return why this worker can never serve the request. None: it can be submitted.
+
+    `pool_tokens`: tokens that fit into the whole KV pool.
+    """
+    problem = next(_problems(request, limits, pool_tokens, vocab_size), None)
+    return None if problem is None else Failed("invalid_request", problem, retryable=False)
+
+
+def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Iterator[str]:
+    sampling = request.sampling
+    yield from _out_of_bounds(request, vocab_size)
+    if len(request.root) != HASH_BYTES:
+        yield f"root: {HASH_BYTES} bytes expected, got {len(request.root)}"
+    if not request.prompt_ids:
+        yield "prompt_ids: at least one token is needed"
+    elif max(request.prompt_ids) >= vocab_size:
+        yield f"prompt_ids: {max(request.prompt_ids)} is outside the vocabulary of {vocab_size}"
+    indices = [choice.index for choice in request.choices]
+    if not indices or len(set(indices)) < len(indices):
+        yield f"choices: distinct indices expected, got {indices}"
+    if any(_are_outside(choice.output_ids, vocab_size) for choice in request.choices):
+        yield f"output_ids: a token is outside the vocabulary of {vocab_size}"
+    if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
+        yield f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens"
+    total_tokens = len(request.prompt_ids) + sampling.max_tokens
+    for limit, name in (
+        (limits.max_model_len, "the context"),
+        (pool_tokens, "the KV pool"),
+        (limits.max_batch_total_tokens, "max_batch_total_tokens"),
+    ):
+        if limit is not None and total_tokens > limit:
+            yield (
+                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"
+                f" {name} of {limit} tokens; shorten the prompt or lower max_tokens"
+            )
+
+
+def _out_of_bounds(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
+    """Name the fields whose numbers are out of range, other than the prompt."""
     sampling = request.sampling
     if abs(request.priority) > MAX_PRIORITY:
         yield f"priority: -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}"
@@ -70,54 +108,12 @@ def out_of_bounds(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ("stop_token_ids", sampling.stop_token_ids),
     ):
-        if are_outside(token_ids, vocab_size):
+        if _are_outside(token_ids, vocab_size):
             yield f"{name}: token ids go from 0 to {vocab_size - 1}"
-    if are_outside(list(chain.from_iterable(sampling.bad_words)), _U32 + 1):  # what is never drawn does no harm
+    if _are_outside(list(chain.from_iterable(sampling.bad_words)), _U32 + 1):  # beyond the vocabulary they are harmless
         yield f"bad_words: a token id is 0 to {_U32}"
 
 
-def are_outside(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Whether one of them is. Without a loop of our own: they may be many."""
+def _are_outside(token_ids: Sequence[int], vocab_size: int) -> bool:
+    """Tell whether any token is no token of the vocabulary. `min` and `max`, as the lists may be long."""
     return len(token_ids) > 0 and (min(token_ids) < 0 or max(token_ids) >= vocab_size)
-
-
-def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
-    """Why no state of this worker could serve the request; None: it can be submitted.
-
-    `pool_tokens`: tokens that fit into the whole KV pool.
-    """
-    return next((_invalid(problem) for problem in _problems(request, limits, pool_tokens, vocab_size)), None)
-
-
-def _invalid(message: str) -> Failed:
-    return Failed("invalid_request", message, retryable=False)
-
-
-def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> list[str]:
-    sampling = request.sampling
-    problems = list(out_of_bounds(request, vocab_size))
-    if len(request.root) != HASH_BYTES:
-        problems.append(f"root: {HASH_BYTES} bytes expected, got {len(request.root)}")
-    if not request.prompt_ids:
-        problems.append("prompt_ids: at least one token is needed")
-    elif max(request.prompt_ids) >= vocab_size:
-        problems.append(f"prompt_ids: {max(request.prompt_ids)} is outside the vocabulary of {vocab_size}")
-    indices = [choice.index for choice in request.choices]
-    if not indices or len(set(indices)) < len(indices):
-        problems.append(f"choices: distinct indices expected, got {indices}")
-    if any(are_outside(choice.output_ids, vocab_size) for choice in request.choices):
-        problems.append(f"output_ids: a token is outside the vocabulary of {vocab_size}")
-    if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
-        problems.append(f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens")
-    total_tokens = len(request.prompt_ids) + sampling.max_tokens
-    for limit, name in (
-        (limits.max_model_len, "the context"),
-        (pool_tokens, "the KV pool"),
-        (limits.max_batch_total_tokens, "max_batch_total_tokens"),
-    ):
-        if limit is not None and total_tokens > limit:
-            problems.append(
-                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"
-                f" {name} of {limit} tokens; shorten the prompt or lower max_tokens"
-            )
-    return problems

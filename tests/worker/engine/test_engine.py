@@ -238,7 +238,7 @@ def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngi
     got = beside.wait(aborted)
     assert got.finished[0].reason == "abort"
     assert not got.tokens
-    waiting = beside.engine.call(lambda: [len(sequence.chain) for sequence in beside.scheduler.waiting])
+    waiting = beside.engine.call(lambda: [len(sequence.block_hashes) for sequence in beside.scheduler.waiting])
     assert waiting.result(HANG_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
     assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
     assert beside.engine.health(0.0) is not None

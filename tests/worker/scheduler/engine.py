@@ -184,6 +184,6 @@ class HandEngine:
     def _land(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
         self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
 
-    def _deliver(self, emissions: list[EngineOutput]) -> None:
-        for emission in emissions:
-            self.answers[emission.key].add(emission.frame)
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self.answers[output.key].add(output.frame)

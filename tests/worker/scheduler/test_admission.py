@@ -110,16 +110,16 @@ def test_the_head_of_the_queue_joins_in_the_step_in_which_it_fits(
     admission, allocator = engine.scheduler._admission, engine.allocator
     admit, num_fitting = admission.admit, 0
 
-    def checked(waiting, num_waiting, running, budget, *rest):
+    def checked(waiting, plan, budget):
         nonlocal num_fitting
-        waiting = list(waiting)
+        waiting, running = list(waiting), engine.scheduler.running
         num_growing = sum(
             max(0, -(-len(s.token_ids) // 4) - len(s.allocation.block_table)) for s in running if s.allocation
         )
         wanted = -(-len(waiting[0].token_ids) // 4)
         fits = budget.left > 0 and len(running) < 4 and wanted <= allocator.num_free_blocks - num_growing
         num_fitting += fits
-        admitted = admit(waiting, num_waiting, running, budget, *rest)
+        admitted = admit(waiting, plan, budget)
         assert admitted or not fits
         return admitted
 
