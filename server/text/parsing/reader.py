@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-_WORD: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
-_NO_SPACE: Final = re.compile(r"\S")
+_HEAD_KEYS: Final = ('"name"', '"type"', '"id"')
 _ARGUMENT_KEYS: Final = ("arguments", "parameters")
+_STRING: Final = r'"(?:[^"\\]|\\.)*"'
+_FIELDS: Final = re.compile(rf'"(name|type|id)"\s*:\s*({_STRING})\s*,')
+_HEAD: Final = re.compile(rf'\s*\{{((?:\s*"(?:name|type|id)"\s*:\s*{_STRING}\s*,)*)\s*({_STRING})\s*:\s*(?=\S)')
+"""The fields before the arguments, and the key whose value begins where it ends."""
+_HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
 _STRUCTURE: Final = re.compile(r'["{}\[\]]')
 _STRING_STOP: Final = re.compile(r'["\\]')
 _SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
@@ -128,63 +132,20 @@ HeadMatch = Literal["no", "partial"] | tuple[str, int]
 
 def match_head(text: str) -> HeadMatch:
     """Return the call's name and where its arguments begin; "partial" while more text may still make it a call."""
-    position = _skip_space(text, 0)
-    if position == len(text):
-        return "partial"
-    if text[position] != "{":
-        return "no"
+    head = _HEAD.match(text)
+    if head is None:
+        return "partial" if _HEAD_START.match(text) else "no"
     name: str | None = None
-    position += 1
-    while True:
-        key = _string(text, position)
-        if not isinstance(key, tuple):
-            return key
-        word, position = key
-        position = _skip_space(text, position)
-        if position == len(text):
-            return "partial"
-        if text[position] != ":":
-            return "no"
-        position = _skip_space(text, position + 1)
-        if word in _ARGUMENT_KEYS:
-            if name is None:
+    for key, value in _FIELDS.findall(head[1]):
+        if key == "name":
+            try:
+                name = json.loads(value)
+            except ValueError:
                 return "no"
-            return "partial" if position == len(text) else (name, position)
-        if word not in ("name", "type", "id"):
-            return "no"
-        value = _string(text, position)
-        if not isinstance(value, tuple):
-            return value
-        if word == "name":
-            name = value[0]
-        position = _skip_space(text, value[1])
-        if position == len(text):
-            return "partial"
-        if text[position] != ",":
-            return "no"
-        position += 1
-
-
-def _skip_space(text: str, position: int) -> int:
-    found = _NO_SPACE.search(text, position)
-    return len(text) if found is None else found.start()
-
-
-def _string(text: str, position: int) -> HeadMatch:
-    """Return the JSON string after white space, and where it ends."""
-    position = _skip_space(text, position)
-    if position == len(text):
-        return "partial"
-    if text[position] != '"':
-        return "no"
-    match = _WORD.match(text, position)
-    if match is None:
-        return "partial"
-    try:
-        value = json.loads(match[0])
-    except ValueError:
-        return "no"
-    return value, match.end()
+    if head[2].strip('"') in _ARGUMENT_KEYS and name is not None:
+        return name, head.end()
+    is_unfinished_string = head[2] in _HEAD_KEYS and text[head.end()] == '"'
+    return "partial" if is_unfinished_string else "no"
 
 
 class CallReader:
