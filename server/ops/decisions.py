@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import Any, Final
 
+from server.rates import TokenBucket
 from server.router.scoring import Choice
 from server.router.watcher import Decision
 
@@ -34,17 +35,11 @@ class DecisionLog:
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
         self._by_request: dict[str, dict[str, Any]] = {}
         self._found: dict[str, int] = {}
-        self._tokens = BURST
-        self._filled_s = 0.0
+        self._bucket = TokenBucket(PER_S, BURST)
 
     def wants(self, now_s: float) -> bool:
         self.num_decisions += 1
-        self._tokens = min(BURST, self._tokens + (now_s - self._filled_s) * PER_S)
-        self._filled_s = now_s
-        if self._tokens < 1.0:
-            return False
-        self._tokens -= 1.0
-        return True
+        return self._bucket.take(now_s) == 0.0
 
     def decided(self, decision: Decision) -> None:
         self._tell(describe(decision))

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from server.rates import TokenBucket
+
 MAX_BALANCE: Final = 100.0
 PER_REQUEST: Final = 0.1
 PER_SECOND: Final = 2.0
@@ -19,22 +21,12 @@ class RetryBudget:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._balance = MAX_BALANCE
-        self._updated_s = clock()
+        self._bucket = TokenBucket(PER_SECOND, MAX_BALANCE)
 
     def earn(self) -> None:
-        """A request came in."""
-        self._refill(PER_REQUEST)
+        """Count a request that came in."""
+        self._bucket.add(self._clock(), PER_REQUEST)
 
     def spend(self) -> bool:
-        """Whether one more retry is allowed now."""
-        self._refill(0.0)
-        if self._balance < 1.0:
-            return False
-        self._balance -= 1.0
-        return True
-
-    def _refill(self, earned: float) -> None:
-        now_s = self._clock()
-        self._balance = min(MAX_BALANCE, self._balance + earned + (now_s - self._updated_s) * PER_SECOND)
-        self._updated_s = now_s
+        """Return whether one more retry is allowed now, and count it."""
+        return self._bucket.take(self._clock()) == 0.0

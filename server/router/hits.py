@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from cache.types import WorkerId
-from server.router.load_tracker import DecayedSum
+from server.rates import DecayedSum
 
 WINDOW_S: Final = 120.0
 MAX_WORKERS: Final = 10_000

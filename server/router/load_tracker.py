@@ -17,6 +17,7 @@ from itertools import islice
 
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
+from server.rates import DecayedSum
 
 _FOLD_S = 2.0
 """Own bookings that no report has confirmed for so long count as assigned without it."""
@@ -26,28 +27,6 @@ _RATE_MEMORY_S = 300.0
 """After so long without another measurement a slow worker counts as one that has measured nothing."""
 _MAX_COMPARED = 128
 """Requests of a long queue that are looked at one by one; the rest is taken to be like them."""
-
-
-class DecayedSum:
-    """A sum of amounts, each fading by 1/e per window."""
-
-    __slots__ = ("_at_s", "_value", "_window_s")
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._value = 0.0
-        self._at_s = 0.0
-
-    def add(self, amount: float, now_s: float) -> None:
-        """`now_s` may lie before that of an earlier call."""
-        if now_s >= self._at_s:
-            self._value = self.at(now_s) + amount
-            self._at_s = now_s
-        else:
-            self._value += amount * math.exp((now_s - self._at_s) / self._window_s)
-
-    def at(self, now_s: float) -> float:
-        return self._value * math.exp(min(0.0, self._at_s - now_s) / self._window_s) if self._value else 0.0
 
 
 class Booking:

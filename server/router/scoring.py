@@ -15,8 +15,9 @@ from typing import Final
 
 from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
+from server.rates import DecayedSum
 from server.router.cost import CostModel
-from server.router.load_tracker import Booking, DecayedSum, WorkerBook
+from server.router.load_tracker import Booking, WorkerBook
 from server.router.pending_prefixes import Overlay, Speculation
 from server.router.placement import RouteRequest
 from server.router.policies import FleetView, Option, Policy

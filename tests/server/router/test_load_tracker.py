@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
-from server.router.load_tracker import Booking, DecayedSum, WorkerBook
+from server.router.load_tracker import Booking, WorkerBook
 
 ME, OTHER = GatewayId("me"), GatewayId("other")
 
@@ -109,15 +109,6 @@ def test_without_reports_own_work_decays_and_is_not_counted_twice_later() -> Non
     worker.observe(WorkerLoad(assigned_prefill_s=0.0), 0.0, ME)  # the old report is seen at every decision
     worker.observe(WorkerLoad(assigned_prefill_s=3.0), 61.0, ME)
     assert worker.recent_s(61.0) == pytest.approx(3.0 / math.e)
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=20))
-def test_a_decayed_sum_does_not_depend_on_the_order(amounts: list[tuple[float, float]]) -> None:
-    total = DecayedSum(60.0)
-    for at_s, amount in amounts:
-        total.add(amount, at_s)
-    expected = sum(amount * math.exp((at_s - 100.0) / 60.0) for at_s, amount in amounts)
-    assert total.at(100.0) == pytest.approx(expected)
 
 
 def test_blocks_arrive_until_a_report_shows_them() -> None:

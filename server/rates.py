@@ -1,0 +1,64 @@
+"""Rates over time, pure and without a clock: a token bucket, and a sum that decays."""
+
+from __future__ import annotations
+
+import math
+
+
+class TokenBucket:
+    """A bucket that refills at `per_s`, above 0, up to `capacity` and starts full.
+
+    Callers may change `per_s` and `capacity` at any time.
+    """
+
+    __slots__ = ("_level", "_updated_s", "capacity", "per_s")
+
+    def __init__(self, per_s: float, capacity: float) -> None:
+        self.per_s = per_s
+        self.capacity = capacity
+        self._level = capacity
+        self._updated_s = -math.inf
+
+    def level(self, now_s: float) -> float:
+        """Return the tokens left; negative when overdrawn."""
+        return min(self.capacity, self._level + (now_s - self._updated_s) * self.per_s)
+
+    def take(self, now_s: float, amount: float = 1.0) -> float:
+        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
+
+        A full bucket grants more than its capacity, and is overdrawn by it.
+        """
+        level = self.level(now_s)
+        needed = min(amount, self.capacity)
+        if level < needed:
+            return (needed - level) / self.per_s
+        self.add(now_s, -amount)
+        return 0.0
+
+    def add(self, now_s: float, amount: float) -> None:
+        """Add tokens, or draw what has already been used when `amount` is negative."""
+        self._level = min(self.capacity, self.level(now_s) + amount)
+        self._updated_s = now_s
+
+
+class DecayedSum:
+    """A sum of amounts, each fading by 1/e per window."""
+
+    __slots__ = ("_at_s", "_value", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._value = 0.0
+        self._at_s = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        """Add `amount` at `now_s`, which may lie before that of an earlier call."""
+        if now_s >= self._at_s:
+            self._value = self.at(now_s) + amount
+            self._at_s = now_s
+        else:
+            self._value += amount * math.exp((now_s - self._at_s) / self._window_s)
+
+    def at(self, now_s: float) -> float:
+        """Return the sum as it has decayed by `now_s`."""
+        return self._value * math.exp(min(0.0, self._at_s - now_s) / self._window_s) if self._value else 0.0
