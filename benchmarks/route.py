@@ -24,6 +24,7 @@ from typing import Any, Final
 from benchmarks.progress import Progress
 from benchmarks.report import Figure, Report, option_parser, publish
 from benchmarks.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
+from benchmarks.simulation.rivals import RIVALS
 from benchmarks.simulation.traces import (
     CODING_AGENT,
     CONVERSATION,
@@ -33,15 +34,16 @@ from benchmarks.simulation.traces import (
     ToolChatTrace,
 )
 from server.router.cost import CostModel
-from server.router.policies import POLICIES, make_policy
-from server.router.scoring import DispatchSettings
+from server.router.placement import TrackerSettings
+from server.router.policies import POLICIES
 
 DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")
-SPECULATING: Final = frozenset({"headstart", "llm-d"})
-"""Policies that count blocks on their way as present, as they do in the reference figures."""
-REFERENCE_COST: Final = CostModel(recent_weight=0.001, room_weight=0.0)
-"""Of the reference figures, whose engine takes one prefill after the other; gateways have the default."""
+COMPARED: Final = {**POLICIES, **RIVALS}
+COUNT_PENDING: Final = frozenset({"headstart", "llm-d"})
+"""Policies that count pending blocks as cached, as they do in the reference figures."""
+REFERENCE_COST: Final = CostModel(recent_weight=0.001, kv_wait_weight=0.0)
+"""The constants of the reference figures, whose engine runs prefills one by one; gateways have the default."""
 _CELL: Final = re.compile(r"(conv|agent|tau)(\d+)_n(\d+)")
 
 
@@ -80,7 +82,7 @@ def _trace(name: str) -> ConversationTrace | CodingAgentTrace | ToolChatTrace:
 def execute(run: Run) -> Outcome:
     workload = _trace(run.cell.trace).workload(num_workers=run.cell.num_workers, load=run.load, seed=run.settings.seed)
     policy = "headstart" if run.policy == POOLED else run.policy
-    return Replay(workload, lambda: make_policy(policy), run.settings).run()
+    return Replay(workload, COMPARED[policy], run.settings).run()
 
 
 def plan(options: Namespace) -> list[Run]:
@@ -95,10 +97,9 @@ def plan(options: Namespace) -> list[Run]:
                 index_delay_s=options.index_delay,
                 report_s=options.report_age,
                 pooled=policy == POOLED,
-                dispatch=DispatchSettings(
-                    speculate=policy in SPECULATING,
+                tracker=TrackerSettings(
+                    count_pending=policy in COUNT_PENDING,
                     publish_delay_s=options.index_delay + options.report_age,
-                    workers_share=options.engine == "shared",
                     cost=CostModel() if options.engine == "shared" else REFERENCE_COST,
                 ),
                 seed=options.seed + spreading,
@@ -182,11 +183,11 @@ def _draw(outcomes: dict[tuple[str, str], list[Outcome]]) -> Any:
 def options_of(argv: list[str]) -> Namespace:
     parser = option_parser("route", __doc__ or "")
     parser.add_argument("--cells", nargs="+", type=parse_cell, default=[parse_cell(name) for name in DEFAULT_CELLS])
-    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=list(COMPARED))
     parser.add_argument("--spreadings", type=int, default=6, help="arrival orders, of which the mean is taken")
     parser.add_argument("--seed", type=int, default=0, help="of the first spreading")
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
-    parser.add_argument("--gateways", type=int, default=1, help="each with books of its own")
+    parser.add_argument("--gateways", type=int, default=1, help="each with load estimates of its own")
     parser.add_argument(
         "--engine",
         choices=("fifo", "shared"),

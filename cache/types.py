@@ -17,6 +17,9 @@ WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", str)
 """One boot (or one clearing) of one worker's cache. Blocks announced under another epoch do not exist."""
 
+WorkerIncarnation = tuple[WorkerId, Epoch]
+"""A worker in one of its epochs."""
+
 GatewayId = NewType("GatewayId", str)
 
 NULL_BLOCK: Final = BlockId(0)

@@ -59,8 +59,7 @@ from server.request.full_queues import FullQueues
 from server.request.retry import RetryBudget
 from server.request.waiting_room import WaitingRoom
 from server.request_context import add_ids
-from server.router.router import HeadstartRouter, RouterSettings
-from server.router.scoring import DispatchSettings
+from server.router.router import Router, RouterSettings
 from server.tracing import SERVICE
 from server.workers.actions import WorkerActions
 from server.workers.client import WorkerClient
@@ -108,16 +107,15 @@ class Gateway:
         settings = FleetSettings(workers=config.workers, cluster_secret=secret, networks=networks)
         fetch = http_fetch(self._client.session)
         self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
-        router_settings = RouterSettings(
-            gateway_id, policy=config.policy, dispatch=DispatchSettings(workers_share=True)
-        )
         self._prefix_tree = PrefixTree(time.monotonic)
-        self.router = HeadstartRouter(
+        self._decisions = DecisionLog()
+        self.router = Router(
             self._index,
             self.fleet,
-            router_settings,
-            observe=self.metrics.routed,
+            RouterSettings(gateway_id, policy=config.policy),
+            on_stage=self.metrics.routed,
             on_match=self._prefix_tree.add,
+            observer=self._decisions,
         )
         self.metrics.registry.register(
             FleetMetrics(
@@ -125,7 +123,7 @@ class Gateway:
                 self._candidates,
                 self.fleet.broken,
                 lambda: self.router.index_state().blind,
-                self.router.num_booked,
+                self.router.num_outstanding,
             )
         )
         self._watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s)
@@ -144,8 +142,6 @@ class Gateway:
             Quarantine(),
             WaitingRoom(config.max_queued_tokens),
             FullQueues(),
-            self.router.report_failure,
-            self.router.report_wrong_epoch,
         )
         self._endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
         self.feed = Feed(self._feed_sources(gateway_id))
@@ -161,7 +157,7 @@ class Gateway:
                 of_tenant=identities.of_tenant,
                 explain=self.router.explain,
                 candidates=self._candidates,
-                index_state=self.router.index_state,
+                index_state=lambda: self.router.index_state().as_json(),
                 index_report=lambda: index_report(self._index),
                 prefixes=self._prefixes,
                 drain=self.drain,
@@ -264,10 +260,7 @@ class Gateway:
 
         def health() -> dict[str, Any]:
             shards = index.health() if isinstance(index, RedisIndex) else []
-            return {**asdict(router.index_state()), "shards": [asdict(shard) for shard in shards]}
-
-        def watch(decisions: DecisionLog | None) -> None:
-            router.watcher = decisions
+            return {**router.index_state().as_json(), "shards": [asdict(shard) for shard in shards]}
 
         return FeedSources(
             about={"version": version("headstart"), "gateway": gateway_id, "policy": self._config.policy},
@@ -276,14 +269,14 @@ class Gateway:
                 candidates=self._candidates,
                 broken=self.fleet.broken,
                 entries=index.seen_entries if isinstance(index, RedisIndex) else list,
-                hit_rate=lambda worker_id: router.hits.rate(worker_id, router.clock()),
+                hit_rate=router.hit_rate,
             ),
             totals=totals,
             ttft_bounds_s=buckets(metrics.ttft_s)[0],
             index=health,
             draining=lambda: self.lifecycle.draining,
             prefixes=self._prefixes,
-            watch=watch,
+            decisions=self._decisions,
         )
 
     def _prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:

@@ -21,8 +21,7 @@ from cache.redis_index.client import RedisClient, pack
 from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
 from server.router.placement import RouteRequest
-from server.router.router import HeadstartRouter, RouterSettings
-from server.router.scoring import DispatchSettings
+from server.router.router import Router, RouterSettings
 from server.workers.fleet import FetchError, Fleet
 
 
@@ -80,13 +79,13 @@ async def measure_decision(url: str, client: RedisClient, count: int = 500) -> T
     root = Namespace("model", "r", "t", 16).root(salt=b"s")
     await populate(client, hash_chain(root, tokens, 16), 64, "shared")
     index = RedisIndex(url, READER)
-    settings = RouterSettings(GatewayId("gateway-1"), dispatch=DispatchSettings(workers_share=True))
-    router = HeadstartRouter(index, Fleet(index, _no_fetch, clock=time.monotonic), settings)
+    fleet = Fleet(index, _no_fetch, clock=time.monotonic)
+    router = Router(index, fleet, RouterSettings(GatewayId("gateway-1")))
 
     async def decide() -> None:
         hashes = hash_chain(root, tokens, 16)
         placement = await router.place(RouteRequest("r", "model", len(tokens), hashes))
-        placement.close(ok=False)
+        placement.close()
 
     async with running(index):
         await decide()

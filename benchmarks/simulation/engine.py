@@ -18,7 +18,7 @@ from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
-from server.router.scoring import Assignment
+from server.router.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Job:
     request: TraceRequest
     gateway: GatewayId
     arrival_s: float
-    assignment: Assignment
+    placement: Placement
     session: Session
     turn: int
     estimate_s: float = 0.0

@@ -1,7 +1,7 @@
 """Gateways in front of simulated workers, from the first arrival to the last answer.
 
-Every gateway has its own dispatcher (books, overlay, policy), as it has in production, and sees the index
-`index_delay_s` late and the workers' reports as old as their grid of `report_s` makes them.
+Every gateway has its own scorer and load estimates, as in production. It sees the index `index_delay_s` late, and the
+workers' reports as old as their grid of `report_s` makes them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.placement import RouteRequest
+from server.router.placement import PlacementTracker, RouteRequest, TrackerSettings
 from server.router.policies import Policy
-from server.router.scoring import Dispatcher, DispatchSettings
+from server.router.scoring import Scorer
 
 MODEL = "simulated"
 POOLED = "pooled"
@@ -41,7 +41,7 @@ class ReplaySettings:
     report_s: float = 0.05
     pooled: bool = False
     """One pool of the same total size, seen by every worker: the bound."""
-    dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+    tracker: TrackerSettings = field(default_factory=TrackerSettings)
     unscored_share: float = 0.1
     """Of the requests, the first ones, which meet cold caches."""
     seed: int = 0
@@ -75,15 +75,21 @@ class Replay:
         self._late: deque[tuple[float, WorkerId, list[BlockEvent]]] = deque()
         rng = random.Random(settings.seed)
         self._gateway_rng = random.Random(rng.getrandbits(64))
-        self._gateways = [
-            (gateway_id, Dispatcher(gateway_id, make_policy(), settings.dispatch, random.Random(rng.getrandbits(64))))
-            for gateway_id in (GatewayId(f"gateway-{i}") for i in range(settings.num_gateways))
-        ]
         self._workers = self._make_workers()
+        self._gateways = [
+            self._make_gateway(GatewayId(f"gateway-{number}"), make_policy(), random.Random(rng.getrandbits(64)))
+            for number in range(settings.num_gateways)
+        ]
         self._guards: list[str | None] = [None] * settings.num_workers
         self._ttft_s: dict[int, float] = {}
         self._cached: dict[int, tuple[int, int]] = {}
         self._arrivals: list[int] = []
+
+    def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
+        tracker = PlacementTracker(self._settings.tracker, lambda: self._now_s)
+        for worker in self._workers:
+            tracker.estimate(worker.member).fifo = not self._settings.shared_engine
+        return gateway_id, Scorer(gateway_id, policy, tracker, rng)
 
     def _make_workers(self) -> list[SimulatedWorker]:
         settings, workload = self._settings, self._workload
@@ -131,13 +137,12 @@ class Replay:
     def _arrive(self, session: Session, turn: int) -> None:
         request = session.requests[turn]
         self._arrivals.append(request.number)
-        gateway_id, dispatcher = self._gateway_rng.choice(self._gateways)
+        gateway_id, scorer = self._gateway_rng.choice(self._gateways)
         route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes)
-        assignment = dispatcher.dispatch(route, self._candidates(request), self._guards, self._now_s)
-        assert assignment is not None
-        number = int(assignment.option.member.worker_id[-2:])
+        placement = scorer.place(scorer.decide(route, self._candidates(request), self._guards))
+        number = int(placement.worker.worker_id[-2:])
         worker = self._workers[number]
-        worker.submit(Job(request, gateway_id, self._now_s, assignment, session, turn), self._now_s)
+        worker.submit(Job(request, gateway_id, self._now_s, placement, session, turn), self._now_s)
         self._begin(worker)
 
     def _begin(self, worker: SimulatedWorker) -> None:
@@ -151,7 +156,7 @@ class Replay:
 
     def _begun(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
-        job.assignment.prefill_started(job.num_cached_tokens, self._now_s)
+        job.placement.prefill_started(job.num_cached_tokens)
         self._cached[job.request.number] = (job.num_cached_tokens, job.request.num_prompt_tokens)
 
     def _await_next(self, worker: SharedWorker) -> None:
@@ -167,7 +172,7 @@ class Replay:
 
     def _prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
-        job.assignment.first_token(self._now_s)
+        job.placement.first_token()
         self._ttft_s[job.request.number] = self._now_s - job.arrival_s
         decode_s = worker.model.decode_s(job.request.num_output_tokens, worker.num_decoding)
         self._at(self._now_s + decode_s, lambda: self._decoded(worker, job))
@@ -175,7 +180,7 @@ class Replay:
 
     def _decoded(self, worker: SimulatedWorker, job: Job) -> None:
         worker.finish_decode(job, self._now_s)
-        job.assignment.close(self._now_s)
+        job.placement.close()
         for stalled in self._workers if self._settings.pooled else (worker,):
             self._begin(stalled)
         if job.turn + 1 < len(job.session.requests):

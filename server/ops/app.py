@@ -52,7 +52,7 @@ class OpsServices:
     """Whose cache an explanation speaks of."""
     explain: Callable[[RouteRequest], Awaitable[dict[str, Any]]]
     candidates: Callable[[], Sequence[Candidate]]
-    index_state: Callable[[], Any]
+    index_state: Callable[[], dict[str, Any]]
     index_report: Callable[[], Awaitable[dict[str, Any]]]
     prefixes: Callable[[int, str | None], Sequence[SharedPrefix]]
     """At most so many, of one model or of all."""
@@ -100,7 +100,7 @@ class OpsApi:
             }
             for candidate in self._services.candidates()
         ]
-        return json_response({"workers": workers, "index": _fields(self._services.index_state())})
+        return json_response({"workers": workers, "index": self._services.index_state()})
 
     async def index(self, request: Request) -> Response:
         """What Redis says of every worker, read now: blocks held, lease, load."""

@@ -12,8 +12,8 @@ from collections import deque
 from typing import Any, Final
 
 from server.rates import TokenBucket
-from server.router.scoring import Choice
-from server.router.watcher import Decision
+from server.router.placement import Placement, WorkerView
+from server.router.scoring import Decision
 
 PER_S: Final = 16.0
 BURST: Final = 8.0
@@ -26,38 +26,52 @@ MAX_RECENT: Final = 50
 
 
 class DecisionLog:
-    """A `DecisionWatcher`, drained by the feed."""
+    """A `RouterObserver`, drained by the feed. Ignores every decision until `start`, and after `stop`."""
 
     def __init__(self) -> None:
+        self._active = False
         self.num_decisions = 0
-        """Every decision since somebody began to look, told in full or not."""
+        """Decisions since `start`, logged in full or not."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
         self._by_request: dict[str, dict[str, Any]] = {}
         self._found: dict[str, int] = {}
         self._bucket = TokenBucket(PER_S, BURST)
 
+    def start(self) -> None:
+        """Begin with an empty log."""
+        self._active = True
+        self.num_decisions = 0
+        self.recent.clear()
+        self._new.clear()
+        self._by_request.clear()
+        self._found = {}
+        self._bucket = TokenBucket(PER_S, BURST)
+
+    def stop(self) -> None:
+        self._active = False
+
     def wants(self, now_s: float) -> bool:
+        if not self._active:
+            return False
         self.num_decisions += 1
         return self._bucket.take(now_s) == 0.0
 
-    def decided(self, decision: Decision) -> None:
-        self._tell(describe(decision))
-
-    def _tell(self, told: dict[str, Any]) -> None:
+    def decided(self, decision: Decision, placement: Placement, *, index_answered: bool) -> None:
         if len(self.recent) == MAX_RECENT:
             self._by_request.pop(self.recent[0]["request"], None)
-        self.recent.append(told)
-        self._by_request[told["request"]] = told
-        self._new.append(told)
+        entry = describe(decision, placement, index_answered=index_answered)
+        self.recent.append(entry)
+        self._by_request[entry["request"]] = entry
+        self._new.append(entry)
 
     def started(self, request_id: str, num_cached_tokens: int) -> None:
-        told = self._by_request.get(request_id)
-        if told is not None:
-            told["found_tokens"] = self._found[request_id] = num_cached_tokens
+        entry = self._by_request.get(request_id)
+        if entry is not None:
+            entry["found_tokens"] = self._found[request_id] = num_cached_tokens
 
     def drain(self) -> dict[str, Any] | None:
-        """What is new since the last call, or None: decisions, and what workers found of those told before."""
+        """Return the decisions since the last call, and what workers found of earlier ones; None without any."""
         if not self._new and not self._found:
             return None
         news = {"decisions": list(self._new), "found": self._found}
@@ -66,39 +80,38 @@ class DecisionLog:
         return news
 
 
-def describe(decision: Decision) -> dict[str, Any]:
-    """The chosen worker first, then the cheapest others; those that could not be chosen come last."""
-    request, chosen = decision.request, decision.chosen
-    others = [choice for choice in decision.choices if choice.option.member is not chosen.member]
+def describe(decision: Decision, placement: Placement, *, index_answered: bool) -> dict[str, Any]:
+    """List the chosen worker first, then the cheapest others; guarded ones come last."""
+    request, chosen = decision.request, placement.worker
+    others = [worker for worker in decision.workers if worker.member is not chosen]
     shown = heapq.nsmallest(MAX_CANDIDATES - 1, others, key=_rank)
-    mine = [choice for choice in decision.choices if choice.option.member is chosen.member]
+    mine = [worker for worker in decision.workers if worker.member is chosen]
     return {
         "request": request.request_id,
         "at": time.time(),
         "model": request.model,
-        "worker": chosen.member.worker_id,
+        "worker": chosen.worker_id,
         "prompt_tokens": request.num_prompt_tokens,
-        "matched_tokens": chosen.matched_tokens,
+        "matched_tokens": placement.promised_tokens,
         "found_tokens": None,
-        "index_answered": decision.index_answered,
+        "index_answered": index_answered,
         "resumed": request.numerics is not None,
-        "num_candidates": len(decision.choices),
-        "candidates": [_candidate(choice) for choice in (*mine, *shown)],
+        "num_candidates": len(decision.workers),
+        "candidates": [_candidate(worker) for worker in (*mine, *shown)],
     }
 
 
-def _rank(choice: Choice) -> float:
-    return float("inf") if choice.score is None else choice.score
+def _rank(worker: WorkerView) -> float:
+    return float("inf") if worker.score is None else worker.score
 
 
-def _candidate(choice: Choice) -> dict[str, Any]:
-    option = choice.option
+def _candidate(worker: WorkerView) -> dict[str, Any]:
     return {
-        "worker": option.member.worker_id,
-        "matched_tokens": option.matched_tokens,
-        "overlay_tokens": choice.overlay_tokens,
-        "wait_s": option.wait_s + option.room_s,
-        "prefill_s": option.own_s,
-        "cost": choice.score,
-        "guard": choice.guard,
+        "worker": worker.member.worker_id,
+        "matched_tokens": worker.matched_tokens,
+        "overlay_tokens": worker.pending_tokens,
+        "wait_s": worker.queue_s + worker.kv_wait_s,
+        "prefill_s": worker.prefill_s,
+        "cost": worker.score,
+        "guard": worker.guard,
     }

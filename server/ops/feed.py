@@ -52,8 +52,8 @@ class FeedSources:
     draining: Callable[[], bool]
     prefixes: Callable[[int], Sequence[SharedPrefix]]
     """Returns at most so many, the best first."""
-    watch: Callable[[DecisionLog | None], None]
-    """Sets who is told of decisions."""
+    decisions: DecisionLog
+    """Observes the router."""
 
 
 class Viewer:
@@ -90,7 +90,7 @@ class Feed:
         self._sources = sources
         self._viewers: set[Viewer] = set()
         self._producer: asyncio.Task[None] | None = None
-        self._decisions = DecisionLog()
+        self._decisions = sources.decisions
         self._traffic = Traffic(sources.ttft_bounds_s)
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
         self._last: dict[str, bytes] = {}
@@ -124,17 +124,16 @@ class Feed:
             viewer.end()
 
     def _start(self) -> None:
-        self._decisions = DecisionLog()
+        self._decisions.start()
         self._traffic = Traffic(self._sources.ttft_bounds_s)
         self._history.clear()
         self._last.clear()
-        self._sources.watch(self._decisions)
         self._snapshot()
         self._producer = asyncio.create_task(self._produce(), name="feed")
         self._producer.add_done_callback(self._produced)
 
     def _stop(self) -> None:
-        self._sources.watch(None)
+        self._decisions.stop()
         if self._producer is not None:
             self._producer.cancel()
             self._producer = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from cache.types import WorkerIncarnation
 from cache.records import WorkerMember
 from server.errors import (
     ApiError,
@@ -20,7 +21,7 @@ from server.errors import (
 from server.request.backend import Backend
 from server.request.losses import Losses, Stage, again_s
 from server.request.spec import GenerationSpec, ParamNames
-from server.router.placement import Boot, NoWorkerError
+from server.router.placement import NoWorkerError
 from server.workers.client import StaleConnection, WorkerLost, WorkerRefused
 from worker.wire import Failed
 
@@ -49,7 +50,7 @@ class Failures:
         if error.failed.code == "queue_full":
             self._backend.full_queues.note((worker.worker_id, worker.epoch), self._spec.tenant, error)
         if error.failed.code == "wrong_epoch":
-            self._backend.report_wrong_epoch(worker)
+            self._backend.router.report_wrong_epoch(worker)
         may_pass = error.status in (401, 409, 429, 502, 503, 504)
         if not (may_pass and self.losses.refused(worker, error) and self._backend.budget.spend()):
             raise error_of(error.failed, self._spec.params, error.status) from error
@@ -73,11 +74,11 @@ class Failures:
         self._backend.metrics.lost.inc()
         log.warning("%s: worker %s lost: %s", self._spec.request_id, worker.worker_id, error)
         if isinstance(error, WorkerLost):
-            self._backend.report_failure(worker.worker_id)
+            self._backend.router.report_failure(worker.worker_id)
         if (failure := self.losses.lost(worker, stage)) is not None:
             raise self._judged(failure) from error
 
-    def full(self, refusals: Mapping[Boot, WorkerRefused]) -> ApiError:
+    def full(self, refusals: Mapping[WorkerIncarnation, WorkerRefused]) -> ApiError:
         """What the worker with room first has said a moment ago."""
         refused = min(refusals.values(), key=again_s)
         return error_of(refused.failed, self._spec.params, refused.status)

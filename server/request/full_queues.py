@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from server.router.placement import Boot
+from cache.types import WorkerIncarnation
 from server.workers.client import WorkerRefused
 
 PAUSE_S: Final = 0.1
@@ -22,15 +22,15 @@ class FullQueues:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_tenant: dict[str, dict[Boot, tuple[float, WorkerRefused]]] = {}
+        self._by_tenant: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
 
-    def note(self, boot: Boot, tenant: str, refused: WorkerRefused) -> None:
+    def note(self, boot: WorkerIncarnation, tenant: str, refused: WorkerRefused) -> None:
         """`boot` has no room for the tenant."""
         said_s = refused.failed.retry_after_s
         until_s = self._clock() + min(PAUSE_S, PAUSE_S if said_s is None else said_s)
         self._by_tenant.setdefault(tenant, {})[boot] = (until_s, refused)
 
-    def of(self, tenant: str) -> Mapping[Boot, WorkerRefused]:
+    def of(self, tenant: str) -> Mapping[WorkerIncarnation, WorkerRefused]:
         """The workers that the tenant need not ask now, and what each has said."""
         known = self._by_tenant.get(tenant)
         if known is None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from cache.types import WorkerIncarnation
 from cache.records import WorkerMember
 from server.errors import ApiError, InternalError, WorkerLostError
-from server.router.placement import Boot
 from server.workers.client import WorkerRefused
 
 MAX_SUSPICIONS = 2
@@ -47,7 +47,7 @@ class Losses:
     )
 
     def __init__(self) -> None:
-        self.excluded: set[Boot] = set()
+        self.excluded: set[WorkerIncarnation] = set()
         """Boots of workers that shall not have the request again."""
         self.num_losses = 0
         self.num_suspicions = 0

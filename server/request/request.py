@@ -126,7 +126,7 @@ class Generation:
                 except (WorkerRefused, WorkerLost, WorkerFailed) as error:
                     self._failed(worker, error)
                 finally:
-                    placement.close(ok=ok)
+                    placement.close()
                 if not ok and (batch := self._drain()):
                     yield batch
         finally:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.hashing import hash_chain
-from cache.types import BlockHash
+from cache.types import BlockHash, WorkerIncarnation
 from server.models import ServedModel
-from server.router.placement import Boot, RouteRequest
+from server.router.placement import RouteRequest
 from server.text.detokenizer import TextRules
 from worker.wire import SamplingParams
 
@@ -48,7 +48,7 @@ def route_request(
     spec: GenerationSpec,
     hashes: Sequence[BlockHash],
     numerics: str | None = None,
-    excluded: frozenset[Boot] = frozenset(),
+    excluded: frozenset[WorkerIncarnation] = frozenset(),
 ) -> RouteRequest:
     return RouteRequest(
         request_id=spec.request_id,

@@ -1,8 +1,7 @@
 """Which worker gets a request.
 
-placement   the contract with the HTTP side            cost      the design's cost, pure
-load_tracker what is queued where, request by request   pending_prefixes blocks on their way into a worker's cache
-recent      where prompts went lately, for when the    policies  headstart, and the rules of other gateways
-            index is away                              scoring  one decision, without I/O: also the simulator's
-router      HeadstartRouter: index + fleet + dispatch
+router            index + fleet + scorer -> Placement     policies        the rules: headstart and simpler ones
+placement         RouteRequest, WorkerView, Placement     cost            the cost in seconds, pure
+scoring           one decision, without I/O               load_tracker    the load of each worker, estimated
+pending_prefixes  blocks that are being computed          index_accuracy  precision and recall of the index
 """

@@ -1,10 +1,6 @@
-"""Speculative entries: the blocks of a request just routed count as present on (worker, epoch) before they are.
+"""What this gateway knows of cached prefixes by itself: blocks that are being computed, and where prompts went lately.
 
-    place -> present -> first token -> present for the publish delay -> gone: the index says it now
-                     -> failure     -> gone at once
-    a request that never ends is forgotten after a TTL, which only catches leaks
-
-Kept in the gateway, never written to the index, never merged with it.
+Both stay in the gateway and are never written to the shared index.
 """
 
 from __future__ import annotations
@@ -12,70 +8,77 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.types import BlockHash, WorkerIncarnation
 
 
-class Speculation:
-    """The blocks of one request on one worker."""
+class PendingPrefix:
+    """The blocks of one request at one worker."""
 
-    __slots__ = ("hashes", "present", "where")
+    __slots__ = ("hashes", "incarnation", "present")
 
-    def __init__(self, where: tuple[WorkerId, Epoch], hashes: Sequence[BlockHash]) -> None:
-        self.where = where
+    def __init__(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> None:
+        self.incarnation = incarnation
         self.hashes = hashes
         self.present = True
 
 
-class Overlay:
+class PendingPrefixes:
+    """Blocks of requests just routed: they count as cached before the index knows them.
+
+        add -> first token -> confirm -> present for the publish delay -> gone: the index has them
+            -> failure     -> remove  -> gone at once
+
+    A TTL ends the entries of requests that never end.
+    """
+
     def __init__(self, *, publish_delay_s: float, ttl_s: float) -> None:
         self._publish_delay_s = publish_delay_s
         self._ttl_s = ttl_s
-        self._blocks: dict[tuple[WorkerId, Epoch], dict[BlockHash, int]] = {}
-        self._open: dict[Speculation, float] = {}
-        """Those without a first token and when they are forgotten: in that order, since the TTL is one for all."""
-        self._confirmed: deque[tuple[float, Speculation]] = deque()
-        """As above, with the publish delay."""
+        self._num_references: dict[WorkerIncarnation, dict[BlockHash, int]] = {}
+        self._open: dict[PendingPrefix, float] = {}
+        """Entries without a first token, and when they expire: in that order, since the TTL is the same for all."""
+        self._confirmed: deque[tuple[float, PendingPrefix]] = deque()
+        """When confirmed entries expire, in that order."""
 
-    def add(self, worker_id: WorkerId, epoch: Epoch, hashes: Sequence[BlockHash], now_s: float) -> Speculation:
-        where = (worker_id, epoch)
-        speculation = Speculation(where, hashes)
-        blocks = self._blocks.setdefault(where, {})
+    def add(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash], now_s: float) -> PendingPrefix:
+        prefix = PendingPrefix(incarnation, hashes)
+        blocks = self._num_references.setdefault(incarnation, {})
         for block_hash in hashes:
             blocks[block_hash] = blocks.get(block_hash, 0) + 1
-        self._open[speculation] = now_s + self._ttl_s
-        return speculation
+        self._open[prefix] = now_s + self._ttl_s
+        return prefix
 
-    def confirm(self, speculation: Speculation, now_s: float) -> None:
-        """The first token is out: the index will say it after the publish delay."""
-        if self._open.pop(speculation, None) is not None:
-            self._confirmed.append((now_s + self._publish_delay_s, speculation))
+    def confirm(self, prefix: PendingPrefix, now_s: float) -> None:
+        """Keep the entry for the publish delay only: its first token is out."""
+        if self._open.pop(prefix, None) is not None:
+            self._confirmed.append((now_s + self._publish_delay_s, prefix))
 
-    def remove(self, speculation: Speculation) -> None:
-        """The request failed, or its entries are confirmed. Once is enough; more changes nothing."""
-        if not speculation.present:
+    def remove(self, prefix: PendingPrefix) -> None:
+        """Remove the entry; a second call changes nothing."""
+        if not prefix.present:
             return
-        speculation.present = False
-        self._open.pop(speculation, None)
-        blocks = self._blocks[speculation.where]
-        for block_hash in speculation.hashes:
+        prefix.present = False
+        self._open.pop(prefix, None)
+        blocks = self._num_references[prefix.incarnation]
+        for block_hash in prefix.hashes:
             count = blocks[block_hash] - 1
             if count:
                 blocks[block_hash] = count
             else:
                 del blocks[block_hash]
         if not blocks:
-            del self._blocks[speculation.where]
+            del self._num_references[prefix.incarnation]
 
     def expire(self, now_s: float) -> None:
-        """Forget what has ended. Call it before `matched`."""
+        """Remove the entries whose time is over. Call it before `match`."""
         while self._confirmed and self._confirmed[0][0] <= now_s:
             self.remove(self._confirmed.popleft()[1])
         while self._open and next(iter(self._open.values())) <= now_s:
             self.remove(next(iter(self._open)))
 
-    def matched(self, worker_id: WorkerId, epoch: Epoch, hashes: Sequence[BlockHash]) -> int:
-        """Blocks at the head of `hashes` that are on their way there. What is present is prefix-closed: bisect."""
-        blocks = self._blocks.get((worker_id, epoch))
+    def match(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
+        """Return the length of the prefix of `hashes` that is pending there. What is present is prefix-closed."""
+        blocks = self._num_references.get(incarnation)
         if blocks is None or not hashes or hashes[0] not in blocks:
             return 0
         low, high = 1, len(hashes)
@@ -89,4 +92,38 @@ class Overlay:
 
     @property
     def num_entries(self) -> int:
-        return sum(len(blocks) for blocks in self._blocks.values())
+        return sum(len(blocks) for blocks in self._num_references.values())
+
+
+class RecentPlacements:
+    """The last worker that got each block: stands in for the index when Redis gives no answer.
+
+    Two generations bound it: when the young one is full it becomes the old one, and the old one is dropped.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._young: dict[BlockHash, WorkerIncarnation] = {}
+        self._old: dict[BlockHash, WorkerIncarnation] = {}
+
+    def add(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> None:
+        if len(self._young) + len(hashes) > self._max_blocks // 2:
+            self._old, self._young = self._young, {}
+        self._young.update(dict.fromkeys(hashes[: self._max_blocks // 2], incarnation))
+
+    def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerIncarnation, int]:
+        """Return for each worker the length of the prefix up to the last block that went there last.
+
+        Earlier blocks may have gone elsewhere since, but a worker that got a block got all blocks before it.
+        """
+        young, old = self._young, self._old
+        matched: dict[WorkerIncarnation, int] = {}
+        for position, block_hash in enumerate(hashes, 1):
+            incarnation = young.get(block_hash) or old.get(block_hash)
+            if incarnation is None:
+                break
+            matched[incarnation] = position
+        return matched
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)

@@ -1,22 +1,38 @@
-"""What the HTTP side and the router say to each other.
+"""What the router is asked, what it sees of a worker, and what it decides.
 
-router.place(RouteRequest) -> Placement        decision made, booked on the worker
-placement.prefill_started(cached)              the worker took it from its queue
-placement.first_token()                        prefill is over: the speculative entry may be confirmed
-placement.close(ok)                            exactly once, whatever ended the request
+router.place(RouteRequest) -> Placement     counted at the worker from the decision on
+placement.prefill_started(num_cached)       the worker took it from its queue
+placement.first_token()                     its prefill is over
+placement.close()                           it has ended, however: call it exactly once
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
-from cache.records import WorkerMember
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import BlockHash, WorkerId, WorkerIncarnation
+from server.rates import DecayedSum
+from server.router.cost import CostModel
+from server.router.load_tracker import WorkerLoadEstimate
+from server.router.pending_prefixes import PendingPrefixes
 
-Boot = tuple[WorkerId, Epoch]
-"""One life of a worker."""
+_MIN_RELEASED_BLOCKS: Final = 1e-3
+"""Fewer released blocks, after decay, are too few to measure the residency."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerSettings:
+    """What a gateway assumes of its workers."""
+
+    cost: CostModel = field(default_factory=CostModel)
+    count_pending: bool = True
+    """Blocks of requests just routed count as cached."""
+    publish_delay_s: float = 0.3
+    """From a worker's first token until the index is sure to know the prompt's blocks."""
+    pending_ttl_s: float = 900.0
 
 
 class NoWorkerError(Exception):
@@ -30,38 +46,176 @@ class NoWorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
+    """What the router needs to know of a request."""
+
     request_id: str
     model: str
     num_prompt_tokens: int
     hashes: Sequence[BlockHash]
-    """The prompt's full blocks; the last token is always computed, so a match never covers the whole prompt."""
+    """The prompt's full blocks. The last token is always computed, so a match never covers the whole prompt."""
     numerics: str | None = None
-    """Only workers of this numerics class (a resumed stream)."""
-    excluded: frozenset[Boot] = frozenset()
-    """Boots of workers that have already failed this request; a worker that has been restarted may have it."""
+    """Only workers of this numerics class: the request resumes a stream."""
+    excluded: frozenset[WorkerIncarnation] = frozenset()
+    """Workers that have failed this request. One that has restarted since may have it."""
     affinity_key: str | None = None
 
 
-class Placement(Protocol):
-    """One request on one worker's books. Every method may be called in any state and at most one close counts."""
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One worker as one decision sees it, and what the request would cost there."""
+
+    member: WorkerMember
+    load: WorkerLoad
+    """Its last report."""
+    estimate: WorkerLoadEstimate
+    index_tokens: int
+    """Prompt tokens cached there, as the index says."""
+    pending_tokens: int
+    """Prompt tokens that requests on their way bring there."""
+    matched_tokens: int
+    """Prompt tokens that count as cached there, of full blocks."""
+    prefill_tokens_per_s: float
+    prefill_s: float
+    """Prefill time of this request there."""
+    queue_s: float
+    """Delay of its first token by the prefills there."""
+    num_displaced: float
+    """Prefills there that it would delay."""
+    kv_wait_s: float
+    """Wait until its blocks fit into the pool there."""
+    recent_s: float
+    """Prefill seconds assigned to the worker, decayed over a minute."""
+    unseen_s: float
+    """Age of what is known of other gateways' requests there; 0 without other gateways."""
+    guard: str | None = None
+    """Why the worker cannot take the request."""
+    score: float | None = None
+    """The policy's; None for a guarded worker."""
 
     @property
-    def worker(self) -> WorkerMember: ...
+    def num_outstanding(self) -> int:
+        """Requests there that have not ended: a report may include this gateway's own."""
+        return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
 
     @property
-    def promised_tokens(self) -> int:
-        """Prompt tokens that the index and the overlay said are cached there."""
-
-    def prefill_started(self, num_cached_tokens: int) -> None: ...
-
-    def first_token(self) -> None: ...
-
-    def close(self, *, ok: bool) -> None: ...
+    def num_waiting(self) -> int:
+        """Requests there without a first token."""
+        return max(self.estimate.num_queued, self.load.num_waiting)
 
 
-class Router(Protocol):
-    async def place(self, request: RouteRequest) -> Placement:
-        """Choose and book. Raises NoWorkerError. Never fails because of Redis."""
+class PlacementObserver(Protocol):
+    """Follows placements."""
 
-    def workers(self, model: str | None = None) -> list[WorkerMember]:
-        """The workers known now, live ones first."""
+    def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None: ...
+
+    def first_token(self, placement: Placement) -> None: ...
+
+
+class Placement:
+    """One request at the worker chosen for it. Methods may be called in any state; each counts once."""
+
+    __slots__ = (
+        "_active",
+        "_estimate",
+        "_pending",
+        "_prefill_tokens_per_s",
+        "_saw_token",
+        "_tracker",
+        "num_cached_tokens",
+        "promised_tokens",
+        "request",
+        "worker",
+    )
+
+    def __init__(self, tracker: PlacementTracker, request: RouteRequest, view: WorkerView) -> None:
+        member, now_s = view.member, tracker.clock()
+        num_blocks = -(-request.num_prompt_tokens // member.block_size)
+        num_new_blocks = num_blocks - view.matched_tokens // member.block_size
+        self.request = request
+        self.worker = member
+        self.promised_tokens = view.matched_tokens
+        """Prompt tokens that were believed to be cached there."""
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens that the worker found cached, once its prefill has started."""
+        self._tracker = tracker
+        self._estimate = view.estimate
+        self._prefill_tokens_per_s = view.prefill_tokens_per_s
+        self._active = view.estimate.add(view.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks)
+        self._pending = None
+        if tracker.settings.count_pending and request.hashes:
+            self._pending = tracker.pending.add((member.worker_id, member.epoch), request.hashes, now_s)
+        self._saw_token = False
+
+    def prefill_started(self, num_cached_tokens: int) -> None:
+        """The worker has taken the request from its queue and found so many tokens cached."""
+        if self.num_cached_tokens is not None:
+            return
+        self.num_cached_tokens = num_cached_tokens
+        tracker = self._tracker
+        num_uncached = max(0, self.request.num_prompt_tokens - num_cached_tokens)
+        prefill_s = tracker.settings.cost.prefill_s(num_uncached, self._prefill_tokens_per_s)
+        self._estimate.start(self._active, prefill_s, tracker.clock())
+        if tracker.observer is not None:
+            tracker.observer.prefill_started(self, num_cached_tokens)
+
+    def first_token(self) -> None:
+        """The prefill is over: the worker holds the prompt's blocks and will publish them."""
+        if self._saw_token:
+            return
+        self._saw_token = True
+        tracker = self._tracker
+        self._estimate.first_token(self._active)
+        if self._pending is not None:
+            tracker.pending.confirm(self._pending, tracker.clock())
+        if tracker.observer is not None:
+            tracker.observer.first_token(self)
+
+    def close(self) -> None:
+        """The request has ended. Without a first token its blocks no longer count as present."""
+        tracker = self._tracker
+        if self._pending is not None and not self._saw_token:
+            tracker.pending.remove(self._pending)
+        if self._estimate.close(self._active) and self._active.started_s is not None:
+            tracker.release(self._active.num_blocks, self._active.started_s)
+
+
+class PlacementTracker:
+    """What one gateway has placed: the load of each worker, pending prefixes, and how long requests hold blocks."""
+
+    def __init__(
+        self, settings: TrackerSettings, clock: Callable[[], float], observer: PlacementObserver | None = None
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.observer = observer
+        self.pending = PendingPrefixes(publish_delay_s=settings.publish_delay_s, ttl_s=settings.pending_ttl_s)
+        self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
+        self._released_blocks = DecayedSum(settings.cost.window_s)
+        self._block_seconds = DecayedSum(settings.cost.window_s)
+
+    def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
+        """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
+        estimate = self._estimates.get(member.worker_id)
+        if estimate is None or estimate.epoch != member.epoch:
+            estimate = WorkerLoadEstimate(member.epoch, self.settings.cost.window_s)
+            self._estimates[member.worker_id] = estimate
+        return estimate
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Drop the estimate of a worker that is gone for good."""
+        self._estimates.pop(worker_id, None)
+
+    def num_outstanding(self) -> int:
+        """Return the number of placed requests that have not ended, at the workers' present incarnations."""
+        return sum(estimate.num_outstanding for estimate in self._estimates.values())
+
+    def mean_residency_s(self, now_s: float) -> float:
+        """Return how long requests that ended lately held a block; 0.0 while nothing is known."""
+        num_blocks = self._released_blocks.at(now_s)
+        return self._block_seconds.at(now_s) / num_blocks if num_blocks > _MIN_RELEASED_BLOCKS else 0.0
+
+    def release(self, num_blocks: int, started_s: float) -> None:
+        """Count the blocks of a request that has ended now."""
+        now_s = self.clock()
+        self._released_blocks.add(num_blocks, now_s)
+        self._block_seconds.add(num_blocks * (now_s - started_s), now_s)

@@ -1,12 +1,6 @@
-"""HeadstartRouter: the index, the fleet and one dispatcher, behind `placement.Router`.
+"""The router: looks the prompt up in the index, asks the fleet for candidates, and places the request.
 
-    router = HeadstartRouter(index, fleet, RouterSettings(gateway_id=...))
-    placement = await router.place(RouteRequest(...))        raises NoWorkerError
-    router.explain(...)                                      the same decision, not made
-    router.report_failure(worker_id)                         the HTTP side could not reach the worker
-    router.index_state()                                     is the index blind, and why
-
-The lookup is awaited; everything after it happens in one turn of the event loop, so that decisions see each other.
+The lookup is awaited. Everything after it happens in one turn of the event loop, so that decisions see each other.
 """
 
 from __future__ import annotations
@@ -16,77 +10,63 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Protocol
 
 from cache.records import Candidate, PrefixIndex, WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.router.hits import HitRates
-from server.router.index_accuracy import Foresight
-from server.router.placement import NoWorkerError, RouteRequest
+from server.router.index_accuracy import HitRates, IndexAccuracy
+from server.router.pending_prefixes import RecentPlacements
+from server.router.placement import (
+    NoWorkerError,
+    Placement,
+    PlacementTracker,
+    RouteRequest,
+    TrackerSettings,
+    WorkerView,
+)
 from server.router.policies import make_policy
-from server.router.recent import RecentPlacements
-from server.router.scoring import Assignment, Choice, Dispatcher, DispatchSettings
-from server.router.watcher import Decision, DecisionWatcher
+from server.router.scoring import QUEUE_FULL, Decision, Scorer
 from server.workers.fleet import Fleet
 
-_BREAKER = "breaker open"
+MAX_RECENT_BLOCKS: Final = 1 << 20
+RETRY_AFTER_S: Final = 1.0
+_BREAKER: Final = "breaker open"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     gateway_id: GatewayId
     policy: str = "headstart"
-    dispatch: DispatchSettings = field(default_factory=DispatchSettings)
-    max_recent_blocks: int = 1 << 20
-    retry_after_s: float = 1.0
+    tracker: TrackerSettings = field(default_factory=TrackerSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexState:
+    """The index's health: blind when it gives no answer, or wrong ones."""
+
     blind: bool
     reason: str
-    kept: float
-    """Of the tokens promised lately, the part that was cached."""
-    told: float
-    """Of the tokens found cached lately, the part that was promised."""
+    precision: float
+    recall: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {"blind": self.blind, "reason": self.reason, "kept": self.precision, "told": self.recall}
 
 
-class HeadstartPlacement:
-    """See `placement.Placement`."""
+class RouterObserver(Protocol):
+    """Follows decisions, for people to look at. Called in the event loop; must be quick."""
 
-    __slots__ = ("_assignment", "_request", "_router", "_saw_token")
+    def wants(self, now_s: float) -> bool:
+        """Return whether `decided` shall be called for this decision. Called once a decision."""
 
-    def __init__(self, router: HeadstartRouter, request: RouteRequest, assignment: Assignment) -> None:
-        self._router = router
-        self._request = request
-        self._saw_token = False
-        self._assignment = assignment
+    def decided(self, decision: Decision, placement: Placement, *, index_answered: bool) -> None: ...
 
-    @property
-    def worker(self) -> WorkerMember:
-        return self._assignment.option.member
-
-    @property
-    def promised_tokens(self) -> int:
-        return self._assignment.option.matched_tokens
-
-    def prefill_started(self, num_cached_tokens: int) -> None:
-        if self._assignment.num_cached_tokens is None:
-            self._assignment.prefill_started(num_cached_tokens, self._router.clock())
-            self._router.found(self._request, self.worker, self.promised_tokens, num_cached_tokens)
-
-    def first_token(self) -> None:
-        if not self._saw_token:
-            self._saw_token = True
-            self._assignment.first_token(self._router.clock())
-            self._router.computed(self._request, self.worker)
-
-    def close(self, *, ok: bool) -> None:
-        self._assignment.close(self._router.clock())
+    def started(self, request_id: str, num_cached_tokens: int) -> None:
+        """A worker has begun a request and found so many tokens cached."""
 
 
-class HeadstartRouter:
-    """See `placement.Router`. Owned by the gateway's event loop."""
+class Router:
+    """Places requests at workers. Owned by the gateway's event loop."""
 
     def __init__(
         self,
@@ -96,125 +76,132 @@ class HeadstartRouter:
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
-        observe: Callable[[str, float], None] = lambda stage, elapsed_s: None,
+        on_stage: Callable[[str, float], None] = lambda stage, elapsed_s: None,
         on_match: Callable[[RouteRequest, WorkerMember, int], None] = lambda request, member, num_cached_tokens: None,
+        observer: RouterObserver | None = None,
     ) -> None:
-        """`observe` hears how long each stage of a decision took: lookup and choose.
+        """`on_stage` receives the duration of each stage of a decision: lookup and choose.
 
         `on_match` receives each request with its worker and the number of tokens found cached there.
         """
         self._index = index
         self._fleet = fleet
-        self._settings = settings
-        self.clock = clock
-        self.foresight = Foresight()
-        self.hits = HitRates()
-        self.watcher: DecisionWatcher | None = None
-        """Set while somebody looks: told of decisions as they are made."""
-        self._dispatcher = Dispatcher(
-            settings.gateway_id, make_policy(settings.policy), settings.dispatch, rng or random.Random()
-        )
-        fleet.on_forgotten = self._dispatcher.forget
-        self._recent = RecentPlacements(settings.max_recent_blocks)
-        self._failed_s = self._answered_s = -math.inf
-        """When the index last gave no answer, and when one."""
-        self._observe = observe
+        self._policy_name = settings.policy
+        self._clock = clock
+        self._on_stage = on_stage
         self._on_match = on_match
+        self._observer = observer
+        self._tracker = PlacementTracker(settings.tracker, clock, self)
+        self._scorer = Scorer(settings.gateway_id, make_policy(settings.policy), self._tracker, rng or random.Random())
+        self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
+        self._accuracy = IndexAccuracy()
+        self._hit_rates = HitRates()
+        self._failed_s = self._answered_s = -math.inf
+        """When a lookup last failed, and when one succeeded."""
+        fleet.on_forgotten = self._tracker.forget
 
-    async def place(self, request: RouteRequest) -> HeadstartPlacement:
-        """Choose and book. Raises NoWorkerError. Never fails because of Redis."""
-        begun_s = self.clock()
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    async def place(self, request: RouteRequest) -> Placement:
+        """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
+        begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model)
-        found_s = self.clock()
-        self._observe("lookup", found_s - begun_s)
+        found_s = self._clock()
+        self._on_stage("lookup", found_s - begun_s)
+        observer = self._observer
+        if observer is not None and not observer.wants(found_s):
+            observer = None
         candidates = self._candidates(request, found)
-        guards = self._guards(request, candidates)
-        now_s = self.clock()
-        trace: list[Choice] | None = [] if self.watcher is not None and self.watcher.wants(now_s) else None
-        assignment = self._dispatcher.dispatch(request, candidates, guards, now_s, trace=trace)
-        if assignment is None and _BREAKER in guards:
+        guards = [self._guard(request, candidate) for candidate in candidates]
+        decision = self._scorer.decide(request, candidates, guards)
+        if not decision.best and _BREAKER in guards:
             # Better a worker that failed a moment ago than none.
             guards = [None if guard == _BREAKER else guard for guard in guards]
-            trace = None if trace is None else []
-            assignment = self._dispatcher.dispatch(request, candidates, guards, now_s, trace=trace)
-        if assignment is None:
-            raise self._no_worker(request, candidates, guards)
-        self._observe("choose", self.clock() - found_s)
-        if trace is not None and self.watcher is not None:
-            self.watcher.decided(Decision(request, assignment.option, trace, index_answered=found is not None))
-        return HeadstartPlacement(self, request, assignment)
+            decision = self._scorer.decide(request, candidates, guards)
+        if not decision.best:
+            raise _no_worker(decision)
+        placement = self._scorer.place(decision)
+        self._on_stage("choose", self._clock() - found_s)
+        if observer is not None:
+            observer.decided(decision, placement, index_answered=found is not None)
+        return placement
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
-        """Per worker what was matched, waited for and paid, the guard, and who would be chosen. Books nothing."""
+        """Return what `place` would see of each worker, and whom it would choose, without placing anything."""
         found = await self._index.lookup(request.hashes, request.model)
         candidates = self._candidates(request, found)
-        trace: list[Choice] = []
-        guards = self._guards(request, candidates)
-        self._dispatcher.dispatch(request, candidates, guards, self.clock(), trace=trace, book=False)
-        scores = [choice.score for choice in trace if choice.score is not None]
-        best = min(scores, default=None)
+        guards = [self._guard(request, candidate) for candidate in candidates]
+        decision = self._scorer.decide(request, candidates, guards, dry_run=True)
         return {
-            "policy": self._settings.policy,
+            "policy": self._policy_name,
             "index": "answered" if found is not None else "no answer: own recent placements used",
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
-            "choice": [choice.option.member.worker_id for choice in trace if best is not None and choice.score == best],
-            "workers": [_explained(choice) for choice in trace],
+            "choice": [worker.member.worker_id for worker in decision.best],
+            "workers": [_explained(worker) for worker in decision.workers],
         }
 
     def workers(self, model: str | None = None) -> list[WorkerMember]:
+        """Return the workers known now, live ones first."""
         return self._fleet.workers(model)
 
+    # --- what becomes of placements ---------------------------------------------------------------------------------
+
     def report_failure(self, worker_id: WorkerId) -> None:
-        """The HTTP side could not reach the worker, or lost it in mid-stream."""
+        """A worker could not be reached, or was lost in mid-stream."""
         self._fleet.report_failure(worker_id)
 
     def report_wrong_epoch(self, member: WorkerMember) -> None:
-        """The worker has refused a request for another epoch than the one it was placed with."""
+        """A worker refused a request because it is in another epoch than the request's."""
         self._fleet.report_wrong_epoch(member)
 
-    def computed(self, request: RouteRequest, member: WorkerMember) -> None:
-        """For placements: the worker has the prompt's blocks in its cache, and is well."""
+    def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None:
+        """Compare what was promised with what the worker found. Called by placements."""
+        request = placement.request
+        self._accuracy.add(placement.promised_tokens, num_cached_tokens)
+        self._hit_rates.add(placement.worker.worker_id, request.num_prompt_tokens, num_cached_tokens, self._clock())
+        self._on_match(request, placement.worker, num_cached_tokens)
+        if self._observer is not None:
+            self._observer.started(request.request_id, num_cached_tokens)
+
+    def first_token(self, placement: Placement) -> None:
+        """The worker is well, and has the prompt's blocks in its cache. Called by placements."""
+        member = placement.worker
         self._fleet.report_success(member.worker_id)
-        self._recent.add(member.worker_id, member.epoch, request.hashes)
+        self._recent.add((member.worker_id, member.epoch), placement.request.hashes)
 
-    def num_booked(self) -> int:
-        """Requests that were placed and have not ended."""
-        return self._dispatcher.num_outstanding
+    def num_outstanding(self) -> int:
+        """Return the number of requests that were placed and have not ended."""
+        return self._tracker.num_outstanding()
 
-    def found(self, request: RouteRequest, member: WorkerMember, promised_tokens: int, num_cached_tokens: int) -> None:
-        """For placements: the worker has said how much of the prompt it holds."""
-        self.foresight.add(promised_tokens, num_cached_tokens)
-        self.hits.add(member.worker_id, request.num_prompt_tokens, num_cached_tokens, self.clock())
-        self._on_match(request, member, num_cached_tokens)
-        if self.watcher is not None:
-            self.watcher.started(request.request_id, num_cached_tokens)
+    def hit_rate(self, worker_id: WorkerId) -> float | None:
+        """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
+        return self._hit_rates.rate(worker_id, self._clock())
 
     def index_state(self) -> IndexState:
-        """For readiness and metrics."""
-        foresight = self.foresight
+        """Return the index's health, for readiness and metrics."""
+        accuracy = self._accuracy
         failed = self._failed_s > max(self._answered_s, self._fleet.index_answered_s)
-        reason = "the last lookup got no answer" if failed else foresight.reason
-        return IndexState(failed or foresight.blind, reason, foresight.kept, foresight.told)
+        reason = "the last lookup got no answer" if failed else accuracy.reason
+        return IndexState(failed or accuracy.blind, reason, accuracy.precision, accuracy.recall)
+
+    # --- inputs of a decision ---------------------------------------------------------------------------------------
 
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
-        if found is None:
-            self._failed_s = self.clock()
-        else:
-            self._answered_s = self.clock()
+        """Return the workers of the model, matched by own recent placements if the index gave no answer."""
         candidates = self._fleet.candidates(request.model, found)
-        if found is None:
-            recent = self._recent.matched(request.hashes)
-            candidates = [
-                Candidate(c.member, c.load, recent.get((c.member.worker_id, c.member.epoch), 0), c.load_age_s)
-                for c in candidates
-            ]
-        return candidates
-
-    def _guards(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[str | None]:
-        return [self._guard(request, candidate) for candidate in candidates]
+        if found is not None:
+            self._answered_s = self._clock()
+            return candidates
+        self._failed_s = self._clock()
+        recent = self._recent.match(request.hashes)
+        return [
+            Candidate(c.member, c.load, recent.get((c.member.worker_id, c.member.epoch), 0), c.load_age_s)
+            for c in candidates
+        ]
 
     def _guard(self, request: RouteRequest, candidate: Candidate) -> str | None:
+        """Return why the worker cannot take the request, or None."""
         member = candidate.member
         if (member.worker_id, member.epoch) in request.excluded:
             return "has failed this request"
@@ -228,33 +215,31 @@ class HeadstartRouter:
             return _BREAKER
         return None
 
-    def _no_worker(
-        self, request: RouteRequest, candidates: Sequence[Candidate], guards: Sequence[str | None]
-    ) -> NoWorkerError:
-        if not candidates:
-            message = f"no worker of model {request.model!r} is known"
-            return NoWorkerError(message, contended=False, retry_after_s=self._settings.retry_after_s)
-        reasons = sorted({guard or "queue full" for guard in guards})
-        message = f"none of {len(candidates)} workers can take the request: {', '.join(reasons)}"
-        contended = any(guard is None for guard in guards)  # a guard of the dispatcher: its queue is full
-        return NoWorkerError(message, contended=contended, retry_after_s=self._settings.retry_after_s)
+
+def _no_worker(decision: Decision) -> NoWorkerError:
+    workers, model = decision.workers, decision.request.model
+    if not workers:
+        message = f"no worker of model {model!r} is known"
+        return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
+    reasons = sorted({str(worker.guard) for worker in workers})
+    message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
+    return NoWorkerError(message, contended=QUEUE_FULL in reasons, retry_after_s=RETRY_AFTER_S)
 
 
-def _explained(choice: Choice) -> dict[str, Any]:
-    option = choice.option
+def _explained(worker: WorkerView) -> dict[str, Any]:
     return {
-        "worker": option.member.worker_id,
-        "epoch": option.member.epoch,
-        "matched_tokens": option.matched_tokens,
-        "index_tokens": choice.index_tokens,
-        "overlay_tokens": choice.overlay_tokens,
-        "wait_s": option.wait_s,
-        "room_wait_s": option.room_s,
-        "delayed": option.num_delayed,
-        "prefill_s": option.own_s,
-        "recent_s": option.recent_s,
-        "outstanding": option.num_outstanding,
-        "waiting": option.num_waiting,
-        "guard": choice.guard,
-        "cost": choice.score,
+        "worker": worker.member.worker_id,
+        "epoch": worker.member.epoch,
+        "matched_tokens": worker.matched_tokens,
+        "index_tokens": worker.index_tokens,
+        "overlay_tokens": worker.pending_tokens,
+        "wait_s": worker.queue_s,
+        "room_wait_s": worker.kv_wait_s,
+        "delayed": worker.num_displaced,
+        "prefill_s": worker.prefill_s,
+        "recent_s": worker.recent_s,
+        "outstanding": worker.num_outstanding,
+        "waiting": worker.num_waiting,
+        "guard": worker.guard,
+        "cost": worker.score,
     }

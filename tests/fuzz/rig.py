@@ -28,8 +28,7 @@ from server.cli.index.command import shown
 from server.cli.index.report import described
 from server.models import ModelOptions, Models, namespace_of
 from server.router.placement import NoWorkerError, RouteRequest
-from server.router.router import HeadstartRouter, RouterSettings
-from server.router.scoring import DispatchSettings
+from server.router.router import Router, RouterSettings
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fetch, Fleet, FleetSettings
 from server.workers.networks import WorkerNetworks
@@ -169,8 +168,7 @@ class Gateway:
             clock=time.monotonic,
             namespaces=lambda: {MODEL: namespace_of(BUNDLE).fingerprint},
         )
-        router_settings = RouterSettings(GatewayId("g"), dispatch=DispatchSettings(workers_share=True))
-        self.router = HeadstartRouter(self.index, self.fleet, router_settings, rng=random.Random(1))
+        self.router = Router(self.index, self.fleet, RouterSettings(GatewayId("g")), rng=random.Random(1))
 
     def _count(self, event: str) -> None:
         self.counts[event] += 1
@@ -195,7 +193,7 @@ class Gateway:
         except NoWorkerError as error:
             raise AssertionError(f"no worker: {error} {self._debug()}") from None
         assert math.isfinite(placement.promised_tokens)
-        placement.close(ok=False)
+        placement.close()
         await self.router.explain(request)
 
     def _debug(self) -> str:

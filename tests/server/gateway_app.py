@@ -22,7 +22,8 @@ from server.request.backend import Backend
 from server.request.full_queues import FullQueues
 from server.request.retry import RetryBudget
 from server.request.waiting_room import WaitingRoom
-from server.router.placement import NoWorkerError, RouteRequest
+from server.router.placement import NoWorkerError, Placement, RouteRequest
+from server.router.router import Router
 from server.workers.client import WorkerClient
 from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
@@ -31,7 +32,7 @@ from tests.waiting import until
 
 
 @dataclass(eq=False)
-class RecordedPlacement:
+class RecordedPlacement(Placement):
     worker: WorkerMember
     request: RouteRequest
     promised_tokens: int = 0
@@ -43,13 +44,13 @@ class RecordedPlacement:
     def first_token(self) -> None:
         self.calls.append("first token")
 
-    def close(self, *, ok: bool) -> None:
-        self.calls.append(f"close {ok}")
+    def close(self) -> None:
+        self.calls.append("close")
 
 
 @dataclass(eq=False)
-class PlainRouter:
-    """The first allowed worker of the list."""
+class PlainRouter(Router):
+    """Places each request at the first allowed worker of the list."""
 
     members: list[WorkerMember] = field(default_factory=list)
     placements: list[RecordedPlacement] = field(default_factory=list)
@@ -66,6 +67,12 @@ class PlainRouter:
 
     def workers(self, model: str | None = None) -> list[WorkerMember]:
         return self.members
+
+    def report_failure(self, worker_id: WorkerId) -> None:
+        self.failed.append(worker_id)
+
+    def report_wrong_epoch(self, member: WorkerMember) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -114,8 +121,6 @@ async def gateway(
             Quarantine(),
             WaitingRoom(1 << 20),
             FullQueues(),
-            router.failed.append,
-            lambda member: None,
         )
         endpoint = EndpointServices(backend, heart, request_timeout_s)
         api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))

@@ -153,7 +153,7 @@ async def test_many_prompts_share_their_parameters_and_take_turns(
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, sum("close True" not in each.calls for each in target.router.placements))
+                most = max(most, sum("close" not in each.calls for each in target.router.placements))
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())

@@ -47,7 +47,7 @@ async def test_a_client_that_leaves_is_an_abort_at_once(make: MakeWorker, stream
             else:
                 request.cancel()
                 await asyncio.gather(request, return_exceptions=True)
-        await until(lambda: not worker.num_running and target.router.placements[0].calls[-1:] == ["close False"])
+        await until(lambda: not worker.num_running and target.router.placements[0].calls[-1:] == ["close"])
         assert len(worker.aborted) == 1
         assert target.metrics.disconnects._value.get() == 1
 
@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_a_batch_aborts_every_prompt(make: MakeWorker
             await until(lambda: worker.num_running == 2)
             await response.content.readany()
         await until(lambda: len(worker.aborted) == 2)
-        assert [placement.calls[-1] for placement in target.router.placements] == ["close False"] * 2
+        assert [placement.calls[-1] for placement in target.router.placements] == ["close"] * 2
 
 
 async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWorker) -> None:

@@ -88,8 +88,8 @@ async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, str
         assert list(resumed.choices[0].output_ids) == healthy.reply[:num_tokens]
         assert resumed.choices[0].seed == dying.received[0].choices[0].seed == 5
         first, second = target.router.placements
-        assert first.calls[-1] == "close False"
-        assert second.calls == ["started 5", "first token", "close True"]
+        assert first.calls[-1] == "close"
+        assert second.calls == ["started 5", "first token", "close"]
         assert second.request.excluded == {(dying.worker_id, dying.member().epoch)}
         assert second.request.numerics == (dying.numerics if num_tokens else None)
 
@@ -157,7 +157,7 @@ async def test_a_kept_connection_that_broke_is_no_lost_worker(
         target.router.members[0] = replace(target.router.members[0], url=url)
         with caplog.at_level(logging.INFO, logger="server.request"):
             async with asyncio.timeout(HANG_S):
-                while not any("close False" in placement.calls for placement in target.router.placements):
+                while not any("close" in placement.calls for placement in target.router.placements):
                     assert (await post(target.url, chat()))[0] == 200
         assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == 0
         assert target.router.failed == []

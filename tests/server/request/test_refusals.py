@@ -33,7 +33,7 @@ async def test_refusals_go_elsewhere_at_once(make: MakeWorker, status: int, code
         got, _, raw = await post(target.url, chat())
         assert got == 200
         assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
-        assert all(placement.calls[-1] == "close False" for placement in target.router.placements[:-1])
+        assert all(placement.calls[-1] == "close" for placement in target.router.placements[:-1])
         assert len(refusing.received) == (2 if status == 409 else 1)
 
 

@@ -50,4 +50,4 @@ async def test_a_resumed_attempt_has_its_first_token_when_one_comes(
         status, _, raw = await answer
         assert status == 200
         assert json.loads(raw)["choices"][0]["message"]["content"] == "The capital of France is Paris."
-        assert second.calls == ["started 0", "first token", "close True"]
+        assert second.calls == ["started 0", "first token", "close"]

@@ -9,10 +9,9 @@ import pytest
 
 from benchmarks.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
-from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.placement import NoWorkerError, RouteRequest
-from server.router.router import HeadstartPlacement, HeadstartRouter, RouterSettings
-from server.router.scoring import DispatchSettings
+from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
+from server.router.placement import NoWorkerError, Placement, RouteRequest
+from server.router.router import Router, RouterSettings
 from server.workers.fleet import FetchError, Fleet, FleetSettings, RegistryIndex
 from worker.wire import PROTOCOL_VERSION
 
@@ -62,7 +61,7 @@ def member(name: str, epoch: str = "e", **changes: object) -> WorkerMember:
     return WorkerMember(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def boots(*names: str) -> frozenset[tuple[WorkerId, Epoch]]:
+def incarnations(*names: str) -> frozenset[WorkerIncarnation]:
     return frozenset((WorkerId(name), Epoch("e")) for name in names)
 
 
@@ -83,17 +82,17 @@ def ask(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
 class Fleets:
     """A router over a fleet whose workers answer from a dict."""
 
-    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = (), workers_share: bool = False) -> None:
+    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = ()) -> None:
         self.clock = Clock()
         self.index = Index(self.clock)
         self.states: dict[str, WorkerState] = {}
         self.fleet = Fleet(
             self.index, self.fetch, FleetSettings(workers=workers), clock=self.clock, namespaces=lambda: {"m": "n"}
         )
-        self.router = HeadstartRouter(
+        self.router = Router(
             self.index,
             self.fleet,
-            RouterSettings(GatewayId("g"), policy, DispatchSettings(workers_share=workers_share)),
+            RouterSettings(GatewayId("g"), policy),
             clock=self.clock,
             rng=random.Random(1),
         )
@@ -103,13 +102,18 @@ class Fleets:
             raise FetchError("refused")
         return self.states[url]
 
-    async def place(self, hashes: Sequence[BlockHash], **changes: object) -> HeadstartPlacement:
+    def run_fifo(self) -> None:
+        """Let every registered worker run its prefills one by one."""
+        for registered in self.index.registered.values():
+            self.router._tracker.estimate(registered).fifo = True
+
+    async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
         return await self.router.place(ask(hashes, **changes))
 
     async def worker(self, hashes: Sequence[BlockHash], **changes: object) -> str:
-        """Who gets it; nothing is left on the books."""
+        """Return the id of the worker that gets it, and close it at once."""
         placement = await self.place(hashes, **changes)
-        placement.close(ok=False)
+        placement.close()
         return placement.worker.worker_id
 
 
@@ -138,6 +142,7 @@ async def test_a_match_never_covers_the_whole_prompt(three: Fleets) -> None:
 
 
 async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None:
+    three.run_fifo()
     hashes = chain(40)
     three.index.memory.publish(
         WorkerId("b"), hashes[:30], load=WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
@@ -155,6 +160,7 @@ async def row(fleets: Fleets, name: str, hashes: Sequence[BlockHash], **changes:
 async def test_a_report_counts_as_old_as_it_is(three: Fleets) -> None:
     load = WorkerLoad({GatewayId("other"): 4.0}, prefill_tokens_per_s=RATE)
     three.index.memory.publish(WorkerId("b"), load=load)
+    three.run_fifo()
     three.clock.now_s += 3.0
     assert (await row(three, "b", chain(1)))["wait_s"] == pytest.approx(1.0)
 
@@ -162,15 +168,15 @@ async def test_a_report_counts_as_old_as_it_is(three: Fleets) -> None:
 async def test_requests_at_a_worker_are_the_own_and_those_of_others(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
     for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
-        while three.router.num_booked() < num_own:
-            await three.place(chain(1), excluded=boots("a", "c"))
+        while three.router.num_outstanding() < num_own:
+            await three.place(chain(1), excluded=incarnations("a", "c"))
         b = await row(three, "b", chain(1))
         assert (b["outstanding"], b["waiting"]) == expected
 
 
 async def test_the_load_of_the_fleet_is_that_of_all_who_are_in_it(three: Fleets) -> None:
     """What a worker that drains was given would have gone to the others, and soon will."""
-    await three.place([], num_prompt_tokens=90_000, excluded=boots("b", "c"))  # half of what three do in a minute
+    await three.place([], num_prompt_tokens=90_000, excluded=incarnations("b", "c"))  # half of what three do in a minute
     three.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=RATE, draining=True))
     b = await row(three, "b", [], num_prompt_tokens=1000)
     assert b["cost"] == pytest.approx(2 * b["prefill_s"], rel=0.01)
@@ -185,49 +191,41 @@ async def test_a_worker_that_has_measured_nothing_counts_as_a_middling_one(three
 
 async def test_what_a_worker_has_found_is_remembered(three: Fleets) -> None:
     placement = await three.place(chain(40), num_prompt_tokens=800)
-    worker_id, hits = placement.worker.worker_id, three.router.hits
-    assert hits.rate(worker_id, three.clock.now_s) is None
-    for _ in range(2):  # told once, counted once
+    worker_id = placement.worker.worker_id
+    assert three.router.hit_rate(worker_id) is None
+    for _ in range(2):  # counted once
         placement.prefill_started(200)
-    assert hits.rate(worker_id, three.clock.now_s) == pytest.approx(0.25)
-    assert three.router.index_state().told == 0.0, "nothing was promised"
-    assert hits.rate(worker_id, three.clock.now_s + 3600.0) is None
+    assert three.router.hit_rate(worker_id) == pytest.approx(0.25)
+    assert three.router.index_state().recall == 0.0, "nothing was predicted"
+    three.clock.now_s += 3600.0
+    assert three.router.hit_rate(worker_id) is None
 
 
-@pytest.fixture
-def sharing() -> Fleets:
-    """As gateways have it: workers give half of themselves to the oldest prefill and half to the shortest other."""
-    fleets = Fleets(workers_share=True)
-    for name in "abc":
-        fleets.index.register(member(name))
-    return fleets
-
-
-async def test_a_short_rest_goes_to_its_holder_past_a_long_prefill(sharing: Fleets) -> None:
+async def test_a_short_rest_goes_to_its_holder_past_a_long_prefill(three: Fleets) -> None:
     """With workers that take one by one it would wait for nine seconds there, and goes elsewhere."""
     hashes = chain(40)
-    sharing.index.memory.publish(
+    three.index.memory.publish(
         WorkerId("b"), hashes[:30], load=WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
     )
-    assert await sharing.worker(hashes) == "b"
-    crowd = [await sharing.place(chain(1), excluded=boots("a", "c")) for _ in range(40)]
-    assert await sharing.worker(hashes) != "b", "forty short ones would all pass"
+    assert await three.worker(hashes) == "b"
+    crowd = [await three.place(chain(1), excluded=incarnations("a", "c")) for _ in range(40)]
+    assert await three.worker(hashes) != "b", "forty short ones would all pass"
     for placement in crowd:
-        placement.close(ok=True)
-    assert await sharing.worker(hashes) == "b"
+        placement.close()
+    assert await three.worker(hashes) == "b"
 
 
-async def test_a_burst_spreads_where_workers_share(sharing: Fleets) -> None:
-    placements = [await sharing.place(chain(20)) for _ in range(30)]
+async def test_a_burst_spreads_where_workers_share(three: Fleets) -> None:
+    placements = [await three.place(chain(20)) for _ in range(30)]
     chosen = [placement.worker.worker_id for placement in placements]
     assert {chosen.count(name) for name in "abc"} == {10}
     for placement in placements:
         placement.prefill_started(0)
-        sharing.clock.now_s += 0.1
+        three.clock.now_s += 0.1
         placement.first_token()
-        placement.close(ok=True)
-    assert sharing.router.num_booked() == 0
-    explained = await sharing.router.explain(ask(chain(20)))
+        placement.close()
+    assert three.router.num_outstanding() == 0
+    explained = await three.router.explain(ask(chain(20)))
     assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
@@ -237,7 +235,7 @@ async def serve(fleets: Fleets, seconds: float) -> str:
     placement.prefill_started(0)
     fleets.clock.now_s += seconds
     placement.first_token()
-    placement.close(ok=True)
+    placement.close()
     return placement.worker.worker_id
 
 
@@ -267,9 +265,9 @@ async def test_blocks_are_counted_whole_and_held_until_the_first_close(three: Fl
     placement = await three.place(chain(40))
     placement.prefill_started(0)
     three.clock.now_s += 4.0
-    placement.close(ok=True)
+    placement.close()
     three.clock.now_s += 30.0
-    placement.close(ok=True)
+    placement.close()
     for name in "abc":
         load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=41, num_blocks=41)
         three.index.memory.publish(WorkerId(name), load=load)
@@ -304,6 +302,7 @@ async def test_a_rate_that_cannot_be_stops_no_request(rate: float) -> None:
 
 
 async def test_a_burst_sees_its_own_picks(three: Fleets) -> None:
+    three.run_fifo()
     chosen = [(await three.place(chain(20))).worker.worker_id for _ in range(30)]
     assert {chosen.count(name) for name in "abc"} == {10}
 
@@ -324,8 +323,8 @@ async def test_requests_on_their_way_count_as_present(three: Fleets) -> None:
     again = await three.place(hashes + chain(1))
     assert again.worker.worker_id == first.worker.worker_id
     assert again.promised_tokens == 40 * BLOCK
-    first.close(ok=True)
-    again.close(ok=False)
+    first.close()
+    again.close()
     three.clock.now_s += 1.0
     for name in "abc":
         three.index.memory.publish(WorkerId(name))
@@ -334,7 +333,7 @@ async def test_requests_on_their_way_count_as_present(three: Fleets) -> None:
 
 async def test_what_failed_is_no_longer_believed(three: Fleets) -> None:
     hashes = chain(40)
-    (await three.place(hashes)).close(ok=False)
+    (await three.place(hashes)).close()
     assert (await three.place(hashes)).promised_tokens == 0
 
 
@@ -360,16 +359,16 @@ async def test_guards_are_per_candidate(three: Fleets, changes: dict[str, Worker
 async def test_excluded_and_foreign_numerics_are_not_chosen(three: Fleets) -> None:
     three.index.register(member("c", numerics="cuda"))
     assert await three.worker(chain(3), numerics="cuda") == "c"
-    assert await three.worker(chain(3), excluded=boots("a", "c")) == "b"
+    assert await three.worker(chain(3), excluded=incarnations("a", "c")) == "b"
     with pytest.raises(NoWorkerError) as error:
-        await three.place(chain(3), numerics="cuda", excluded=boots("c"))
+        await three.place(chain(3), numerics="cuda", excluded=incarnations("c"))
     assert not error.value.contended
 
 
 async def test_a_context_too_short_for_the_prompt_is_not_chosen(three: Fleets) -> None:
     three.index.register(member("c", max_model_len=48))
     assert {await three.worker(chain(3)) for _ in range(20)} == {"a", "b"}, "49 tokens"
-    assert await three.worker(chain(2), excluded=boots("a", "b")) == "c"
+    assert await three.worker(chain(2), excluded=incarnations("a", "b")) == "c"
 
 
 async def test_no_worker_says_whether_it_is_the_load(three: Fleets) -> None:
@@ -389,12 +388,12 @@ async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fl
     await three.fleet.poll()
     three.router.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
-    assert {await three.worker(chain(40), excluded=boots("a", "c")) for _ in range(10)} == {"b"}
+    assert {await three.worker(chain(40), excluded=incarnations("a", "c")) for _ in range(10)} == {"b"}
     three.clock.now_s += 1.1
     assert await three.worker(hashes) == "b"
     three.router.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
-    (await three.place(hashes, excluded=boots("a", "c"))).first_token()
+    (await three.place(hashes, excluded=incarnations("a", "c"))).first_token()
     assert await three.worker(hashes) == "b", "it has proved to be well"
 
 
@@ -417,7 +416,7 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
         homes.append(placement.worker.worker_id)
         placement.prefill_started(0)
         placement.first_token()
-        placement.close(ok=True)
+        placement.close()
         three.clock.now_s += 1.0
         for name in "abc":
             three.index.memory.publish(WorkerId(name))
@@ -427,7 +426,7 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
         placement = await three.place(hashes + chain(2))
         assert placement.worker.worker_id == home
         assert placement.promised_tokens == 30 * BLOCK
-        placement.close(ok=True)
+        placement.close()
     assert three.router.index_state().blind
     three.index.away = False
     await three.place(chain(1))
@@ -458,7 +457,7 @@ async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
 async def test_a_worker_that_is_gone_for_good_is_forgotten_by_all(three: Fleets) -> None:
     """With an orchestrator every new worker has another name."""
     await three.fleet.poll()
-    placement = await three.place(chain(2), excluded=boots("a", "b"))
+    placement = await three.place(chain(2), excluded=incarnations("a", "b"))
     three.index.memory.retire(WorkerId("c"))
     del three.index.registered["c"]
     three.clock.now_s += 599.0
@@ -467,9 +466,9 @@ async def test_a_worker_that_is_gone_for_good_is_forgotten_by_all(three: Fleets)
     three.clock.now_s += 2.0
     await three.fleet.poll()
     assert {member.worker_id for member in three.router.workers("m")} == set("ab")
-    assert three.router.num_booked() == 0
-    placement.close(ok=False)
-    assert three.router.num_booked() == 0
+    assert three.router.num_outstanding() == 0
+    placement.close()
+    assert three.router.num_outstanding() == 0
 
 
 async def test_workers_from_the_command_line_need_no_registry() -> None:
@@ -508,9 +507,9 @@ async def test_a_restarted_worker_is_another_one(three: Fleets) -> None:
     assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
     again = await three.place(hashes)
     assert again.promised_tokens == 0
-    again.close(ok=False)
+    again.close()
     three.index.away = True
-    assert (await three.place(hashes, excluded=boots(home))).promised_tokens == 0
+    assert (await three.place(hashes, excluded=incarnations(home))).promised_tokens == 0
 
 
 @pytest.mark.parametrize("target", ["foo", "ftp://x", "dns:name", "dns::80", "http://"])

@@ -1,0 +1,106 @@
+"""The published routing rules of other gateways, re-implemented to be compared under the same traffic; not their code."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from cache.types import BlockHash, WorkerId
+from server.router.placement import RouteRequest, WorkerView
+from server.router.policies import FleetView, Policy
+
+_MAX_BLOCKS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamo(Policy):
+    """Dynamo's cost in blocks: overlap weight x potential prefill blocks + potential active blocks.
+
+    Prefill is charged whole until the first token; nothing is subtracted for the elapsed part.
+    """
+
+    overlap_weight: float = 1.0
+
+    def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
+        scores = []
+        for worker in workers:
+            block_size = worker.member.block_size
+            prefill_s = worker.estimate.queued_s + worker.prefill_s
+            prefill_blocks = prefill_s * worker.prefill_tokens_per_s / block_size
+            scores.append(self.overlap_weight * prefill_blocks + worker.estimate.num_blocks)
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class LlmD(Policy):
+    """llm-d's weighted scorers, prefix 2, KV utilisation 1, queue 1: the published sample configuration.
+
+    prefix = matched / total blocks;  kv = 1 - usage;  queue = (longest - own) / (longest - shortest).
+    """
+
+    prefix_weight: float = 2.0
+    kv_weight: float = 1.0
+    queue_weight: float = 1.0
+
+    def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
+        longest = max(worker.num_waiting for worker in workers)
+        shortest = min(worker.num_waiting for worker in workers)
+        total = max(1, request.num_prompt_tokens)
+        scores = []
+        for worker in workers:
+            load = worker.load
+            usage = 1.0 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
+            queue = (longest - worker.num_waiting) / (longest - shortest) if longest > shortest else 1.0
+            prefix = worker.matched_tokens / total
+            score = self.prefix_weight * prefix + self.kv_weight * (1.0 - usage) + self.queue_weight * queue
+            scores.append(-score)
+        return scores
+
+
+class Sglang(Policy):
+    """The cache_aware rule of the SGLang gateway: match threshold 0.5, imbalance 32 absolute and 1.1 relative.
+
+    Out of balance, the least loaded worker wins. Else the worker whose approximate tree matches best wins if the match
+    is above the threshold, else the worker with the smallest tree. The trees record what was routed, not what is
+    cached; above some multiple of the worker's pool their least recently used entries go.
+    """
+
+    def __init__(
+        self, threshold: float = 0.5, absolute: int = 32, relative: float = 1.1, tree_pools: float = 4.0
+    ) -> None:
+        self._threshold = threshold
+        self._absolute = absolute
+        self._relative = relative
+        self._tree_pools = tree_pools
+        self._trees: dict[WorkerId, OrderedDict[BlockHash, None]] = {}
+
+    def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
+        loads = [worker.num_outstanding for worker in workers]
+        if max(loads) - min(loads) > self._absolute and max(loads) > self._relative * min(loads):
+            return loads
+        matches = [self._matched(worker.member.worker_id, request.hashes) for worker in workers]
+        best = max(matches)
+        if best * workers[0].member.block_size > self._threshold * request.num_prompt_tokens:
+            return [-matched for matched in matches]
+        return [len(self._trees.get(worker.member.worker_id, ())) for worker in workers]
+
+    def placed(self, request: RouteRequest, worker: WorkerView) -> None:
+        tree = self._trees.setdefault(worker.member.worker_id, OrderedDict())
+        for block_hash in request.hashes:
+            tree[block_hash] = None
+            tree.move_to_end(block_hash)
+        max_blocks = self._tree_pools * worker.load.num_blocks or _MAX_BLOCKS
+        while len(tree) > max_blocks:
+            tree.popitem(last=False)
+
+    def _matched(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> int:
+        tree = self._trees.get(worker_id, {})
+        return next((at for at, block_hash in enumerate(hashes) if block_hash not in tree), len(hashes))
+
+
+RIVALS: Final[Mapping[str, Callable[[], Policy]]] = MappingProxyType(
+    {"sglang": Sglang, "llm-d": LlmD, "dynamo": Dynamo}
+)
