@@ -1,4 +1,4 @@
-"""The published routing rules of other gateways, re-implemented to be compared under the same traffic; not their code."""
+"""The published routing rules of other gateways, re-implemented to be compared under the same traffic."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Sglang(Policy):
             tree.popitem(last=False)
 
     def _matched(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> int:
-        tree = self._trees.get(worker_id, {})
+        tree = self._trees.get(worker_id, OrderedDict())
         return next((at for at, block_hash in enumerate(hashes) if block_hash not in tree), len(hashes))
 
 

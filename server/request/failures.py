@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from cache.types import WorkerIncarnation
 from cache.records import WorkerMember
+from cache.types import WorkerIncarnation
 from server.errors import (
     ApiError,
     BodyTooLargeError,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from cache.types import WorkerIncarnation
 from cache.records import WorkerMember
+from cache.types import WorkerIncarnation
 from server.errors import ApiError, InternalError, WorkerLostError
 from server.workers.client import WorkerRefused
 

@@ -9,9 +9,9 @@
     cost      = queue_s + kv_wait_s + (1 + beta + displaced) * prefill_s
                 + 0.03 * (prefill seconds assigned to the worker, decayed over 60 s)
 
-kv_wait_s: requests hold their blocks until they end, for T seconds on average. A pool of B blocks has c = B / n slots for
-requests of n blocks. With the share u of it held, this request included, all slots are taken with a probability of about
-u ** (sqrt(2 (c + 1)) - 1). Beyond u = 1 the pool must turn over:
+kv_wait_s: requests hold their blocks until they end, for T seconds on average. A pool of B blocks has c = B / n slots
+for requests of n blocks. With the share u of it held, this request included, all slots are taken with a probability of
+about u ** (sqrt(2 (c + 1)) - 1). Beyond u = 1 the pool must turn over:
 
     kv_wait_s = T * (min(u, 1) ** (sqrt(2 (c + 1)) - 1) + max(u - 1, 0))
 

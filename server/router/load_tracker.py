@@ -214,7 +214,9 @@ class WorkerLoadEstimate:
         scale = max(1.0, len(self._queue) / _MAX_COMPARED)
         oldest_s = (left_s[0] if left_s else 0.0) + self._others_left_s(sum(left_s), now_s)
         shorter_s = scale * sum(seconds for seconds in left_s[1:] if seconds < prefill_s)
-        num_longer = scale * sum(seconds >= prefill_s for seconds in left_s[1:]) + (0.5 if oldest_s > prefill_s else 0.0)
+        num_longer = scale * sum(seconds >= prefill_s for seconds in left_s[1:]) + (
+            0.5 if oldest_s > prefill_s else 0.0
+        )
         return shorter_s + min(oldest_s, prefill_s + shorter_s), num_longer
 
     def _advance(self, now_s: float) -> None:

@@ -5,7 +5,6 @@ To add one: subclass `Policy`, enter it in POLICIES, and compare it with `headst
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,12 +32,12 @@ class FleetView:
     """Returns a random number in 0..1."""
 
 
-class Policy(ABC):
+class Policy:
     """One routing rule. Each gateway has its own instance, which may keep state."""
 
-    @abstractmethod
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         """Return one score a worker. Equal scores are drawn at random."""
+        raise NotImplementedError
 
     def placed(self, request: RouteRequest, worker: WorkerView) -> None:
         """Take note that the request went to `worker`."""

@@ -157,7 +157,7 @@ async def test_a_kept_connection_that_broke_is_no_lost_worker(
         target.router.members[0] = replace(target.router.members[0], url=url)
         with caplog.at_level(logging.INFO, logger="server.request"):
             async with asyncio.timeout(HANG_S):
-                while not any("close" in placement.calls for placement in target.router.placements):
+                while not any(placement.calls == ["close"] for placement in target.router.placements):
                     assert (await post(target.url, chat()))[0] == 200
         assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == 0
         assert target.router.failed == []

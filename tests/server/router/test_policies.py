@@ -77,7 +77,9 @@ def test_the_wait_for_blocks_grows_with_the_fill_of_the_pool() -> None:
     assert waits_s[10] < 0.001, "it would have the pool to itself"
     assert waits_s[30] < 0.05
     assert waits_s[95] > 1.0
-    assert COST.kv_wait_s(3.0, 10.0, 2.0) - COST.kv_wait_s(2.0, 10.0, 2.0) == pytest.approx(2.0), "a pool must turn over"
+    assert COST.kv_wait_s(3.0, 10.0, 2.0) - COST.kv_wait_s(2.0, 10.0, 2.0) == pytest.approx(2.0), (
+        "a pool must turn over"
+    )
     assert COST.kv_wait_s(0.5, 2.0, 2.0) > 10 * COST.kv_wait_s(0.5, 50.0, 2.0), "fewer slots for large requests"
     assert COST.kv_wait_s(0.95, 10.0, 0.0) == 0.0, "no request has ended yet: nothing is known"
 

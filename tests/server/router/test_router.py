@@ -176,7 +176,9 @@ async def test_requests_at_a_worker_are_the_own_and_those_of_others(three: Fleet
 
 async def test_the_load_of_the_fleet_is_that_of_all_who_are_in_it(three: Fleets) -> None:
     """What a worker that drains was given would have gone to the others, and soon will."""
-    await three.place([], num_prompt_tokens=90_000, excluded=incarnations("b", "c"))  # half of what three do in a minute
+    await three.place(
+        [], num_prompt_tokens=90_000, excluded=incarnations("b", "c")
+    )  # half of what three do in a minute
     three.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=RATE, draining=True))
     b = await row(three, "b", [], num_prompt_tokens=1000)
     assert b["cost"] == pytest.approx(2 * b["prefill_s"], rel=0.01)
