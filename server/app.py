@@ -21,8 +21,8 @@ from server.api.job import Job, encode_json
 from server.api.responses.presenter import ResponsesPresenter
 from server.api.responses.types import FIELD_NAMES, decode_responses, errors_renamed
 from server.api.text_api import TextApi
-from server.auth.authentication import AuthenticationMiddleware
-from server.auth.identity import Identities, Identity, identity_of
+from server.auth.authentication import AuthenticationMiddleware, Authenticator
+from server.auth.identity import Identity, identity_of
 from server.auth.limits import RateLimits
 from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
@@ -177,7 +177,7 @@ def json_response(value: object) -> Response:
 class Admission:
     """Who may come in, and how much of what."""
 
-    identities: Identities
+    authenticator: Authenticator
     limits: RateLimits
     max_body_bytes: int
 
@@ -201,6 +201,6 @@ def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *,
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
     app: ASGIApp = HotPaths(api.endpoints(), Router(routes=api.routes(), redirect_slashes=False))
     app = BodyLimitMiddleware(app, admission.max_body_bytes, api.max_body_bytes)
-    app = AuthenticationMiddleware(app, admission.identities, admission.limits)
+    app = AuthenticationMiddleware(app, admission.authenticator, admission.limits)
     app = ErrorMiddleware(app, metrics)
     return RequestContextMiddleware(app, metrics, access_log=access_log)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -35,16 +36,16 @@ from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
 from server.auth.api_keys import KeyFile
-from server.auth.identity import Identities, KeyHolders, SingleTenant
-from server.auth.limits import RateLimits
-from server.auth.throttle import FailedAuth
+from server.auth.authentication import Authenticator, KeyAuthenticator, SingleTenant
+from server.auth.identity import tenant_identity
+from server.auth.limits import AuthThrottle, RateLimits
 from server.background import keep_running
 from server.cli.index.report import index_report
 from server.config import GatewayConfig, parse
 from server.http.front import Listener
 from server.http.middleware import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
-from server.http.stream import Heart
+from server.http.stream import KeepAlive
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops.app import OpsServices, ops_app
@@ -127,11 +128,11 @@ class Gateway:
             )
         )
         self._watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s)
-        self._heart = Heart(config.keepalive_s)
+        self._keep_alive = KeepAlive(config.keepalive_s)
         self._keys = self._open_keys()
-        identities: Identities = SingleTenant(secret)
+        authenticator: Authenticator = SingleTenant(secret)
         if self._keys is not None:
-            identities = KeyHolders(secret, self._keys, FailedAuth())
+            authenticator = KeyAuthenticator(secret, self._keys, AuthThrottle())
         backend = Backend(
             gateway_id,
             self.router,
@@ -143,18 +144,18 @@ class Gateway:
             WaitingRoom(config.max_queued_tokens),
             FullQueues(),
         )
-        self._endpoint = EndpointServices(backend, self._heart, config.request_timeout_s, self._tracing)
+        self._endpoint = EndpointServices(backend, self._keep_alive, config.request_timeout_s, self._tracing)
         self.feed = Feed(self._feed_sources(gateway_id))
         services = PublicServices(self._endpoint, self.models, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
-        admission = Admission(identities, RateLimits(), config.max_body_bytes)
+        admission = Admission(authenticator, RateLimits(), config.max_body_bytes)
         self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
         self.ops = ops_app(
             OpsServices(
                 page=self._metrics_page,
                 metrics=GatewayMetrics(),
                 api=self._api,
-                of_tenant=identities.of_tenant,
+                of_tenant=partial(tenant_identity, secret),
                 explain=self.router.explain,
                 candidates=self._candidates,
                 index_state=lambda: self.router.index_state().as_json(),
@@ -206,7 +207,7 @@ class Gateway:
         yield "fleet", self.fleet.run
         yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
         yield "stall watch", self._watch.run
-        yield "heart", self._heart.run
+        yield "keep-alive", self._keep_alive.run
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run

@@ -20,7 +20,7 @@ from server.api.job import Job
 from server.auth.authentication import lease_of
 from server.auth.identity import Identity, identity_of
 from server.errors import as_api_error
-from server.http.stream import ClientConnection, ClientGoneError, Heart, SseSink, client_of
+from server.http.stream import ClientConnection, ClientGoneError, KeepAlive, SseWriter, client_of
 from server.pace import Pace
 from server.request.answer import Answer, OpenAnswers
 from server.request.backend import Backend
@@ -41,7 +41,7 @@ Prepare = Callable[[bytes, Identity], Awaitable[Job]]
 @dataclass(frozen=True, slots=True, eq=False)
 class EndpointServices:
     backend: Backend
-    heart: Heart
+    keep_alive: KeepAlive
     request_timeout_s: float
     tracing: Tracing | None = None
     open_answers: OpenAnswers = field(default_factory=OpenAnswers)
@@ -117,15 +117,15 @@ class GenerateEndpoint:
     async def _stream(
         self, job: Job, answer: Answer, context: RequestContext, client: ClientConnection, send: Send
     ) -> None:
-        sink = SseSink(send, answer.headers)
+        writer = SseWriter(send, answer.headers)
         try:
-            with answer.guard(client), self._services.heart.keeping(sink):
-                await self._relay(job, answer, context, sink)
-            await sink.write(job.presenter.last_events(answer), more=False)
+            with answer.guard(client), self._services.keep_alive.keeping(writer):
+                await self._relay(job, answer, context, writer)
+            await writer.write(job.presenter.last_events(answer), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise
         except Exception as error:
-            if not sink.started:
+            if not writer.started:
                 raise
             failure = as_api_error(error)
             if failure is not error:
@@ -133,9 +133,9 @@ class GenerateEndpoint:
             self._services.backend.metrics.dropped(failure.code or failure.type)
             if context.trace is not None:
                 context.trace.fail(failure)
-            await sink.write(job.presenter.error_event(failure), more=False)
+            await writer.write(job.presenter.error_event(failure), more=False)
 
-    async def _relay(self, job: Job, answer: Answer, context: RequestContext, sink: SseSink) -> None:
+    async def _relay(self, job: Job, answer: Answer, context: RequestContext, writer: SseWriter) -> None:
         metrics, first_s = self._services.backend.metrics, 0.0
         async with aclosing(answer.deltas()) as batches:
             async for batch in batches:
@@ -148,7 +148,7 @@ class GenerateEndpoint:
                     answer.commit()
                     first_s = time.perf_counter()
                     metrics.ttft_s.observe(first_s - context.started_s)
-                await sink.write(events)
+                await writer.write(events)
         num_gaps = sum(generation.num_output_tokens - len(generation.choices) for generation in answer.generations)
         if first_s and num_gaps > 0:
             metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)

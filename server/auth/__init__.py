@@ -1,1 +1,1 @@
-"""Who asks, what they may, and how much of it."""
+"""Who sent a request, what they may use, and how much of it."""

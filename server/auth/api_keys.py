@@ -1,4 +1,4 @@
-"""API keys: a TOML file of digests, read anew whenever it changes.
+"""API keys: a TOML file of digests, reloaded whenever it changes.
 
     [[keys]]
     digest = "sha256:..."          # of the key: what is stored cannot be sent
@@ -10,7 +10,7 @@
     max_streams = 32               # requests at a time
     may_prioritise = true          # may set `priority`
 
-TOML, because an entry is appended to the file as it is printed, with comments beside it that say who has the key.
+TOML, because an entry is appended to the file as it is printed, with comments that say who has the key.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import hashlib
 import hmac
 import logging
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -41,7 +40,7 @@ _Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One table of the file."""
+    """One `[[keys]]` table of the file."""
 
     digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
     tenant: _Label
@@ -62,11 +61,11 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyFileError(ValueError):
-    """The file cannot be read or is not a key file. The text names the file and the field."""
+    """The file cannot be read, or is not a key file. The message names the file and the field."""
 
 
 def digest_of(key: bytes) -> bytes:
-    """A plain hash is enough: keys are random, 256 bits, and nothing can be tried faster than all of them."""
+    """Hash plainly, without a salt or stretching: keys are 256 random bits."""
     return hashlib.sha256(key).digest()
 
 
@@ -75,7 +74,7 @@ def digest_text(key: bytes) -> str:
 
 
 def parse_keys(text: str) -> tuple[KeyEntry, ...]:
-    """Raises ValueError that names the field."""
+    """Parse a key file. Raises ValueError that names the field."""
     try:
         entries = msgspec.convert(tomllib.loads(text), _File).keys
     except tomllib.TOMLDecodeError as error:
@@ -88,7 +87,7 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
 
 
 def load_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """Raises KeyFileError."""
+    """Read a key file. Raises KeyFileError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -101,22 +100,6 @@ def load_keys(path: Path) -> tuple[KeyEntry, ...]:
         raise KeyFileError(f"{path}: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """The entries as they are searched."""
-
-    digests: tuple[tuple[bytes, KeyEntry], ...]
-
-    def find(self, key: bytes) -> KeyEntry | None:
-        """Compares with every digest, whether one has matched or not, in constant time each."""
-        presented = digest_of(key)
-        found = None
-        for digest, entry in self.digests:
-            if hmac.compare_digest(digest, presented):
-                found = entry
-        return found
-
-
 class KeyFile(WatchedFiles):
     """The keys in force. One task calls `follow`; the authenticator reads."""
 
@@ -126,13 +109,19 @@ class KeyFile(WatchedFiles):
         """Raises KeyFileError."""
         super().__init__([path])
         self._on_reload = on_reload
-        self._table = _table(load_keys(path))
+        self._entries = _by_digest(load_keys(path))
 
     def __len__(self) -> int:
-        return len(self._table.digests)
+        return len(self._entries)
 
     def find(self, key: bytes) -> KeyEntry | None:
-        return self._table.find(key)
+        """Compare with every digest, whether or not one has matched, in constant time each."""
+        presented = digest_of(key)
+        found = None
+        for digest, entry in self._entries:
+            if hmac.compare_digest(digest, presented):
+                found = entry
+        return found
 
     def reload(self) -> None:
         """Read the file. One that cannot be used changes nothing: the keys in force stay, and the log says why."""
@@ -143,10 +132,10 @@ class KeyFile(WatchedFiles):
             log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
             self._on_reload(False)
             return
-        self._table = _table(entries)
+        self._entries = _by_digest(entries)
         log.info("%d API keys reloaded from %s", len(self), path)
         self._on_reload(True)
 
 
-def _table(entries: tuple[KeyEntry, ...]) -> _Table:
-    return _Table(tuple((entry.raw_digest, entry) for entry in entries))
+def _by_digest(entries: Iterable[KeyEntry]) -> list[tuple[bytes, KeyEntry]]:
+    return [(entry.raw_digest, entry) for entry in entries]

@@ -1,23 +1,30 @@
-"""Rate limits of an API key: requests and tokens a minute as token buckets, and its number of open requests.
+"""Limits on the use of API keys, and on guessing them, as token buckets. Each gateway counts on its own.
 
-A bucket holds a minute's worth and refills evenly. Prompt tokens are taken once they are counted, answer tokens after
-they were generated: these may overdraw the bucket, and the next request waits for the difference.
-Limits are counted by each gateway on its own.
+A key's bucket holds a minute's worth and refills evenly. Prompt tokens are taken once they are counted, answer tokens
+after they were generated: these may overdraw the bucket, and the next request waits for the difference.
 """
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import math
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from starlette.types import Scope
 
 from server.auth.identity import NO_LIMITS, Identity, KeyLimits
 from server.errors import OverloadedError
 
 MAX_KEYS: Final = 8192
 """Keys whose usage is kept; a key file holds fewer."""
+MAX_SOURCES: Final = 10_000
+MAX_GOOD_KEYS: Final = 10_000
 _MINUTE_S: Final = 60.0
 _STREAMS_RETRY_S: Final = 1.0
 
@@ -174,3 +181,72 @@ def duration_text(seconds: float) -> str:
         return f"{math.ceil(seconds * 1e3)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+class AuthThrottle:
+    """Slows down whoever guesses keys: per source a few wrong ones, then one now and then.
+
+    A source over its allowance is refused before its key is looked at, so that the answer tells it nothing. Keys that
+    this source has used before go on working: one client behind a proxy must not lock out the rest.
+    Bounded: the sources and keys unseen for longest are forgotten first. Owned by the event loop.
+    """
+
+    def __init__(self, burst: float = 20.0, per_s: float = 0.2, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`burst` wrong keys, then `per_s`."""
+        self._burst = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._blinding = secrets.token_bytes(16)
+        self._allowances: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+
+    def check(self, scope: Scope, key: bytes) -> None:
+        """Raises OverloadedError for a source over its allowance."""
+        if not self._allowances:
+            return
+        source = source_of(scope)
+        allowance = self._allowances.get(source)
+        if allowance is None:
+            return
+        missing = 1.0 - allowance.level(self._clock())
+        if missing > 0.0 and self._pair(source, key) not in self._good:
+            raise OverloadedError("Too many requests without a valid API key.", retry_after_s=missing / self._per_s)
+
+    def failed(self, scope: Scope) -> None:
+        """Count a wrong key."""
+        source, now_s = source_of(scope), self._clock()
+        allowance = self._allowances.get(source)
+        if allowance is None:
+            allowance = self._allowances[source] = TokenBucket(self._burst, self._per_s, now_s)
+        allowance.draw(1.0, now_s)
+        self._allowances.move_to_end(source)
+        if len(self._allowances) > MAX_SOURCES:
+            self._allowances.popitem(last=False)
+
+    def succeeded(self, scope: Scope, key: bytes) -> None:
+        """Remember that this source has used this key."""
+        pair = self._pair(source_of(scope), key)
+        self._good[pair] = None
+        self._good.move_to_end(pair)
+        if len(self._good) > MAX_GOOD_KEYS:
+            self._good.popitem(last=False)
+
+    def _pair(self, source: str, key: bytes) -> bytes:
+        return hashlib.blake2b(source.encode() + b"\0" + key, key=self._blinding, digest_size=16).digest()
+
+
+def source_of(scope: Scope) -> str:
+    """Return the client's address; for IPv6 the network, of which one client has 2^64 addresses."""
+    client = scope.get("client")
+    if client is None:
+        return "unknown"
+    host = str(client[0])
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))

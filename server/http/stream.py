@@ -34,7 +34,7 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-class SseSink:
+class SseWriter:
     """One streamed response. The 200 goes out with the first event or the first keep-alive, whichever is earlier."""
 
     def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
@@ -79,30 +79,30 @@ class SseSink:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-class Heart:
+class KeepAlive:
     """Sends keep-alives on streams that have been silent for `keepalive_s`. One task calls `run`."""
 
     def __init__(self, keepalive_s: float) -> None:
         self._keepalive_s = keepalive_s
-        self._sinks: set[SseSink] = set()
+        self._writers: set[SseWriter] = set()
 
     @contextmanager
-    def keeping(self, sink: SseSink) -> Iterator[None]:
-        self._sinks.add(sink)
+    def keeping(self, writer: SseWriter) -> Iterator[None]:
+        self._writers.add(writer)
         try:
             yield
         finally:
-            self._sinks.discard(sink)
-            sink.cancel_ping()
+            self._writers.discard(writer)
+            writer.cancel_ping()
 
     async def run(self) -> None:
         interval_s = min(1.0, self._keepalive_s / 4)
         while True:
             await asyncio.sleep(interval_s)
             before_s = time.monotonic() - self._keepalive_s
-            for sink in self._sinks:
-                if sink.last_write_s < before_s:
-                    sink.ping()
+            for writer in self._writers:
+                if writer.last_write_s < before_s:
+                    writer.ping()
 
 
 class ClientConnection:
@@ -131,7 +131,7 @@ def client_of(scope: Scope) -> ClientConnection:
     return client
 
 
-class AnswerGuard:
+class CancelOnDisconnect:
     """While inside, a client that goes away and the deadline (None: there is none) cancel the current task.
 
     Outside the first is a ClientGoneError, the second a TimeoutError. Leave it before the last part of the response

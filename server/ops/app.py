@@ -21,8 +21,8 @@ from starlette.types import ASGIApp
 from cache.records import Candidate
 from server.api.job import Job
 from server.app import PublicApi, json_response
+from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
-from server.auth.ops_key import OpsKeyMiddleware
 from server.errors import InvalidRequestError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from server.http.stream import AnswerGuard, ClientGoneError, SseSink, client_of
+from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of
 from server.ops.feed import Feed
 from server.request_context import context_of
 
@@ -17,12 +17,12 @@ class EventsEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context_of(scope).route = "events"
-        sink = SseSink(send, list)
+        writer = SseWriter(send, list)
         with self._feed.viewing() as viewer:
             try:
-                with AnswerGuard(client_of(scope)):
+                with CancelOnDisconnect(client_of(scope)):
                     async for frames in viewer.frames():
-                        await sink.write(frames)
+                        await writer.write(frames)
             except ClientGoneError:
                 return  # closing the page is how a viewer leaves
-            await sink.write(b"", more=False)
+            await writer.write(b"", more=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from server.errors import ShuttingDownError
-from server.http.stream import AnswerGuard, ClientConnection
+from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.request.choice import ChoiceDelta, StopReason, TokenEntry
 from server.request.request import Generation
 
@@ -46,11 +46,11 @@ class Answer:
         assert generations
         self.generations = generations
         self._deadline_s = deadline_s
-        self._guard: AnswerGuard | None = None
+        self._guard: CancelOnDisconnect | None = None
 
-    def guard(self, client: ClientConnection) -> AnswerGuard:
+    def guard(self, client: ClientConnection) -> CancelOnDisconnect:
         """To be entered while the answer is made."""
-        self._guard = AnswerGuard(client, max(0.0, self._deadline_s - time.monotonic()))
+        self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
         return self._guard
 
     def hurry(self) -> None:

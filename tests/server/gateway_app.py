@@ -12,10 +12,10 @@ from cache.records import WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
-from server.auth.identity import Identities, SingleTenant
+from server.auth.authentication import Authenticator, SingleTenant
 from server.auth.limits import RateLimits
 from server.http.protocol import GatewayProtocol
-from server.http.stream import Heart
+from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
 from server.request.backend import Backend
@@ -94,7 +94,7 @@ async def gateway(
     request_timeout_s: float = 60.0,
     max_body_bytes: int = 1024 * 1024,
     aliases: dict[str, str] | None = None,
-    identities: Identities | None = None,
+    authenticator: Authenticator | None = None,
     budget: RetryBudget | None = None,
 ) -> AsyncIterator[Gateway]:
     metrics = GatewayMetrics()
@@ -110,7 +110,7 @@ async def gateway(
         for member in router.members:
             await models.admit(member)
         watch = StallWatch(client, router.workers, silent_s=silent_s, interval_s=silent_s / 5, alone_s=alone_s)
-        heart = Heart(keepalive_s)
+        keep_alive = KeepAlive(keepalive_s)
         backend = Backend(
             GatewayId("g0"),
             router,
@@ -122,16 +122,16 @@ async def gateway(
             WaitingRoom(1 << 20),
             FullQueues(),
         )
-        endpoint = EndpointServices(backend, heart, request_timeout_s)
+        endpoint = EndpointServices(backend, keep_alive, request_timeout_s)
         api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))
         limits = RateLimits()
-        app = public_app(api, metrics, Admission(identities or SingleTenant(b"secret"), limits, max_body_bytes))
-        background = [asyncio.create_task(heart.run()), asyncio.create_task(watch.run())]
+        app = public_app(api, metrics, Admission(authenticator or SingleTenant(b"secret"), limits, max_body_bytes))
+        background = [asyncio.create_task(keep_alive.run()), asyncio.create_task(watch.run())]
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol, timeout_keep_alive=75))
         try:
             yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
             # Whatever the requests have ended with, nothing of them is left.
-            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or heart._sinks))
+            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or keep_alive._writers))
             await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers))
         finally:
             for task in background:

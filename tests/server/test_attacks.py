@@ -10,7 +10,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from server.auth.ops_key import OpsKeyMiddleware
+from server.auth.authentication import OpsKeyMiddleware
 from server.http import protocol
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
 from server.pace import at_once

@@ -8,7 +8,7 @@ import pytest
 
 from tools.check_docs import dead_references
 
-NAMES = {"AnswerGuard", "Models"}
+NAMES = {"CancelOnDisconnect", "Models"}
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ NAMES = {"AnswerGuard", "Models"}
         ("See `server.http.stream.Nothing`.", "there is no server.http.stream.Nothing"),
         ("Run by tests/server/test_nothing.py.", "tests/server/test_nothing.py does not exist"),
         ('Source: docs/architecture.md, "The block hash".', None),
-        ("See `AnswerGuard.end`, `Models` and `None`.", None),
-        ("See `server.http.stream.AnswerGuard.end`, `server.http` and `cache`.", None),
+        ("See `CancelOnDisconnect.end`, `Models` and `None`.", None),
+        ("See `server.http.stream.CancelOnDisconnect.end`, `server.http` and `cache`.", None),
         ("See docs/api.md and tests/server/test_app.py.", None),
     ],
 )

@@ -12,9 +12,9 @@ import pytest
 from starlette.types import Scope
 
 from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
-from server.auth.identity import MAX_KEY_BYTES, Identity, KeyHolders, KeyLimits, request_salt, tenant_salt
-from server.auth.limits import MAX_KEYS, RateLimits, duration_text
-from server.auth.throttle import FailedAuth, FailureAllowance, source_of
+from server.auth.authentication import MAX_KEY_BYTES, KeyAuthenticator
+from server.auth.identity import Identity, KeyLimits, request_salt, tenant_identity, tenant_salt
+from server.auth.limits import MAX_KEYS, AuthThrottle, RateLimits, duration_text, source_of
 from server.cli.keys import main, new_key
 from server.errors import AuthenticationError, OverloadedError
 
@@ -28,10 +28,10 @@ def request(key: str | None, client: str = "192.0.2.1") -> Scope:
     return {"type": "http", "headers": headers, "client": (client, 1)}
 
 
-def holders(tmp_path: Path, text: str, failed: FailedAuth | None = None) -> KeyHolders:
+def authenticator(tmp_path: Path, text: str, throttle: AuthThrottle | None = None) -> KeyAuthenticator:
     path = tmp_path / "keys.toml"
     path.write_text(text)
-    return KeyHolders(b"secret", KeyFile(path), failed or FailedAuth())
+    return KeyAuthenticator(b"secret", KeyFile(path), throttle or AuthThrottle())
 
 
 @pytest.mark.parametrize(
@@ -68,34 +68,34 @@ def test_a_file_too_large_to_be_one(tmp_path: Path) -> None:
 
 def test_who_has_a_key(tmp_path: Path) -> None:
     extra = 'models = ["tiny"]\nrequests_per_minute = 5\nmay_prioritise = true'
-    who = holders(tmp_path, entry("My API Key") + entry("second", "two", extra) + entry("third", "two"))
-    one, two = who.identify(request("My API Key")), who.identify(request("second"))
+    who = authenticator(tmp_path, entry("My API Key") + entry("second", "two", extra) + entry("third", "two"))
+    one, two = who.authenticate(request("My API Key")), who.authenticate(request("second"))
     assert (one.tenant, one.salt, one.models, one.may_prioritise) == ("one", tenant_salt(b"secret", "one"), None, False)
     assert (two.models, two.may_prioritise, two.limits) == (frozenset({"tiny"}), True, KeyLimits(5))
-    third = who.identify(request("third"))
+    third = who.authenticate(request("third"))
     assert third.salt == two.salt != one.salt
     assert third.key_digest != two.key_digest, "a limit is one key's"
-    assert who.of_tenant("two").salt == two.salt
+    assert tenant_identity(b"secret", "two").salt == two.salt
 
 
 def test_a_salt_of_a_request_is_its_tenants_own(tmp_path: Path) -> None:
-    who = holders(tmp_path, entry("a") + entry("b", "two"))
-    one, two = who.identify(request("a")), who.identify(request("b"))
+    who = authenticator(tmp_path, entry("a") + entry("b", "two"))
+    one, two = who.authenticate(request("a")), who.authenticate(request("b"))
     salts = {request_salt(tenant, cache_salt) for tenant in (one, two) for cache_salt in (None, "x", "y")}
     assert len(salts) == 6
-    assert request_salt(one, "x") == request_salt(who.of_tenant("one"), "x")
+    assert request_salt(one, "x") == request_salt(tenant_identity(b"secret", "one"), "x")
 
 
 def test_a_key_too_long_to_be_one_is_none(tmp_path: Path) -> None:
     key = "x" * (MAX_KEY_BYTES + 1)
     with pytest.raises(AuthenticationError):
-        holders(tmp_path, entry(key)).identify(request(key))
+        authenticator(tmp_path, entry(key)).authenticate(request(key))
 
 
 @pytest.mark.parametrize("key", ["", "my api key", "My API Key2", "My  API Key", "My API", digest_text(b"My API Key")])
 def test_who_has_none(tmp_path: Path, key: str) -> None:
     with pytest.raises(AuthenticationError):
-        holders(tmp_path, entry("My API Key")).identify(request(key))
+        authenticator(tmp_path, entry("My API Key")).authenticate(request(key))
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_who_has_none(tmp_path: Path, key: str) -> None:
 def test_headers_that_hold_no_key(tmp_path: Path, headers: list[tuple[bytes, bytes]]) -> None:
     scope = {**request(None), "headers": headers}
     with pytest.raises(AuthenticationError):
-        holders(tmp_path, entry("My API Key")).identify(scope)
+        authenticator(tmp_path, entry("My API Key")).authenticate(scope)
 
 
 def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError):
-        holders(tmp_path, "").identify(request(""))
+        authenticator(tmp_path, "").authenticate(request(""))
 
 
 def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,21 +161,21 @@ def test_every_digest_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_guessing_is_slowed_down_and_locks_nobody_out(tmp_path: Path) -> None:
     now_s = 1000.0
-    failed = FailedAuth(FailureAllowance(burst=3, per_s=0.5), clock=lambda: now_s)
-    who = holders(tmp_path, entry("good") + entry("fresh", "two"), failed)
-    who.identify(request("good"))
+    throttle = AuthThrottle(burst=3, per_s=0.5, clock=lambda: now_s)
+    who = authenticator(tmp_path, entry("good") + entry("fresh", "two"), throttle)
+    who.authenticate(request("good"))
     for _ in range(3):
         with pytest.raises(AuthenticationError):
-            who.identify(request("guess"))
+            who.authenticate(request("guess"))
     with pytest.raises(OverloadedError) as refused:
-        who.identify(request("fresh"))
+        who.authenticate(request("fresh"))
     assert refused.value.retry_after_s == pytest.approx(2.0)
-    assert who.identify(request("good")).tenant == "one"
-    assert who.identify(request("fresh", "192.0.2.2")).tenant == "two"
+    assert who.authenticate(request("good")).tenant == "one"
+    assert who.authenticate(request("fresh", "192.0.2.2")).tenant == "two"
     with pytest.raises(OverloadedError):
-        who.identify(request("fresh"))  # nor does it learn that somebody else has this key
+        who.authenticate(request("fresh"))  # nor does it learn that somebody else has this key
     now_s += 2.0
-    assert who.identify(request("fresh")).tenant == "two"
+    assert who.authenticate(request("fresh")).tenant == "two"
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_a_source_is_a_network_of_one_client(client: str, source: str) -> None:
 
 
 def test_sources_are_bounded() -> None:
-    failed = FailedAuth()
+    throttle = AuthThrottle()
     for number in range(30_000):
-        failed.record({"client": (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 1)})
-        failed.succeeded({"client": (f"10.0.0.{number & 255}", 1)}, b"%d" % number)
-    assert len(failed._failures) == 10_000
-    assert len(failed._good) == 10_000
+        throttle.failed({"client": (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 1)})
+        throttle.succeeded({"client": (f"10.0.0.{number & 255}", 1)}, b"%d" % number)
+    assert len(throttle._allowances) == 10_000
+    assert len(throttle._good) == 10_000
 
 
 def limited(**limits: int) -> Identity:
@@ -294,11 +294,11 @@ def test_identities_of_entries_that_were_replaced_are_forgotten(tmp_path: Path) 
     path = tmp_path / "keys.toml"
     path.write_text(entry("k"))
     keys = KeyFile(path)
-    who = KeyHolders(b"secret", keys, FailedAuth())
+    who = KeyAuthenticator(b"secret", keys, AuthThrottle())
     for number in range(1, 20):
         path.write_text(entry("k", extra=f"max_streams = {number}") + "#" * number)
         keys.reload_if_changed()
-        assert who.identify(request("k")).limits.max_streams == number
+        assert who.authenticate(request("k")).limits.max_streams == number
     assert len(who._identities) <= 3
 
 

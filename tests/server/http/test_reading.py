@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from server.api.endpoint import read_body
 from server.http import protocol
-from server.http.stream import AnswerGuard, ClientGoneError, client_of
+from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
 from tests.server.http.test_tls import Port
 from tests.waiting import HANG_S, until
@@ -52,7 +52,7 @@ class Desk:
         try:
             body = await read_body(receive)
             self.sizes.append(len(body))
-            with AnswerGuard(client):
+            with CancelOnDisconnect(client):
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"x-path", path.encode())]})
                 if path == "/stream":
                     await send({"type": "http.response.body", "body": b"x", "more_body": True})

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 
 from server.errors import ShuttingDownError
-from server.http.stream import PING, AnswerGuard, ClientConnection, ClientGoneError, Heart, SseSink
+from server.http.stream import PING, CancelOnDisconnect, ClientConnection, ClientGoneError, KeepAlive, SseWriter
 from tests.waiting import until
 
 
@@ -31,8 +31,8 @@ class Client:
         return [message.get("body", message.get("status")) for message in self.messages]
 
 
-def sink_to(client: Client) -> SseSink:
-    return SseSink(client, lambda: [])
+def writer_to(client: Client) -> SseWriter:
+    return SseWriter(client, lambda: [])
 
 
 async def turns() -> None:
@@ -42,28 +42,28 @@ async def turns() -> None:
 
 async def test_no_keep_alive_while_an_event_is_written() -> None:
     client = Client()
-    sink = sink_to(client)
+    writer = writer_to(client)
     client.reads.clear()
-    write = asyncio.create_task(sink.write(b"event"))
+    write = asyncio.create_task(writer.write(b"event"))
     await turns()
-    sink.ping()
+    writer.ping()
     await turns()
     client.reads.set()
     await write
     await turns()
     assert client.parts == [200, b"event"]
-    sink.ping()
+    writer.ping()
     await turns()
     assert client.parts == [200, b"event", PING]
 
 
 async def test_an_event_waits_for_the_keep_alive_before_it() -> None:
     client = Client()
-    sink = sink_to(client)
+    writer = writer_to(client)
     client.reads.clear()
-    sink.ping()
+    writer.ping()
     await turns()
-    write = asyncio.create_task(sink.write(b"event"))
+    write = asyncio.create_task(writer.write(b"event"))
     await turns()
     assert client.parts == [200]
     client.reads.set()
@@ -72,15 +72,15 @@ async def test_an_event_waits_for_the_keep_alive_before_it() -> None:
 
 
 async def test_a_silent_stream_is_kept_alive_until_it_is_left() -> None:
-    client, heart = Client(), Heart(0.02)
-    sink = sink_to(client)
-    beating = asyncio.create_task(heart.run())
+    client, keep_alive = Client(), KeepAlive(0.02)
+    writer = writer_to(client)
+    beating = asyncio.create_task(keep_alive.run())
     try:
-        with heart.keeping(sink):
+        with keep_alive.keeping(writer):
             await until(lambda: client.parts.count(PING) >= 2)
-            written_s = sink.last_write_s
-            await sink.write(b"event")
-            assert sink.last_write_s > written_s
+            written_s = writer.last_write_s
+            await writer.write(b"event")
+            assert writer.last_write_s > written_s
         client.messages.clear()
         await asyncio.sleep(0.1)
         assert client.parts == []
@@ -89,21 +89,21 @@ async def test_a_silent_stream_is_kept_alive_until_it_is_left() -> None:
 
 
 async def test_a_keep_alive_that_nobody_reads_holds_nothing_up() -> None:
-    client, heart = Client(), Heart(60.0)
-    sink = sink_to(client)
+    client, keep_alive = Client(), KeepAlive(60.0)
+    writer = writer_to(client)
     client.reads.clear()
-    with heart.keeping(sink):
-        sink.ping()
+    with keep_alive.keeping(writer):
+        writer.ping()
         await turns()
-        sink.ping()  # one at a time
-    write = asyncio.create_task(sink.write(b"last"))
+        writer.ping()  # one at a time
+    write = asyncio.create_task(writer.write(b"last"))
     await turns()
     assert client.parts == [200, b"last"]
     client.reads.set()
     await write
 
 
-async def answer(guard: AnswerGuard, *events: Callable[[], None]) -> None:
+async def answer(guard: CancelOnDisconnect, *events: Callable[[], None]) -> None:
     """One that never ends by itself, while these things happen."""
     with guard:
         for happens in events:
@@ -114,15 +114,15 @@ async def answer(guard: AnswerGuard, *events: Callable[[], None]) -> None:
 async def test_a_client_that_goes_ends_its_answer() -> None:
     client = ClientConnection()
     with pytest.raises(ClientGoneError):
-        await answer(AnswerGuard(client), client.lose)
+        await answer(CancelOnDisconnect(client), client.lose)
     with pytest.raises(ClientGoneError):
-        await answer(AnswerGuard(client), lambda: pytest.fail("it has gone before"))
+        await answer(CancelOnDisconnect(client), lambda: pytest.fail("it has gone before"))
 
 
 async def test_an_answer_ends_at_its_deadline_or_when_the_process_stops() -> None:
     with pytest.raises(TimeoutError):
-        await answer(AnswerGuard(ClientConnection(), timeout_s=0.01))
-    guard = AnswerGuard(ClientConnection())
+        await answer(CancelOnDisconnect(ClientConnection(), timeout_s=0.01))
+    guard = CancelOnDisconnect(ClientConnection())
     guard.end(ShuttingDownError)  # it has not begun
     with pytest.raises(ShuttingDownError):
         await answer(guard, lambda: guard.end(ShuttingDownError))
@@ -130,7 +130,7 @@ async def test_an_answer_ends_at_its_deadline_or_when_the_process_stops() -> Non
 
 async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
     client = ClientConnection()
-    guard = AnswerGuard(client, timeout_s=60.0)
+    guard = CancelOnDisconnect(client, timeout_s=60.0)
     with pytest.raises(ClientGoneError):
         await answer(guard, client.lose, lambda: guard.end(ShuttingDownError))
     task = asyncio.current_task()
@@ -141,7 +141,7 @@ async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
 
 async def test_what_is_complete_is_not_ended() -> None:
     client = ClientConnection()
-    guard = AnswerGuard(client, timeout_s=0.02)
+    guard = CancelOnDisconnect(client, timeout_s=0.02)
     with guard:
         pass
     client.lose()
@@ -150,7 +150,7 @@ async def test_what_is_complete_is_not_ended() -> None:
 
 
 async def test_a_cancellation_from_elsewhere_stays_one() -> None:
-    task = asyncio.create_task(answer(AnswerGuard(ClientConnection(), timeout_s=60.0)))
+    task = asyncio.create_task(answer(CancelOnDisconnect(ClientConnection(), timeout_s=60.0)))
     await turns()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
