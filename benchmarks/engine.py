@@ -26,6 +26,7 @@ from benchmarks.random_model import SHAPES, random_model, random_reference
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.allocators.factory import make_allocator
 from worker.config import default_step_tokens
+from worker.engine.protocol import RequestKey
 from worker.engine.step import Launch, SequenceResult
 from worker.model.config import ModelConfig
 from worker.model.gguf import GGUFCheckpoint
@@ -33,7 +34,7 @@ from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
-from worker.scheduler.request import RequestKey, new_request
+from worker.scheduler.request import new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from cache.allocators.factory import PREFIX_CACHES, PrefixCache
@@ -13,29 +12,20 @@ from cache.redis_index import WriterSettings
 from worker.common.options import SharedConfig, add_log_options, add_redis_options, add_tls_options, num_bytes
 from worker.scheduler.budget import BatchLimits
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The `index`-th of `count` workers that one machine runs."""
-
-    index: int
-    count: int
-
-    def gpu(self, num_gpus: int) -> int:
-        """The GPU of this worker, when they are dealt out in turn."""
-        return self.index % num_gpus
-
-    def num_on(self, gpu: int, num_gpus: int) -> int:
-        """How many workers that GPU has."""
-        return len(range(gpu, self.count, num_gpus))
-
-
-ALONE: Final = Place(0, 1)
+_POSITIVE: Final = (
+    "threads",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory",
+    "max_model_len",
+    "max_waiting_requests",
+    "max_queued_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig(SharedConfig):
-    """None: chosen when the device and the model are known. Raises ValueError that names the option."""
+    """The options. None: chosen by device and model. Raises ValueError that names the option."""
 
     model: str = ""
     served_model_name: str | None = None
@@ -43,7 +33,8 @@ class WorkerConfig(SharedConfig):
     advertise_url: str | None = None
     worker_id: str | None = None
     device: str = "auto"
-    place: Place = ALONE
+    local_rank: int = 0
+    local_world_size: int = 1
     dtype: str | None = None
     weights: str = "dense"
     deterministic: bool = False
@@ -66,15 +57,17 @@ class WorkerConfig(SharedConfig):
     max_batch_total_tokens: int | None = None
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int = 20
-    launch_ahead: bool = True
+    async_scheduling: bool = True
     max_step_s: float = 120.0
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
-        for name in ("threads", "block_size", "num_blocks", "kv_cache_memory", "max_model_len"):
+        for name in _POSITIVE:
             self.require(name, 1)
         for name in ("max_step_s", "aging_s", "max_queue_s"):
             self.require(name, 0)
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ValueError(f"--local-rank must be below --local-world-size, got {self.local_rank}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
         if self.prefix_cache not in PREFIX_CACHES:
@@ -83,7 +76,7 @@ class WorkerConfig(SharedConfig):
     def limits(
         self, *, max_model_len: int, default_batched_tokens: int, default_solo_prefill_tokens: int | None = None
     ) -> BatchLimits:
-        """The scheduler's limits, once the length of the context is known."""
+        """Return the scheduler's limits for a context of `max_model_len`."""
         max_num_batched_tokens = self.max_num_batched_tokens or max(default_batched_tokens, self.max_num_seqs)
         solo = self.max_solo_prefill_tokens
         if solo is None and self.max_num_batched_tokens is None and default_solo_prefill_tokens is not None:
@@ -93,9 +86,6 @@ class WorkerConfig(SharedConfig):
             max_num_batched_tokens=max_num_batched_tokens,
             max_solo_prefill_tokens=solo,
             max_model_len=max_model_len,
-            max_waiting_requests=self.max_waiting_requests,
-            max_queued_tokens=self.max_queued_tokens,
-            max_queue_s=self.max_queue_s,
             aging_s=self.aging_s,
             watermark=self.watermark,
             await_prefixes=self.prefix_cache != "off",
@@ -106,7 +96,7 @@ class WorkerConfig(SharedConfig):
         )
 
     def writer_settings(self) -> WriterSettings:
-        """How the worker writes to the shared index. Raises ValueError for a file that cannot be read."""
+        """Return how to write to the shared index. Raises ValueError for a file that cannot be read."""
         return WriterSettings(
             prefix=self.redis_prefix,
             num_shards=self.redis_shards,
@@ -117,39 +107,31 @@ class WorkerConfig(SharedConfig):
 
 
 def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
-    """Tokens in a step, and in one of a solo prefill (None: no more than that), for a kind of device."""
+    """Return the tokens in a step, and in one of a solo prefill (None: the same), for a kind of device."""
     if device != "cpu":
         return 4096, None
     # In float32, 2,048 tokens in one step take as long as four times 512; in bfloat16 larger products are faster.
     return 512, 2048 if dtype == "bfloat16" else None
 
 
-def place(text: str) -> Place:
-    """`0/2`."""
-    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(f"a place such as 0/2 or 1/2 is needed, got {text!r}")
-    return Place(int(match[1]), int(match[2]))
+def num_ranks_on(gpu: int, num_gpus: int, local_world_size: int) -> int:
+    """Count the workers of this machine on one GPU, when ranks go to GPUs in turn."""
+    return len(range(gpu, local_world_size, num_gpus))
 
 
 def parser() -> argparse.ArgumentParser:
+    """Build the parser. Every option sets the field of WorkerConfig that has its name, and has its default."""
     p = argparse.ArgumentParser(
         prog="headstart worker", description="One model on one device, for the gateways.", allow_abbrev=False
     )
-    defaults = WorkerConfig()
     model = p.add_argument_group("model")
-    model.add_argument("--model", default="", help="a GGUF file, a folder with safetensors, or a Hugging Face id")
+    model.add_argument("--model", help="a GGUF file, a folder with safetensors, or a Hugging Face id")
     model.add_argument("--served-model-name", help="the name that clients use (default: the model's own)")
-    model.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda when there is one)")
-    model.add_argument(
-        "--place",
-        type=place,
-        default=defaults.place,
-        metavar="I/N",
-        help="the I-th, from 0, of N workers on this machine, which share out its GPUs (default 0/1)",
-    )
+    model.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda when there is one)")
+    model.add_argument("--local-rank", type=int, help="this worker's number on this machine, from 0 (default 0)")
+    model.add_argument("--local-world-size", type=int, help="workers that share this machine's GPUs (default 1)")
     model.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)")
-    model.add_argument("--weights", default="dense", help="dense, or packed: 4 and 8 bit GGUF decodes packed")
+    model.add_argument("--weights", help="dense, or packed: 4 and 8 bit GGUF decodes packed")
     model.add_argument(
         "--deterministic", action="store_true", help="the same tokens however requests are batched, in bfloat16 too"
     )
@@ -157,59 +139,51 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
 
     net = p.add_argument_group("network")
-    net.add_argument("--host", default=defaults.host, help="address to listen on (default 127.0.0.1)")
-    net.add_argument("--port", type=int, default=defaults.port, help="port; 0 takes a free one (default 8100)")
+    net.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    net.add_argument("--port", type=int, help="port; 0 takes a free one (default 8100)")
     net.add_argument("--advertise-url", metavar="URL", help="where gateways reach this worker (default: from --host)")
     add_tls_options(net, "for gateways")
     net.add_argument("--worker-id", help="name in the registry, unique among workers (default: host name and port)")
     add_redis_options(net, "the shared index; without it gateways need --workers")
-    net.add_argument(
-        "--drain-grace-s", type=float, default=defaults.drain_grace_s, help="time for open requests (default 30)"
-    )
-    net.add_argument(
-        "--max-step-s", type=float, default=defaults.max_step_s, help="a longer step is a hang (default 120)"
-    )
+    net.add_argument("--drain-grace-s", type=float, help="time for open requests (default 30)")
+    net.add_argument("--max-step-s", type=float, help="a longer step is a hang (default 120)")
 
     watch = p.add_argument_group("observability")
     add_log_options(watch)
 
     cache = p.add_argument_group("KV cache")
-    cache.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens in a block (default 16)")
+    cache.add_argument("--block-size", type=int, help="tokens in a block (default 16)")
     cache.add_argument("--num-blocks", type=int, help="blocks of the pool, the null block included")
     cache.add_argument("--kv-cache-memory", type=num_bytes, metavar="SIZE", help="e.g. 4G (default: from free memory)")
-    cache.add_argument("--prefix-cache", default=defaults.prefix_cache, choices=PREFIX_CACHES)
+    cache.add_argument("--prefix-cache", choices=PREFIX_CACHES)
 
     batch = p.add_argument_group("batching")
-    batch.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="choices in a step (64)")
+    batch.add_argument("--max-num-seqs", type=int, help="choices in a step (64)")
     batch.add_argument("--max-num-batched-tokens", type=int, help="tokens in a step (default: 512 on a CPU, else 4096)")
     batch.add_argument(
         "--max-solo-prefill-tokens",
         type=int,
-        help="tokens in a step of one prefill that nobody waits for (default: 2048 on a CPU in bfloat16)",
+        help="tokens in a step of one prefill while no other request waits (default: 2048 on a CPU in bfloat16)",
     )
-    batch.add_argument("--max-waiting-requests", type=int, default=defaults.max_waiting_requests, help="queue (1024)")
-    batch.add_argument(
-        "--max-queued-tokens", type=int, default=defaults.max_queued_tokens, help="prompt tokens that may wait (1M)"
-    )
-    batch.add_argument("--max-queue-s", type=float, default=defaults.max_queue_s, help="refuse beyond this wait (120)")
-    batch.add_argument("--aging-s", type=float, default=defaults.aging_s, help="waiting worth one priority (30)")
-    batch.add_argument("--watermark", type=float, default=defaults.watermark, help="part of the pool kept free (0.01)")
+    batch.add_argument("--max-waiting-requests", type=int, help="requests that may wait (1024)")
+    batch.add_argument("--max-queued-tokens", type=int, help="prompt tokens that may wait (1M)")
+    batch.add_argument("--max-queue-s", type=float, help="refuse beyond this wait (120)")
+    batch.add_argument("--aging-s", type=float, help="waiting worth one priority (30)")
+    batch.add_argument("--watermark", type=float, help="part of the pool kept free (0.01)")
     batch.add_argument("--max-batch-prefill-tokens", type=int, help="prefill tokens in a step (as TGI)")
     batch.add_argument("--max-batch-total-tokens", type=int, help="prompt + max_tokens of all running (as TGI)")
     batch.add_argument("--waiting-served-ratio", type=float, help="admit so many, relative to the running (as TGI)")
+    batch.add_argument("--max-waiting-tokens", type=int, help="... or after so many steps (20)")
     batch.add_argument(
-        "--max-waiting-tokens", type=int, default=defaults.max_waiting_tokens, help="... or after so many steps (20)"
-    )
-    batch.add_argument(
-        "--no-launch-ahead",
-        dest="launch_ahead",
+        "--no-async-scheduling",
+        dest="async_scheduling",
         action="store_false",
-        help="on a GPU, begin no step of decodes before the tokens of the one before it have been seen",
+        help="on a GPU, launch the next decodes only when the tokens of the step before are known",
     )
+    p.set_defaults(**asdict(WorkerConfig()))
     return p
 
 
 def parse(argv: Sequence[str]) -> WorkerConfig:
-    """Raises ValueError; argparse ends the process with status 2 on what it refuses itself."""
-    args = vars(parser().parse_args(argv))
-    return WorkerConfig(**{field.name: args[field.name] for field in fields(WorkerConfig)})
+    """Parse the command line. Raises ValueError; argparse itself exits with status 2."""
+    return WorkerConfig(**vars(parser().parse_args(argv)))

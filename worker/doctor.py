@@ -19,7 +19,7 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.config import Place
+from worker.config import num_ranks_on
 from worker.device import current_device
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError, UnsupportedModel
@@ -178,7 +178,7 @@ def memory(config: ModelConfig, device: torch.device, dtype: str | None, num_wor
     context = -(-config.max_model_len // BLOCK_SIZE) * per_block
     share = num_workers
     if device == torch.device("cuda"):  # they are dealt out
-        share = Place(0, num_workers).num_on(0, max(1, torch.cuda.device_count()))
+        share = num_ranks_on(0, max(1, torch.cuda.device_count()), num_workers)
     free = free_memory_bytes(device)
     where = f"{'on the GPU ' if device.type == 'cuda' else ''}for {share} worker{'s' if share > 1 else ''}"
     gib = f"{free / 2**30:.1f} GiB free {where}; each needs {weights / 2**30:.1f} for weights"

@@ -1,11 +1,12 @@
-"""From the options to an engine that runs: model, pool, scheduler. Imports torch, so the caller imports it late."""
+"""Build the engine from the options: model, pool, scheduler. Imports torch, so `worker.main` imports it late."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Literal, cast
 
 import torch
@@ -14,11 +15,11 @@ from cache.allocators.factory import make_allocator
 from cache.hashing import Namespace
 from cache.records import WorkerMember, signed
 from cache.types import BlockId, WorkerId
-from worker.config import WorkerConfig, default_step_tokens
-from worker.engine.load_report import PrefillRate
+from worker.config import WorkerConfig, default_step_tokens, num_ranks_on
+from worker.engine.engine import EngineCore, new_epoch
+from worker.engine.load import PrefillRate
+from worker.engine.metrics import WorkerMetrics
 from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
-from worker.http.service import new_epoch
-from worker.memory import bound_primitives
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
@@ -31,24 +32,14 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
 _POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
-"""Part of the free memory that the pool takes when it is not told its size."""
+"""Part of the free memory that the pool takes without an option."""
 _WARM_UP_TOKENS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """Everything of a worker but its threads and its HTTP side."""
-
-    scheduler: Scheduler
-    runner: ModelRunner
-    limits: BatchLimits
-    bundle: TokenizerBundle
-    member: WorkerMember
-    rate: PrefillRate
-
-
-def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[str], None]) -> Assembly:
-    """Load the model and build what serves it; `report` hears of the progress.
+def build_engine(
+    config: WorkerConfig, url: str, worker_id: str, metrics: WorkerMetrics, report: Callable[[str], None]
+) -> EngineCore:
+    """Load the model and build the engine over it; `report` receives the progress.
 
     Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
     """
@@ -94,11 +85,31 @@ def assemble(config: WorkerConfig, url: str, worker_id: str, report: Callable[[s
     )
     member = signed(config.cluster_secret(), member)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
-    return Assembly(scheduler, runner, limits, bundle, member, rate)
+    return EngineCore(
+        scheduler,
+        runner,
+        rate,
+        bundle,
+        member,
+        metrics,
+        async_scheduling=config.async_scheduling,
+        max_step_s=config.max_step_s,
+    )
+
+
+def bound_primitives() -> None:
+    """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number. Only before the first.
+
+    They keep one for every number of rows and weight shape, hundreds of KB each, and 1,024 by default: a worker grew
+    by 400 MB over its first thousands of requests. Decodes need a few per batch size; those of prefills, whose lengths
+    rarely return, are dropped.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and ideep's
+        os.environ.setdefault(name, "128")
 
 
 class _LayerProgress:
-    """One line every tenth of the layers."""
+    """Reports every tenth of the layers."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -112,7 +123,7 @@ class _LayerProgress:
 
 
 def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
-    """Run the first blocks of a pool that nobody uses yet: touches what is allocated late, and measures."""
+    """Run steps in the unused pool: they allocate what is allocated late, and measure the prefill rate."""
     block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
     slots = [block_size + i for i in range(num_tokens)]
     draw = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
@@ -126,21 +137,21 @@ def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
 
 
 def device_of(config: WorkerConfig) -> str:
-    """With several workers on a machine, the GPUs are dealt out among them, unless the option names one."""
+    """Return the device. The workers of a machine take its GPUs in turn, unless the option names one."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and (num_gpus := torch.cuda.device_count()):
-        return f"cuda:{config.place.gpu(num_gpus)}"
+        return f"cuda:{config.local_rank % num_gpus}"
     return device
 
 
 def num_sharing(config: WorkerConfig) -> int:
-    """Workers of this machine on the same GPU, this one included."""
+    """Count the workers of this machine on the same GPU, this one included."""
     if config.device not in ("auto", "cuda"):
-        return config.place.count
+        return config.local_world_size
     num_gpus = max(1, torch.cuda.device_count())
-    return config.place.num_on(config.place.gpu(num_gpus), num_gpus)
+    return num_ranks_on(config.local_rank % num_gpus, num_gpus, config.local_world_size)
 
 
 def _load_options(config: WorkerConfig) -> LoadOptions:
@@ -151,7 +162,7 @@ def _load_options(config: WorkerConfig) -> LoadOptions:
 
 
 def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
-    """As the options say, else by the free memory: on a GPU the largest step has to fit beside the pool."""
+    """Return the options' number of blocks, or one by free memory. On a GPU, leave room for the largest step."""
     if config.num_blocks is not None:
         return max(2, config.num_blocks)
     shape, device = model.config.attention, model.device
@@ -180,7 +191,7 @@ def _limits(config: WorkerConfig, model: LoadedModel, max_model_len: int) -> Bat
 
 
 def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -> int:
-    """The context, cut to the pool: a longer request could never run."""
+    """Return the context length, cut to the pool: a longer request could never run."""
     own = model.config.max_model_len
     wanted = config.max_model_len or own
     if wanted > own:

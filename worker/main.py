@@ -1,8 +1,8 @@
 """The worker process: listen at once, load the model, serve, drain on SIGTERM.
 
-Progress goes to stderr, one line a step; stdout gets one JSON object a line for whoever started the worker:
+Progress goes to stderr, one line a step. Stdout has one JSON object a line, for the process that started the worker:
 {"event": "listening", "url": ...} and {"event": "ready", "url": ..., "worker_id": ..., "epoch": ..., "model": ...}.
-Exit status: 0 after a drain, 1 when the engine died, 2 when the worker cannot work as it was asked to.
+Exit status: 0 after a drain, 1 when the engine died, 2 when the worker cannot serve with these options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import uvicorn
 
@@ -29,19 +29,13 @@ from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate
 from worker.common.tracing import Tracing, open_tracing
 from worker.config import WorkerConfig, parse
-from worker.engine.engine import Engine, EngineParts
-from worker.engine.load_report import LoadReport
+from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.publisher import Publisher
-from worker.grammar import GrammarCompiler
 from worker.http.app import make_app
-from worker.http.service import ServingParts, WorkerService
-from worker.http.streams import Streams
-from worker.http.waiting import Waiting
+from worker.http.service import WorkerService
+from worker.http.streams import OutputDispatcher, QueueLimits
 from worker.wire import gateway_token
-
-if TYPE_CHECKING:
-    from worker.loader import Assembly
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the worker drains first."""
+    """uvicorn without its signal handlers: the worker drains first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -85,28 +79,29 @@ class _Server(uvicorn.Server):
 
 
 class Worker:
-    """Owner of the process' parts, from the socket to the engine's thread."""
+    """Owns the parts of the process, from the socket to the engine."""
 
     def __init__(
         self, config: WorkerConfig, tracing: Tracing | None = None, certificate: ServerCertificate | None = None
     ) -> None:
         self._config = config
         self._certificate = certificate
-        self._service = WorkerService(WorkerMetrics(), tracing)
+        self._metrics = WorkerMetrics()
+        self._service = WorkerService(self._metrics, tracing)
         self._stop = asyncio.Event()
         self._exit_code = 0
-        self._engine: Engine | None = None
+        self._engine: EngineCore | None = None
         self._publisher: Publisher | None = None
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, or until the engine dies; the exit status."""
+        """Serve until SIGTERM or SIGINT, or until the engine dies. Return the exit status."""
         try:
             sock = listen(self._config.host, self._config.port, probe_idle_s=5, probe_every_s=2)
         except OSError as error:
             _say(str(error))
             return _REFUSED
         loop = asyncio.get_running_loop()
-        self._service.metrics.follow_tasks(loop)
+        self._metrics.follow_tasks(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         server = _Server(self._uvicorn_config())
@@ -145,108 +140,85 @@ class Worker:
         return config
 
     async def _live(self, sock: socket.socket) -> None:
-        """Load, then publish and watch the engine until cancelled. Returns when there is nothing to serve."""
+        """Load, then publish and watch the engine until cancelled. Return at once if the model cannot be served."""
         port = sock.getsockname()[1]
         scheme = "http" if self._certificate is None else "https"
         url = self._config.advertise_url or f"{scheme}://{reachable(self._config.host)}:{port}"
         worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"
         _announce(event="listening", url=url)
         try:
-            engine = await self._start(url, worker_id)
-        except _StartError as error:
-            _say(str(error))
+            engine = self._engine = await self._load(url, worker_id)
+        except (ValueError, OSError, RuntimeError) as error:
+            logger.debug("loading failed", exc_info=error)
+            _say(f"cannot serve {self._config.model or 'the default model'}: {error}")
             self._exit_code = _REFUSED
             return
+        self._start(engine)
+        member = engine.member
+        _say(f"ready: {member.model} on {url}, {member.numerics}")
+        _announce(event="ready", url=url, worker_id=worker_id, epoch=member.epoch, model=member.model)
         async with asyncio.TaskGroup() as group:
-            group.create_task(watch_for_hangs(engine, self._config.max_step_s))
+            group.create_task(engine.exit_on_hang())
             if self._publisher is not None:
                 group.create_task(self._publisher.run())
             if self._certificate is not None:
                 group.create_task(self._certificate.follow())
 
-    async def _start(self, url: str, worker_id: str) -> Engine:
-        """Everything from the weights to the first request. Raises _StartError."""
+    async def _load(self, url: str, worker_id: str) -> EngineCore:
+        """Build the engine and its publisher. Raises ValueError, OSError or RuntimeError."""
 
-        def load() -> Assembly:
-            from worker.loader import assemble  # torch takes seconds to import: the port answers meanwhile
+        def build() -> EngineCore:
+            from worker.loader import build_engine  # torch takes seconds to import: the port answers in that time
 
-            return assemble(self._config, url, worker_id, self._report)
+            return build_engine(self._config, url, worker_id, self._metrics, self._report)
 
-        try:
-            if self._config.redis is not None:
-                check_key_part("--worker-id", worker_id)
-            settings = self._config.writer_settings()
-            assembly = await in_daemon_thread(load)
-        except (ValueError, OSError, RuntimeError) as error:
-            logger.debug("loading failed", exc_info=error)
-            raise _StartError(f"cannot serve {self._config.model or 'the default model'}: {error}") from error
-        loop = asyncio.get_running_loop()
-        streams = Streams(loop, Waiting(assembly.limits))
-
-        def die(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self._die)
-
-        member = assembly.member
         if self._config.redis is not None:
-            metrics = self._service.metrics
-            self._publisher = publisher = Publisher(
+            check_key_part("--worker-id", worker_id)
+        settings = self._config.writer_settings()
+        engine = await in_daemon_thread(build)
+        if self._config.redis is not None:
+            publisher = self._publisher = Publisher(
                 self._config.redis,
-                member,
+                engine.member,
                 writer_settings=settings,
-                count=lambda event: metrics.index_events.labels(event).inc(),
+                count=lambda event: self._metrics.index_events.labels(event).inc(),
             )
-            metrics.follow_index(lambda: publisher.connected, lambda: publisher.num_held)
+            self._metrics.follow_index(lambda: publisher.connected, lambda: publisher.num_held)
             self._service.index_problem = lambda: publisher.problem
-        self._engine = engine = Engine(
-            EngineParts(
-                scheduler=assembly.scheduler,
-                runner=assembly.runner,
-                load_report=LoadReport(assembly.rate),
-                metrics=self._service.metrics,
-                member=member,
-                deliver=streams.deliver,
-                on_death=die,
-                listener=self._publisher,
-                launch_ahead=self._config.launch_ahead,
-            )
-        )
-        # What is loaded by now stays: 750,000 objects, over which a pass of the collector takes 0.35 s, in mid-stream.
-        gc.collect()
-        gc.freeze()
-        engine.start()
-        pool_tokens = (assembly.scheduler.allocator.num_blocks - 1) * member.block_size
-        self._service.serve(
-            ServingParts(
-                engine=engine,
-                streams=streams,
-                limits=assembly.limits,
-                bundle=assembly.bundle,
-                grammars=GrammarCompiler(assembly.bundle),
-                pool_tokens=pool_tokens,
-                max_step_s=self._config.max_step_s,
-            )
-        )
-        _say(f"ready: {member.model} on {url}, {member.numerics}")
-        _announce(event="ready", url=url, worker_id=worker_id, epoch=member.epoch, model=member.model)
         return engine
 
+    def _start(self, engine: EngineCore) -> None:
+        """Connect the engine to the streams and take requests."""
+        config, loop = self._config, asyncio.get_running_loop()
+        limits = QueueLimits(config.max_waiting_requests, config.max_queued_tokens, config.max_queue_s)
+        streams = OutputDispatcher(loop, limits)
+
+        def on_death(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._die)
+
+        # Keep what is loaded out of the collector: a pass over its 750,000 objects stalls the streams for 0.35 s.
+        gc.collect()
+        gc.freeze()
+        engine.start(streams.deliver, on_death, self._publisher)
+        self._service.serve(engine, streams)
+
     async def _shut_down(self) -> None:
-        """Drain within the grace and leave the registry. A second signal ends the waiting."""
+        """Drain within the grace and leave the registry. A second signal ends the wait."""
         self._stop.clear()
         self._service.drain()
         drained = asyncio.create_task(self._service.drained(self._config.drain_grace_s))
-        hurried = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((drained, stopped), return_when=asyncio.FIRST_COMPLETED)
         await _cancelled(drained)
-        await _cancelled(hurried)
+        await _cancelled(stopped)
         if self._publisher is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETIRE_S):
                     await self._publisher.close()
 
     def _die(self) -> None:
-        """The engine is dead: exit, so that whoever supervises starts a new worker."""
-        self._service.bury()
+        """End the process after the engine's death, so that its supervisor starts a new worker."""
+        self._service.fail_all()
         self._exit_code = 1
         self._stop.set()
 
@@ -255,28 +227,8 @@ class Worker:
         _say(progress)
 
 
-async def watch_for_hangs(engine: Engine, max_step_s: float, tick_s: float = 1.0) -> None:
-    """End the process when one step lasts `max_step_s`: its thread cannot be ended, and clients must hear of it.
-
-    Counted in ticks of this loop, so that a process that was stopped and continued is not taken for a hung one.
-    """
-    step_started_s, num_ticks = None, 0
-    while True:
-        await asyncio.sleep(tick_s)
-        same = engine.step_started_s is not None and engine.step_started_s == step_started_s
-        num_ticks = num_ticks + 1 if same else 0
-        step_started_s = engine.step_started_s
-        if num_ticks * tick_s > max_step_s:
-            logger.critical("a step has been running for %.0f s: the worker ends", num_ticks * tick_s)
-            os._exit(1)
-
-
-class _StartError(Exception):
-    """The model cannot be served as it was asked for."""
-
-
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """As asyncio.to_thread, but the process may end while the function still runs."""
+    """Run `function` as asyncio.to_thread does, but let the process end while it runs."""
     future: Future[T] = Future()
 
     def run() -> None:

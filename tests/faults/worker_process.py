@@ -5,20 +5,21 @@ already, so that a fleet starts in a second. What a test may add is in `Addition
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 import worker.loader
 import worker.main
+from worker.engine.engine import EngineCore
 from worker.engine.step import Done, Launch, Runner, SequenceResult, Step
+from worker.scheduler.scheduler import Scheduler
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -82,13 +83,11 @@ def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) 
     os.dup2(log, 2)
     torch.set_num_threads(1)
     if additions is not None:
-        assemble = worker.loader.assemble
 
-        def assemble_and_add(*args: object) -> worker.loader.Assembly:
-            assembly = assemble(*args)  # type: ignore[arg-type]
-            return dataclasses.replace(assembly, runner=AddingRunner(assembly.runner, additions))  # type: ignore[arg-type]
+        def with_additions(scheduler: Scheduler, runner: Runner, *args: Any, **options: Any) -> EngineCore:
+            return EngineCore(scheduler, AddingRunner(runner, additions), *args, **options)
 
-        worker.loader.assemble = assemble_and_add  # type: ignore[assignment]
+        worker.loader.EngineCore = with_additions  # type: ignore[assignment, misc]
     code = worker.main.main(list(argv))
     sys.stdout.flush()
     sys.stderr.flush()

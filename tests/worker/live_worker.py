@@ -18,15 +18,13 @@ from cache.types import Epoch, WorkerId
 from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
-from worker.engine.engine import Engine, EngineParts
-from worker.engine.load_report import LoadReport, PrefillRate
+from worker.engine.engine import EngineCore
+from worker.engine.load import PrefillRate
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.step import Runner
-from worker.grammar import GrammarCompiler
 from worker.http.app import make_app
-from worker.http.service import ServingParts, WorkerService
-from worker.http.streams import Streams
-from worker.http.waiting import Waiting
+from worker.http.service import WorkerService
+from worker.http.streams import OutputDispatcher, QueueLimits
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import FrameReader, GenerateRequest, TokenizerBundle, pack_request
@@ -39,11 +37,8 @@ class LiveWorker:
     url: str
     service: WorkerService
     scheduler: Scheduler
+    engine: EngineCore
     http: aiohttp.ClientSession
-
-    @property
-    def engine(self) -> Engine:
-        return self.service.parts.engine
 
     async def settled(self) -> None:
         """Everything that reached the engine so far has been done."""
@@ -82,34 +77,28 @@ async def serve(service: WorkerService, app: ASGIApp | None = None) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def live_worker(
-    runner: Runner, num_blocks: int, block_size: int, *, bundle: TokenizerBundle = BUNDLE, **limits
+    runner: Runner,
+    num_blocks: int,
+    block_size: int,
+    *,
+    bundle: TokenizerBundle = BUNDLE,
+    queue_limits: QueueLimits | None = None,
+    **limits,
 ) -> AsyncIterator[LiveWorker]:
     metrics = WorkerMetrics()
     service = WorkerService(metrics)
+    loop = asyncio.get_running_loop()
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
-    streams = Streams(asyncio.get_running_loop(), Waiting(batch_limits))
+    streams = OutputDispatcher(loop, queue_limits or QueueLimits())
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
-    loop = asyncio.get_running_loop()
-    engine = Engine(
-        EngineParts(
-            scheduler,
-            runner,
-            LoadReport(PrefillRate(1000, 1.0)),
-            metrics,
-            member,
-            streams.deliver,
-            lambda error: loop.call_soon_threadsafe(service.bury) and None,
-        )
-    )
-    engine.start()
-    grammars = GrammarCompiler(bundle)
-    pool_tokens = (num_blocks - 1) * block_size
-    service.serve(ServingParts(engine, streams, batch_limits, bundle, grammars, pool_tokens, 60.0))
+    engine = EngineCore(scheduler, runner, PrefillRate(1000, 1.0), bundle, member, metrics, max_step_s=60.0)
+    engine.start(streams.deliver, lambda error: loop.call_soon_threadsafe(service.fail_all) and None)
+    service.serve(engine, streams)
     try:
         async with serve(service) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            yield LiveWorker(url, service, scheduler, http)
+            yield LiveWorker(url, service, scheduler, engine, http)
     finally:
         engine.stop()
-        grammars.close()
+        engine.grammars.close()

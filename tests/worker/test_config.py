@@ -73,6 +73,7 @@ def test_sizes(text: str, expected: int) -> None:
         ("--port 70000", "--port"),
         ("--num-blocks 0", "--num-blocks"),
         ("--threads 0", "--threads"),
+        ("--local-rank 2 --local-world-size 2", "--local-rank"),
         ("--drain-grace-s -1", "--drain-grace-s"),
         ("--redis nowhere", "--redis: .* use redis://"),
         ("--redis redis://h:99999", "--redis: Port"),
@@ -85,9 +86,7 @@ def test_nonsense_is_named(argv: str, option: str) -> None:
         parse(argv.split())
 
 
-@pytest.mark.parametrize(
-    "argv", ["--kv-cache-memory lots", "--prefix-cache magic", "--bogus", "--num-block 3", "--place 2/2"]
-)
+@pytest.mark.parametrize("argv", ["--kv-cache-memory lots", "--prefix-cache magic", "--bogus", "--num-block 3"])
 def test_what_argparse_refuses_ends_with_status_two(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(argv.split())

@@ -47,13 +47,13 @@ sys.exit(main(sys.argv[1:]))
 LOADS_FOR_EVER = """
 import sys
 import torch
-from worker import loader as assembly
+import worker.loader
 from worker.main import main
-def assemble(config, url, worker_id, report):
+def build_engine(config, url, worker_id, metrics, report):
     report("loading for ever")
     while True:
         torch.randn(2000).sort()
-assembly.assemble = assemble
+worker.loader.build_engine = build_engine
 sys.exit(main(sys.argv[1:]))
 """
 HANGS = LOSES_ITS_DEVICE.replace('raise RuntimeError("device lost")', "__import__('time').sleep(600)")

@@ -8,7 +8,7 @@ PROGRAM = """
 import sys
 import psutil
 import torch
-from worker.memory import bound_primitives
+from worker.loader import bound_primitives
 from worker.model.linear import OneDnnLinear
 
 if sys.argv[1] == "bound":

@@ -1,4 +1,4 @@
-"""The metrics of a worker, at each step of a request's way as Text Generation Inference has them. One per process."""
+"""The metrics of a worker, at each stage of a request as Text Generation Inference has them. One per process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cache.allocators.base import CacheStats
-from worker.scheduler.plan import EngineOutput, StepPlan
-from worker.scheduler.request import Request
-from worker.scheduler.scheduler import Scheduler
+from cache.records import WorkerLoad
+from worker.engine.protocol import EngineOutput
 from worker.wire import End, Failed, Finished, Tokens
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -19,7 +18,7 @@ _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class WorkerMetrics:
-    """Counted by the engine's thread, read by the HTTP side."""
+    """Counted by the engine thread, read by the HTTP side."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -34,38 +33,36 @@ class WorkerMetrics:
             return Histogram(f"headstart_worker_{name}", text, labels, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests submitted to the engine")
-        self.successes = counter("request_success", "Choices that ended, by reason", ["reason"])
+        self.successes = counter("request_success", "Finished choices, by reason", ["reason"])
         self.failures = counter("request_failures", "Requests that ended without an answer, by cause", ["cause"])
         self.refusals = counter("request_refusals", "Requests refused before the queue, by code", ["code"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens of started requests found in the KV cache")
-        self.output_tokens = counter("output_tokens", "Tokens drawn")
+        self.output_tokens = counter("output_tokens", "Sampled tokens")
         self.queue_s = histogram("queue_seconds", "From arrival to the start of the prefill", _SECONDS)
         self.prefill_s = histogram("prefill_seconds", "From the start of the prefill to the first token", _SECONDS)
         self.decode_s = histogram("decode_seconds", "From the first token to the end", _SECONDS)
 
-        self.queue_size = gauge("queue_size", "Sequences that wait")
-        self.queued_tokens = gauge("queued_tokens", "Tokens to compute of the sequences that wait")
-        self.running = gauge("running_sequences", "Sequences that run")
+        self.queue_size = gauge("queue_size", "Waiting sequences")
+        self.queued_tokens = gauge("queued_tokens", "Tokens that the waiting sequences have to compute")
+        self.running = gauge("running_sequences", "Running sequences")
         self.batch_size = histogram("batch_size", "Sequences in a step", _SIZES)
         self.batch_tokens = histogram("batch_tokens", "Tokens in a step, by kind", _SIZES, ["kind"])
         self.batch_growth = counter("batch_growth", "Steps in which the batch grew, by reason", ["reason"])
-        self.step_s = histogram("step_seconds", "Forward and sampling of a step, by what it held", _SECONDS, ["kind"])
+        self.step_s = histogram("step_seconds", "Forward and sampling of a step, by its content", _SECONDS, ["kind"])
         self._longest_step_s = 0.0
-        gauge("longest_step_seconds", "The longest of those since the last scrape").set_function(
-            self._take_longest_step
-        )
+        gauge("longest_step_seconds", "The longest step since the last scrape").set_function(self._take_longest_step)
         self.host_s = histogram("host_seconds", "Scheduling before and bookkeeping after a step", _SECONDS, ["phase"])
         self.between_tokens_s = histogram(
             "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS
         )
         self.step_failures = counter("step_failures", "Steps that raised")
-        self.preemptions = counter("preemptions", "Sequences that gave up their blocks to be computed again")
+        self.preemptions = counter("preemptions", "Sequences preempted, to be computed again")
         self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
 
         self.blocks = gauge("kv_blocks", "Blocks of the KV pool")
-        self.free_blocks = gauge("kv_free_blocks", "Blocks that could be taken now, cached ones included")
-        self.cached_blocks = gauge("kv_cached_blocks", "Blocks that are findable")
+        self.free_blocks = gauge("kv_free_blocks", "Blocks that can be taken, cached ones included")
+        self.cached_blocks = gauge("kv_cached_blocks", "Blocks that a prefix lookup can find")
         self.evictions = counter("kv_evictions", "Cached blocks evicted")
         self._num_evictions = 0
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
@@ -73,7 +70,7 @@ class WorkerMetrics:
         self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
         self._index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
         self.index_events = counter(
-            "index_events", "Troubles of publishing: invalid, refused, displaced, failed; and rewritten", ["event"]
+            "index_events", "Publishing problems: invalid, refused, displaced, failed; and rewritten", ["event"]
         )
         self._index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
 
@@ -82,50 +79,17 @@ class WorkerMetrics:
         self.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
     def follow_index(self, connected: Callable[[], bool], num_entries: Callable[[], int]) -> None:
-        """Ask these at every scrape."""
+        """Read these at every scrape."""
         self._index_connected.set_function(connected)
         self._index_entries.set_function(num_entries)
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return the Prometheus text format."""
         return generate_latest(self.registry)
 
-    def count_started(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            assert request.started_s is not None
-            self.queue_s.observe(request.started_s - request.arrival_s)
-            self.prompt_tokens.inc(len(request.prompt_ids))
-            self.cached_tokens.inc(request.num_cached_tokens)
-
-    def count_plan(self, plan: StepPlan, schedule_s: float) -> None:
-        num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
-        self.batch_size.observe(len(plan.chunks))
-        if num_prefill:
-            self.batch_tokens.labels("prefill").observe(num_prefill)
-        if num_decodes:
-            self.batch_tokens.labels("decode").observe(num_decodes)
-        if plan.batch_growth_reason is not None:
-            self.batch_growth.labels(plan.batch_growth_reason).inc()
-        if num_preempted := plan.num_preempted + plan.num_yielded:
-            self.preemptions.inc(num_preempted)
-        self.host_s.labels("schedule").observe(schedule_s)
-
-    def count_step(self, plan: StepPlan, step_s: float, interval_s: float) -> None:
-        """The step has returned, `interval_s` after the one before it."""
-        num_prefill, num_decodes = plan.num_prefill_tokens, plan.num_decodes
-        if num_decodes:  # each has drawn its last token in the step before
-            self.between_tokens_s.observe(interval_s)
-        kind = "decode" if not num_prefill else "mixed" if num_decodes else "prefill"
-        self.step_s.labels(kind).observe(step_s)
-        self._longest_step_s = max(self._longest_step_s, step_s)
-
-    def _take_longest_step(self) -> float:
-        longest_s, self._longest_step_s = self._longest_step_s, 0.0
-        return longest_s
-
-    def count_emissions(self, emissions: Sequence[EngineOutput]) -> None:
+    def count_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         num_tokens = 0
-        for _, frame in emissions:
+        for _, frame in outputs:
             match frame:
                 case Tokens():
                     num_tokens += 1
@@ -138,11 +102,24 @@ class WorkerMetrics:
                     self.failures.labels(frame.code).inc()
         self.output_tokens.inc(num_tokens)
 
-    def set_state(self, scheduler: Scheduler, stats: CacheStats, prefill_tokens_per_s: float) -> None:
-        self.queue_size.set(len(scheduler.waiting))
-        self.queued_tokens.set(sum(len(s.token_ids) - s.num_computed for s in scheduler.waiting))
-        self.running.set(len(scheduler.running))
-        self.prefill_rate.set(prefill_tokens_per_s)
+    def count_step(self, num_prefill_tokens: int, num_decodes: int, step_s: float, interval_s: float) -> None:
+        """Count a step that returned `interval_s` after the one before it."""
+        if num_decodes:  # each of them sampled its last token in the step before
+            self.between_tokens_s.observe(interval_s)
+        kind = "decode" if not num_prefill_tokens else "mixed" if num_decodes else "prefill"
+        self.step_s.labels(kind).observe(step_s)
+        self._longest_step_s = max(self._longest_step_s, step_s)
+
+    def _take_longest_step(self) -> float:
+        longest_s, self._longest_step_s = self._longest_step_s, 0.0
+        return longest_s
+
+    def set_load(self, load: WorkerLoad) -> None:
+        self.queue_size.set(load.num_waiting)
+        self.running.set(load.num_running)
+        self.prefill_rate.set(load.prefill_tokens_per_s)
+
+    def set_cache(self, stats: CacheStats) -> None:
         self.blocks.set(stats.num_blocks)
         self.free_blocks.set(stats.num_free_blocks)
         self.cached_blocks.set(stats.num_cached_blocks)

@@ -1,56 +1,131 @@
-"""The worker's HTTP side (see `worker.wire` for the messages).
+"""The worker's HTTP API (see `worker.wire` for the messages).
 
     POST /generate /abort       GET /state /bundle                    msgpack, for gateways
     POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 
-Pure ASGI where a stream lives, so that a client that leaves is noticed under every server: the disconnect is awaited
-beside the stream, and leaving the handler by any way aborts what the engine still computes.
+`/generate` is pure ASGI: it awaits the disconnect next to the stream, and aborts the request however it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import hmac
+import socket
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgpack
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from worker.engine.recovery import EngineDeadError
-from worker.http.authentication import GatewayOnly, ProgramsOnly
-from worker.http.debug_state import debug_state
-from worker.http.service import Refusal, WorkerService
+from worker.common.sockets import HostNames
+from worker.engine.protocol import EngineDeadError, RefusedError
+from worker.http.service import WorkerService
 from worker.http.streams import Stream
 from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+STATUS_OF: Final = {
+    "invalid_request": 400,
+    "invalid_grammar": 400,
+    "unauthorized": 401,
+    "forbidden": 403,
+    "wrong_epoch": 409,
+    "payload_too_large": 413,
+    "queue_full": 429,
+    "draining": 503,
+    "not_ready": 503,
+    "worker_lost": 503,
+}
+OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/metrics"})
+"""Need no token."""
+_ADVICE: Final = "start the worker with --advertise-url to name it, or give the fleet a cluster secret"
+_BROWSER_HEADERS: Final = frozenset({"accept-language", "referer"})
 _DEBUG_TIMEOUT_S: Final = 10.0
 _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
     service: WorkerService, token: str = "", host: str = "127.0.0.1", advertise_url: str | None = None
 ) -> ASGIApp:
-    """The ASGI application over one worker, for those who show `token`; without one, for programs, never for pages.
+    """Build the application, for clients that send `token`; without a token, for programs but no web pages.
 
-    `host` and `advertise_url` say to which names it answers then.
+    `host` and `advertise_url` are then the names under which it answers.
     """
+    endpoints = _Endpoints(service)
     app = Starlette(
         routes=[
             Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
-            *(Route(path, endpoint=endpoint, methods=[method]) for method, path, endpoint in _endpoints(service)),
+            Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
+            Route("/state", endpoint=endpoints.state),
+            Route("/bundle", endpoint=endpoints.bundle),
+            Route("/health/live", endpoint=endpoints.live),
+            Route("/health/ready", endpoint=endpoints.ready),
+            Route("/metrics", endpoint=endpoints.metrics),
+            Route("/debug/state", endpoint=endpoints.debug_state),
+            Route("/drain", endpoint=endpoints.drain, methods=["POST"]),
+            Route("/purge", endpoint=endpoints.purge, methods=["POST"]),
         ],
-        exception_handlers={Refusal: _refused, EngineDeadError: _engine_dead},
+        exception_handlers={RefusedError: _on_refused, EngineDeadError: _on_engine_dead},
     )
     return GatewayOnly(app, token) if token else ProgramsOnly(app, host, advertise_url)
+
+
+class GatewayOnly:
+    """Middleware that asks for `Authorization: Bearer TOKEN`, except on OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_gateway(scope):
+            failed = Failed("unauthorized", "the token of the cluster secret is needed", retryable=True)
+            await _refusal_response(failed)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_gateway(self, scope: Scope) -> bool:
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(shown) == 1 and hmac.compare_digest(shown[0], self._expected)
+
+
+class ProgramsOnly:
+    """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
+
+    Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and
+    `Accept-Language` always; gateways send none of them. A page whose own name leads to this machine (DNS rebinding)
+    reads with `Accept-Language` alone, but under a foreign Host. Gateways may use any name of a worker.
+
+    Known are `localhost`, this machine's name, `bound`, the host of `advertise_url`, and addresses that it is bound to.
+    """
+
+    def __init__(self, app: ASGIApp, bound: str, advertise_url: str | None) -> None:
+        """`bound` is the value of --host."""
+        self._app = app
+        advertised = urlsplit(advertise_url or "").hostname or "localhost"
+        self._hosts = HostNames(bound, (socket.gethostname(), bound, advertised))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
+            await _refusal_response(Failed("forbidden", problem, retryable=True))(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> str | None:
+        if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+            return "a worker does not speak to pages"
+        host = headers.get("host")
+        if host is None or not _BROWSER_HEADERS.intersection(headers.keys()) or host in self._hosts:
+            return None
+        return f"this worker does not answer to the Host {host!r:.300}: {_ADVICE}"
 
 
 class GenerateEndpoint:
@@ -66,9 +141,9 @@ class GenerateEndpoint:
         except ClientGone:
             return
         except WireError as error:
-            await _refusal_response(Failed("invalid_request", str(error), retryable=False), 400)(scope, receive, send)
-        except Refusal as refused:
-            await _refusal_response(refused.failed, refused.status)(scope, receive, send)
+            await _invalid(str(error))(scope, receive, send)
+        except RefusedError as refused:
+            await _refusal_response(refused.failed)(scope, receive, send)
         else:
             try:
                 await self._relay(stream, receive, send)
@@ -95,18 +170,17 @@ class ClientGone(Exception):
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body. Raises Refusal past MAX_BODY_BYTES, ClientGone."""
+    """Read the whole body. Raises ClientGone, and RefusedError past MAX_BODY_BYTES."""
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
         if size > MAX_BODY_BYTES:
-            raise Refusal(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
-        parts.append(part)
+            raise RefusedError(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
         if not message.get("more_body", False):
             return b"".join(parts)
 
@@ -116,57 +190,49 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _endpoints(service: WorkerService) -> list[tuple[str, str, Endpoint]]:
-    async def abort(request: Request) -> Response:
+class _Endpoints:
+    """The endpoints that answer at once."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+
+    async def abort(self, request: Request) -> Response:
         try:
             message = msgpack.unpackb(await read_body(request.receive))
             request_id, choice = message["request_id"], message.get("choice")
         except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
-            return _refusal_response(Failed("invalid_request", f"not an abort: {error}", retryable=False), 400)
-        return _msgpack(msgpack.packb({"found": service.abort(request_id, choice)}))
+            return _invalid(f"not an abort: {error}")
+        return _msgpack(msgpack.packb({"found": self._service.abort(request_id, choice)}))
 
-    async def state(request: Request) -> Response:
-        return _msgpack(pack(service.state))
+    async def state(self, request: Request) -> Response:
+        return _msgpack(pack(self._service.state))
 
-    async def bundle(request: Request) -> Response:
-        return _msgpack(service.bundle)
+    async def bundle(self, request: Request) -> Response:
+        return _msgpack(self._service.bundle)
 
-    async def live(request: Request) -> Response:
-        return _health(await service.liveness())
+    async def live(self, request: Request) -> Response:
+        return _health(await self._service.liveness())
 
-    async def ready(request: Request) -> Response:
-        return _health(await service.readiness(), service.index_problem())
+    async def ready(self, request: Request) -> Response:
+        return _health(await self._service.readiness(), self._service.index_problem())
 
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    async def debug(request: Request) -> Response:
-        scheduler = service.parts.engine.scheduler
+    async def debug_state(self, request: Request) -> Response:
         async with asyncio.timeout(_DEBUG_TIMEOUT_S):
-            return JSONResponse(await asyncio.wrap_future(service.parts.engine.call(lambda: debug_state(scheduler))))
+            return JSONResponse(await asyncio.wrap_future(self._service.engine.debug_state()))
 
-    async def drain(request: Request) -> Response:
-        service.drain()
-        return JSONResponse({"draining": True, "open": service.num_open})
+    async def drain(self, request: Request) -> Response:
+        self._service.drain()
+        return JSONResponse({"draining": True, "open": self._service.num_open})
 
-    async def purge(request: Request) -> Response:
-        return JSONResponse({"epoch": await service.purge()})
-
-    return [
-        ("POST", "/abort", abort),
-        ("GET", "/state", state),
-        ("GET", "/bundle", bundle),
-        ("GET", "/health/live", live),
-        ("GET", "/health/ready", ready),
-        ("GET", "/metrics", metrics),
-        ("GET", "/debug/state", debug),
-        ("POST", "/drain", drain),
-        ("POST", "/purge", purge),
-    ]
+    async def purge(self, request: Request) -> Response:
+        return JSONResponse({"epoch": await self._service.purge()})
 
 
 def _health(problem: str | None, index_problem: str | None = None) -> Response:
-    """`index_problem` is a detail: a worker outside of the index serves."""
+    """`index_problem` is a detail: a worker outside the index serves."""
     detail = {} if index_problem is None else {"index": index_problem}
     if problem is None:
         return JSONResponse({"status": "ok", **detail})
@@ -177,14 +243,18 @@ def _msgpack(body: Any) -> Response:
     return Response(body, media_type=CONTENT_TYPE)
 
 
-def _refusal_response(failed: Failed, status: int) -> Response:
-    return Response(pack_frame(failed), status, media_type=CONTENT_TYPE)
+def _invalid(message: str) -> Response:
+    return _refusal_response(Failed("invalid_request", message, retryable=False))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return _refusal_response(error.failed, error.status)
+def _refusal_response(failed: Failed) -> Response:
+    return Response(pack_frame(failed), STATUS_OF.get(failed.code, 500), media_type=CONTENT_TYPE)
 
 
-async def _engine_dead(request: Request, error: Exception) -> Response:
-    return _refusal_response(Failed("worker_lost", str(error), retryable=True), 503)
+async def _on_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _refusal_response(error.failed)
+
+
+async def _on_engine_dead(request: Request, error: Exception) -> Response:
+    return _refusal_response(Failed("worker_lost", str(error), retryable=True))

@@ -1,26 +1,98 @@
-"""The open requests as the HTTP side sees them: frames in from the engine's thread, bytes out to the gateway.
+"""The open requests on the HTTP side: outputs in from the engine thread, bytes out to the gateways.
 
-The engine hands over a whole step's frames at once, so the event loop is woken once a step, not once a token.
+The engine delivers a whole step's outputs at once, so the event loop wakes once a step, not once a token.
+
+A queue is worth having only while it drains in time. Each tenant with requests in it has an equal share of its limits:
+a flood fills its own share, and the next tenant finds room. The wait of a new request is estimated as round robin
+(`worker.scheduler.fairness`) would give it, from the time between two starts while others wait:
+
+    wait = start interval x min(all that wait, (requests of its tenant that wait + 1) x tenants that wait)
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
+from worker.engine.protocol import EngineOutput, RequestKey
 from worker.http.tracing import StreamTrace
-from worker.http.waiting import Waiting
-from worker.scheduler.plan import EngineOutput
-from worker.scheduler.request import RequestKey
 from worker.wire import End, Failed, Frame, GenerateRequest, Started, pack_frame
 
 MAX_COALESCED_FRAMES: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait for the engine."""
+
+    max_waiting_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    """Prompt tokens, cached ones included."""
+    max_queue_s: float = 120.0
+    """The longest estimated wait."""
+
+
+@dataclass(slots=True, eq=False)
+class _TenantShare:
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class QueueAccounting:
+    """Counts the waiting requests by tenant and refuses those over the limits. Owned by the event loop."""
+
+    __slots__ = ("_limits", "_shares", "num_requests")
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._shares: dict[str, _TenantShare] = {}
+        self.num_requests = 0
+
+    def add(self, request: GenerateRequest) -> None:
+        share = self._shares.setdefault(request.tenant, _TenantShare())
+        share.num_requests += 1
+        share.num_tokens += len(request.prompt_ids)
+        self.num_requests += 1
+
+    def remove(self, request: GenerateRequest) -> None:
+        """Take out a request that has started or ended."""
+        share = self._shares[request.tenant]
+        share.num_requests -= 1
+        share.num_tokens -= len(request.prompt_ids)
+        self.num_requests -= 1
+        if share.num_requests == 0:
+            del self._shares[request.tenant]
+
+    def wait_s(self, tenant: str, start_interval_s: float) -> float:
+        """Estimate the wait of a new request of the tenant."""
+        share = self._shares.get(tenant)
+        num_tenants = len(self._shares) + (share is None)
+        num_own = 0 if share is None else share.num_requests
+        return start_interval_s * min(self.num_requests, (num_own + 1) * num_tenants)
+
+    def refusal(self, request: GenerateRequest, start_interval_s: float) -> Failed | None:
+        """Return why the request may not join the queue now, and when to retry; None: it may."""
+        limits, share, num_tenants = self._limits, self._shares.get(request.tenant), len(self._shares)
+        wait_s = self.wait_s(request.tenant, start_interval_s)
+        if share is not None and num_tenants * share.num_requests >= limits.max_waiting_requests:
+            reason = f"{share.num_requests} requests wait already"
+        elif share is not None and (
+            num_tenants * (share.num_tokens + len(request.prompt_ids)) > limits.max_queued_tokens
+        ):
+            reason = f"{share.num_tokens} tokens wait already"
+        elif self.num_requests and wait_s > limits.max_queue_s:
+            reason = f"the queue takes {wait_s:.1f} s"
+        elif request.deadline_s is not None and self.num_requests and wait_s > request.deadline_s:
+            reason = f"the queue takes {wait_s:.1f} s, which is past the request's deadline"
+        else:
+            return None
+        return Failed("queue_full", reason, retryable=True, retry_after_s=wait_s or None)
+
+
 class Stream:
-    """One open request. `take` gives what has come since, packed; `ended` once nothing more will come."""
+    """One open request: a buffer of frames between the dispatcher and the connection."""
 
     __slots__ = ("_frames", "_wake", "ended", "key", "last", "request", "started", "trace")
 
@@ -30,7 +102,7 @@ class Stream:
         self.started = False
         self.ended = False
         self.last: End | Failed | None = None
-        """The frame with which it ended; None: it has not, or its reader left before."""
+        """The frame with which it ended; None: it is open, or its client left before."""
         self.trace: StreamTrace | None = None
         self._frames: list[Frame] = []
         self._wake = asyncio.Event()
@@ -40,7 +112,7 @@ class Stream:
         self._wake.set()
 
     async def take(self) -> bytes:
-        """Wait for frames and return all that there are; b"" when the stream has ended and all are taken."""
+        """Wait for frames and return them packed; b"" when the stream has ended and all are taken."""
         while not self._frames:
             if self.ended:
                 return b""
@@ -50,21 +122,22 @@ class Stream:
         return b"".join(map(pack_frame, frames))
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """End the stream; `take` still returns the buffered frames."""
         self.ended = True
         self._wake.set()
 
 
-class Streams:
-    """Owner of the open streams; lives in the event loop, only `deliver` is called from the engine's thread."""
+class OutputDispatcher:
+    """Owns the open streams and hands each its outputs. Lives in the event loop; any thread may call `deliver`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, waiting: Waiting) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: QueueLimits) -> None:
+        self.queue = QueueAccounting(limits)
+        """The open streams whose prefill has not begun."""
         self._loop = loop
-        self.waiting = waiting
-        """Of the open streams, those whose prefill has not begun."""
         self._open: dict[RequestKey, Stream] = {}
         self._keys = itertools.count()
-        self._on_empty: list[Callable[[], None]] = []
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -72,61 +145,58 @@ class Streams:
     def open(self, request: GenerateRequest) -> Stream:
         stream = Stream(RequestKey(next(self._keys)), request)
         self._open[stream.key] = stream
-        self.waiting.add(request)
+        self._empty.clear()
+        self.queue.add(request)
         return stream
 
     def close(self, stream: Stream) -> bool:
-        """End a stream from this side. True: the engine still works for it and has to be told."""
+        """End a stream from this side. True: the engine still computes it, and needs an abort."""
         if self._open.get(stream.key) is not stream:
             return False
         self._end(stream)
         return True
 
     def by_request_id(self, request_id: str) -> list[Stream]:
-        """Usually one; a gateway that repeats a request before its old connection is seen broken has two."""
+        """Find streams, two where a gateway repeats a request before its old connection is seen broken."""
         return [stream for stream in self._open.values() if stream.request.request_id == request_id]
 
-    def deliver(self, emissions: list[EngineOutput]) -> None:
-        """Called by the engine's thread."""
-        self._loop.call_soon_threadsafe(self._dispatch, emissions)
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        """Hand over a step's outputs from the engine thread."""
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def fail_all(self, failed: Failed) -> None:
-        """The engine is dead: no open stream gets another frame."""
+        """End every stream with this frame: the engine is dead."""
         for stream in list(self._open.values()):
-            stream.put(failed)
-            stream.last = failed
-            self._end(stream)
+            self._put(stream, failed)
 
     async def wait_empty(self) -> None:
         """Return once no stream is open."""
         while self._open:
-            emptied = asyncio.Event()
-            self._on_empty.append(emptied.set)
-            await emptied.wait()
+            await self._empty.wait()
 
-    def _dispatch(self, emissions: list[EngineOutput]) -> None:
-        for key, frame in emissions:
+    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+        for key, frame in outputs:
             stream = self._open.get(key)
-            if stream is None:  # its client has gone
-                continue
-            stream.put(frame)
-            match frame:
-                case Started():
-                    self._start(stream)
-                case End() | Failed():
-                    stream.last = frame
-                    self._end(stream)
+            if stream is not None:  # its client is still there
+                self._put(stream, frame)
+
+    def _put(self, stream: Stream, frame: Frame) -> None:
+        stream.put(frame)
+        match frame:
+            case Started():
+                self._start(stream)
+            case End() | Failed():
+                stream.last = frame
+                self._end(stream)
 
     def _start(self, stream: Stream) -> None:
         if not stream.started:
             stream.started = True
-            self.waiting.remove(stream.request)
+            self.queue.remove(stream.request)
 
     def _end(self, stream: Stream) -> None:
         self._start(stream)
         stream.close()
         del self._open[stream.key]
         if not self._open:
-            waiters, self._on_empty = self._on_empty, []
-            for wake in waiters:
-                wake()
+            self._empty.set()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from worker.common.tracing import Tracing, as_parent, mark_failed
-from worker.engine.step_log import StepLog, StepRecord
+from worker.engine.protocol import StepLog, StepRecord
 from worker.wire import End, Failed, GenerateRequest
 
 if TYPE_CHECKING:

@@ -24,11 +24,6 @@ class BatchLimits:
     max_solo_prefill_tokens: int | None = None
     """Tokens in a step of a single prefill, with no decode and nothing waiting; None: as in every other step."""
     max_model_len: int = 4096
-    max_waiting_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    """Prompt tokens that may wait, cached ones included."""
-    max_queue_s: float = 120.0
-    """A request that would wait longer is refused."""
     aging_s: float = 30.0
     """Seconds of waiting that make up for one step of priority."""
     watermark: float = 0.01
@@ -58,8 +53,6 @@ class BatchLimits:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
-            "max_waiting_requests",
-            "max_queued_tokens",
             "max_batch_prefill_tokens",
             "max_batch_total_tokens",
         ):

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cache.allocators.base import BlockCopy
 from worker.engine.step import SamplingRow, SequenceStep, Step
-from worker.scheduler.request import Request, RequestChoice, RequestKey, TokenSequence
-from worker.wire import Frame
-
-
-class EngineOutput(NamedTuple):
-    """A frame for the client of a request."""
-
-    key: RequestKey
-    frame: Frame
+from worker.scheduler.request import Request, RequestChoice, TokenSequence
 
 
 @dataclass(slots=True, eq=False)

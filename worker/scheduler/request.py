@@ -12,11 +12,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NewType, Protocol
+from typing import Protocol
 
 from cache.allocators.base import Allocation
 from cache.hashing import hash_chain
 from cache.types import BlockHash
+from worker.engine.protocol import RequestKey, StepLog
 from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
 from worker.wire import (
     Failed,
@@ -28,9 +29,6 @@ from worker.wire import (
     TokenLogprobs,
     Tokens,
 )
-
-RequestKey = NewType("RequestKey", int)
-"""Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
 
 
 class ConstraintError(ValueError):
@@ -97,6 +95,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
+    step_log: StepLog | None = None
+    """Written by the engine when the request is traced."""
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
@@ -152,6 +152,8 @@ class TokenSequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     order: tuple[float, int, int] = field(init=False)
     """Sort key, total and constant: the first sequence in order is never preempted for another."""
+    step_log: StepLog | None = None
+    """Written by the engine when the request is traced."""
     sampling: SamplingParams = field(init=False)
     tenant: str = field(init=False)
 

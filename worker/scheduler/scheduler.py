@@ -15,16 +15,16 @@ from collections.abc import Iterable, Sequence, Set
 from cache.allocators.base import Allocator
 from cache.types import BlockId
 from worker.common.logs import about
+from worker.engine.protocol import EngineOutput, RequestKey
 from worker.engine.step import SampledToken, SequenceResult
 from worker.scheduler.admission import BatchAdmission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.fairness import FairShare
-from worker.scheduler.plan import EngineOutput, PlannedChunk, StepPlan, plan_next_decode
+from worker.scheduler.plan import PlannedChunk, StepPlan, plan_next_decode
 from worker.scheduler.request import (
     OrderedSequences,
     Request,
     RequestChoice,
-    RequestKey,
     TokenSequence,
     failed_by,
     split_into_sequences,

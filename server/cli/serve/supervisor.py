@@ -128,7 +128,7 @@ class Supervisor:
         name = f"worker-{index}"
         command = [sys.executable, "-m", "worker", "--worker-id", name, "--host", "127.0.0.1", "--port", "0"]
         command += ["--redis", url, "--threads", str(config.threads), "--drain-grace-s", str(DRAIN_GRACE_S)]
-        command += ["--place", f"{index}/{config.num_workers}"]
+        command += ["--local-rank", str(index), "--local-world-size", str(config.num_workers)]
         if config.model is not None:
             command += ["--model", config.model]
         return ChildSpec(name, [*command, *self._secret_options, *config.worker_args], self._screen.relay(name))

@@ -90,7 +90,7 @@ class ThreadedEngine:
                 load_report=LoadReport(PrefillRate(1000, 1.0)),
                 metrics=self.metrics,
                 member=member,
-                deliver=lambda emissions: [self.frames.put(emission) for emission in emissions] and None,
+                deliver=lambda outputs: [self.frames.put(output) for output in outputs] and None,
                 on_death=self.deaths.put,
                 listener=self.listener,
                 launch_ahead=launch_ahead,
@@ -103,9 +103,9 @@ class ThreadedEngine:
         return RequestKey(key)
 
     def next(self) -> EngineOutput:
-        emission = self.frames.get(timeout=HANG_S)
-        self.answers[emission.key].add(emission.frame)
-        return emission
+        output = self.frames.get(timeout=HANG_S)
+        self.answers[output.key].add(output.frame)
+        return output
 
     def wait(self, key: RequestKey) -> Answer:
         while self.answers[key].last is None:
@@ -197,8 +197,8 @@ def test_what_is_offered_replays_to_what_the_pool_holds(threaded: ThreadedEngine
 def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> None:
     threaded.runner.gate.clear()
     key = threaded.submit(0, generate(range(10)))
-    emission = threaded.next()
-    assert emission == EngineOutput(key, Started(0))
+    output = threaded.next()
+    assert output == EngineOutput(key, Started(0))
     threaded.runner.gate.set()
     threaded.wait(key)
     again = threaded.submit(1, generate(range(10)))
@@ -423,15 +423,15 @@ def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: Th
 
 
 def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngine) -> None:
-    emission = EngineOutput(RequestKey(7), Started(0))
+    output = EngineOutput(RequestKey(7), Started(0))
 
     def break_down() -> None:
-        inline.engine._outbox.put([emission])
+        inline.engine._outbox.put([output])
         raise ZeroDivisionError
 
     inline.engine._inbox.put(break_down)
     assert isinstance(inline.deaths.get(timeout=HANG_S), ZeroDivisionError)
-    assert inline.frames.get(timeout=HANG_S) == emission
+    assert inline.frames.get(timeout=HANG_S) == output
 
 
 @pytest.mark.parametrize("ends", ["dies", "stops"])

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from tests.worker.scheduler.engine import generate
+from worker.engine.protocol import RequestKey
 from worker.http.streams import MAX_COALESCED_FRAMES, Stream
-from worker.scheduler.request import RequestKey
 from worker.wire import FrameReader, Tokens
 
 

@@ -13,7 +13,7 @@ from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
 from worker import loader as assembly
-from worker.config import Place, WorkerConfig
+from worker.config import WorkerConfig
 from worker.engine.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
@@ -185,7 +185,7 @@ def test_workers_of_one_machine_share_its_gpus_out(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    configs = [WorkerConfig(device=device, place=Place(index, 3)) for index in range(3)]
+    configs = [WorkerConfig(device=device, local_rank=index, local_world_size=3) for index in range(3)]
     assert [assembly.device_of(config) for config in configs] == devices
     assert [assembly.num_sharing(config) for config in configs] == num_sharing
 

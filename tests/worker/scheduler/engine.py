@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from cache.allocators.factory import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.device import DeviceStream
+from worker.engine.protocol import EngineOutput, RequestKey
 from worker.engine.step import Launch, Raised, Runner, SequenceResult, Step
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.plan import EngineOutput, StepPlan
-from worker.scheduler.request import Constraint, Request, RequestKey, new_request
+from worker.scheduler.plan import StepPlan
+from worker.scheduler.request import Constraint, Request, new_request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import (
     ChoiceState,

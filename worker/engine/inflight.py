@@ -1,0 +1,240 @@
+"""The steps that the device has been given and whose results are still out: at most two, in order.
+
+    launch(n)   launch_ahead() -> n+1   process_result() of n   launch_ahead() -> n+2   process_result() of n+1   ...
+
+A step that raises has written nothing that counts. Its requests run again one by one, and only those fail that fail
+alone. When all fail, a probe asks the device for one token; without an answer the engine is dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
+from worker.common.logs import about
+from worker.engine.load import LoadReporter
+from worker.engine.mailbox import OutputBuffer, StepWatchdog
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.protocol import EngineDeadError, EngineOutput, StepRecord
+from worker.engine.step import Launch, Raised, Runner, SamplingRow, SequenceResult, SequenceStep, Step
+from worker.scheduler.plan import StepPlan
+from worker.scheduler.request import Request, failed_by
+from worker.scheduler.scheduler import Scheduler
+from worker.wire import Failed, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_NO_ROOT: Final = BlockHash(bytes(HASH_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    plan: StepPlan
+    launch: Launch[list[SequenceResult]]
+    started_s: float
+
+
+class InFlightBatches:
+    """Launches steps, processes their results and recovers from those that raise. Used by the engine thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        reporter: LoadReporter,
+        metrics: WorkerMetrics,
+        outputs: OutputBuffer,
+        watchdog: StepWatchdog,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._reporter = reporter
+        self._metrics = metrics
+        self._outputs = outputs
+        self._watchdog = watchdog
+        self._batches: deque[_Batch] = deque()
+        self._returned_s = 0.0
+        self.tracing = False
+        """Write the step logs of requests that have one."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def prefill_runs(self) -> bool:
+        """The first step in flight prefills and is not done."""
+        first = self._batches[0] if self._batches else None
+        return first is not None and first.plan.num_prefill_tokens > 0 and not first.launch.is_done()
+
+    def launch(self, plan: StepPlan, begun_s: float) -> None:
+        """Launch a step while nothing is in flight; scheduling began at `begun_s`."""
+        assert not self._batches, "a step is in flight"
+        self._launch(plan, begun_s, self._watchdog.begin_step())
+
+    def launch_ahead(self) -> None:
+        """Launch the step behind the only one in flight, if the scheduler can plan it without that one's tokens."""
+        begun_s = time.monotonic()
+        if len(self._batches) == 1 and (plan := self._scheduler.schedule_ahead()) is not None:
+            self._launch(plan, begun_s, time.monotonic())
+
+    def process_result(self) -> None:
+        """Wait for the first step in flight, if any, and apply its results. Raises EngineDeadError."""
+        if not self._batches:
+            return
+        batch = self._batches.popleft()
+        try:
+            results = batch.launch.collect()
+        except Exception as error:
+            self._metrics.step_failures.inc()
+            self._discard()
+            self._run_one_by_one(batch.plan, error)
+        else:
+            self._apply(batch, results)
+        self._watchdog.end_step()
+        if self._batches:
+            self._watchdog.begin_step()
+
+    def process_all(self) -> None:
+        """Empty the device's queue."""
+        while self._batches:
+            self.process_result()
+
+    def probe(self) -> None:
+        """Compute one token in a block of the pool, or in the null block when none is free. Raises EngineDeadError."""
+        allocation = self._scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
+        table, slots = ((NULL_BLOCK,), [0]) if allocation is None else (allocation.block_table, allocation.slots(0, 1))
+        row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
+        self._watchdog.begin_step()  # a device that never answers is a step that hangs
+        try:
+            self._runner.run(Step([SequenceStep((0,), 0, table, slots, (row,))]))
+        except Exception as error:
+            self._watchdog.fail_step()
+            raise EngineDeadError(f"the device does not compute: {error}") from error
+        finally:
+            if allocation is not None:
+                allocation.free()
+        self._watchdog.end_step()
+
+    def _launch(self, plan: StepPlan, begun_s: float, started_s: float) -> None:
+        launch: Launch[list[SequenceResult]]
+        try:
+            launch = self._runner.launch(plan.step())
+        except Exception as error:
+            launch = Raised(error)
+        self._batches.append(_Batch(plan, launch, started_s))
+        self._observe_start(plan, started_s - begun_s)
+        self._reporter.starts.note(len(plan.started), len(self._scheduler.waiting), begun_s)
+
+    def _observe_start(self, plan: StepPlan, schedule_s: float) -> None:
+        metrics, num_prefill_tokens, num_decodes = self._metrics, plan.num_prefill_tokens, plan.num_decodes
+        for request in plan.started:
+            assert request.started_s is not None
+            metrics.queue_s.observe(request.started_s - request.arrival_s)
+            metrics.prompt_tokens.inc(len(request.prompt_ids))
+            metrics.cached_tokens.inc(request.num_cached_tokens)
+            if request.step_log is not None:
+                request.step_log.begun_s = request.started_s
+                request.step_log.num_cached_tokens = request.num_cached_tokens
+        metrics.batch_size.observe(len(plan.chunks))
+        if num_prefill_tokens:
+            metrics.batch_tokens.labels("prefill").observe(num_prefill_tokens)
+        if num_decodes:
+            metrics.batch_tokens.labels("decode").observe(num_decodes)
+        if plan.batch_growth_reason is not None:
+            metrics.batch_growth.labels(plan.batch_growth_reason).inc()
+        if num_preempted := plan.num_preempted + plan.num_yielded:
+            metrics.preemptions.inc(num_preempted)
+        metrics.host_s.labels("schedule").observe(schedule_s)
+
+    def _apply(self, batch: _Batch, results: list[SequenceResult]) -> None:
+        plan, returned_s = batch.plan, time.monotonic()
+        started_s = max(batch.started_s, self._returned_s)  # it may have queued behind the one before
+        interval_s, self._returned_s = returned_s - self._returned_s, returned_s
+        if self.tracing:
+            _log_step(plan, started_s, returned_s)
+        self._outputs.put(self._scheduler.update(plan, results, returned_s))
+        self._metrics.count_step(plan.num_prefill_tokens, plan.num_decodes, returned_s - started_s, interval_s)
+        self._reporter.measure(plan, returned_s - started_s, returned_s)
+        self._metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
+
+    def _discard(self) -> None:
+        """Wait for the steps behind one that raised. Their results are void."""
+        while self._batches:
+            with suppress(Exception):
+                self._batches.popleft().launch.collect()
+
+    def _run_one_by_one(self, plan: StepPlan, error: Exception) -> None:
+        """Run each request of a failed step alone, and fail those that raise again. Raises EngineDeadError."""
+        logger.warning(
+            "a step of %d requests raised; they are run one by one", len(plan.chunks), exc_info=_trace(error)
+        )
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors for which the device had no room
+        failed: list[tuple[Request, Exception]] = []
+        any_returned = False
+        for part in self._scheduler.retries(plan):
+            request = next(iter(part.chunks)).request
+            wire = request.wire
+            started_s = self._watchdog.begin_step()
+            try:
+                results = self._runner.run(part.step())
+            except Exception as cause:
+                text = "request %s: its step raised twice: %s"
+                logger.error(
+                    text, wire.request_id, cause, exc_info=_trace(cause), extra=about(wire.request_id, wire.traceparent)
+                )
+                traceback.clear_frames(cause.__traceback__)
+                failed.append((request, cause))
+            else:
+                any_returned = True
+                returned_s = time.monotonic()
+                _log_step(part, started_s, returned_s)
+                self._deliver(self._scheduler.update(part, results, returned_s))
+        if not any_returned:
+            self._probe_or_blame(request for request, _ in failed)
+        for request, blamed in failed:
+            self._deliver(self._scheduler.fail(request, failed_by(blamed)))
+
+    def _probe_or_blame(self, requests: Iterable[Request]) -> None:
+        """Probe the device, which one of these may have broken. Raises EngineDeadError.
+
+        A single request in prefill is to blame: it fails first, so that no other worker computes it.
+        """
+        try:
+            self.probe()
+        except EngineDeadError:
+            prefilling = [request for request in requests if request.first_token_s is None]
+            if len(prefilling) == 1:
+                failed = Failed("poisonous", "the request has broken the device", retryable=False)
+                self._deliver(self._scheduler.fail(prefilling[0], failed))
+            raise
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Deliver at once: the next part may end the process."""
+        self._outputs.put(outputs)
+        self._outputs.flush()
+
+
+def _log_step(plan: StepPlan, begun_s: float, ended_s: float) -> None:
+    """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
+    traced = {chunk.sequence.request for chunk in plan.chunks.values()}
+    for request in traced:
+        if (log := request.step_log) is None:
+            continue
+        chunks = [chunk for chunk in plan.chunks.values() if chunk.sequence.request is request]
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        record = StepRecord(begun_s, ended_s, num_tokens, len(plan.chunks), plan.num_tokens)
+        log.add(record, is_prefill=any(chunk.is_prefill for chunk in chunks))
+        if log.first_token_s is None and any(chunk.stop == len(chunk.sequence.token_ids) for chunk in chunks):
+            log.first_token_s = ended_s
+
+
+def _trace(error: Exception) -> Exception | None:
+    """Return the error for the log, unless a request's own fields are to blame."""
+    return error if failed_by(error).code == "internal_error" else None

@@ -1,0 +1,194 @@
+"""What the engine thread reports: cache events, load and the state of its queues.
+
+The load is the prefill seconds that the worker owes, to which gateway, and how fast it works them off. Seconds are
+tokens over the measured prefill rate. A request counts from its arrival to its first token, with the tokens that it
+still has to compute. Source: docs/routing.md; a gateway subtracts its own share from `queued_prefill_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from cache.events import BlockEvent
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import GatewayId
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.protocol import EventListener
+from worker.scheduler.admission import num_growth_blocks
+from worker.scheduler.plan import StepPlan
+from worker.scheduler.request import Request, TokenSequence
+from worker.scheduler.scheduler import Scheduler
+
+REPORT_INTERVAL_S: Final = 0.05
+_HALF_LIFE_S: Final = 20.0
+"""Seconds of prefill after which a measurement weighs half."""
+_IDLE_HALF_LIFE_S: Final = 120.0
+"""Seconds without prefill after which it does: what slowed the device may have ended."""
+_HALF_LIFE_STARTS: Final = 32
+"""Starts after which a measured interval weighs half."""
+
+
+class PrefillRate:
+    """Tokens per second over the recent steps that mostly prefilled."""
+
+    __slots__ = ("_duration_s", "_measured_s", "_num_tokens")
+
+    def __init__(self, num_tokens: int = 0, duration_s: float = 0.0) -> None:
+        """Begin with a measurement, if there is one."""
+        self._num_tokens = float(num_tokens)
+        self._duration_s = duration_s
+        self._measured_s: float | None = None
+
+    def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
+        """Add a measurement that ended at `now_s`."""
+        idle_s = 0.0 if self._measured_s is None else max(0.0, now_s - duration_s - self._measured_s)
+        self._measured_s = now_s
+        fade = 0.5 ** (duration_s / _HALF_LIFE_S + idle_s / _IDLE_HALF_LIFE_S)
+        self._num_tokens = fade * self._num_tokens + num_tokens
+        self._duration_s = fade * self._duration_s + duration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._num_tokens / self._duration_s if self._duration_s > 0.0 else 0.0
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the time that these tokens take; 0.0 before the first measurement."""
+        return num_tokens * self._duration_s / self._num_tokens if self._num_tokens > 0.0 else 0.0
+
+
+class StartInterval:
+    """Mean time between two starts while requests wait: how fast the queue drains, whatever the device does."""
+
+    __slots__ = ("_backlog_s", "_duration_s", "_num_started")
+
+    def __init__(self) -> None:
+        self._num_started = 0.0
+        self._duration_s = 0.0
+        self._backlog_s: float | None = None
+        """When the last request started, or the queue formed, while requests wait."""
+
+    def note(self, num_started: int, num_waiting: int, now_s: float) -> None:
+        """Count the starts of one step's admission, and the requests that it left waiting."""
+        if num_started and self._backlog_s is not None:
+            fade = 0.5 ** (num_started / _HALF_LIFE_STARTS)
+            self._num_started = fade * self._num_started + num_started
+            self._duration_s = fade * self._duration_s + now_s - self._backlog_s
+        if num_waiting == 0:
+            self._backlog_s = None
+        elif num_started or self._backlog_s is None:
+            self._backlog_s = now_s
+
+    @property
+    def mean_s(self) -> float:
+        """0.0 before the first measurement."""
+        return self._duration_s / self._num_started if self._num_started else 0.0
+
+
+class LoadReporter:
+    """Reports cache events and load, on the engine thread. Its counters cover one epoch.
+
+    `report_if_due` reports after a change of the pool, or after REPORT_INTERVAL_S.
+    """
+
+    def __init__(self, scheduler: Scheduler, rate: PrefillRate, metrics: WorkerMetrics) -> None:
+        self.rate = rate
+        self.starts = StartInterval()
+        self.listener: EventListener | None = None
+        self.draining = False
+        """Report that no request should come. Any thread may set it."""
+        self.load = WorkerLoad()
+        """As last reported. Frozen: any thread may read it."""
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._assigned_s = 0.0
+        self._reported_s = 0.0
+
+    def assign(self, request: Request) -> None:
+        """Count a submitted request."""
+        self._assigned_s += self.rate.seconds(request.num_uncached_tokens)
+
+    def measure(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
+        """Take the duration of a step that ended at `now_s`. Steps that mostly decode do not measure prefill."""
+        num_tokens = plan.num_tokens
+        if 2 * plan.num_prefill_tokens > num_tokens:
+            self.rate.add(num_tokens, duration_s, now_s)
+
+    def report(self) -> None:
+        self._report(self._scheduler.allocator.take_events())
+
+    def report_if_due(self) -> None:
+        events = self._scheduler.allocator.take_events()
+        if events or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
+            self._report(events)
+
+    def begin_epoch(self, member: WorkerMember) -> None:
+        """Drop the pool's pending events, since it is empty, and report as `member`."""
+        self._scheduler.allocator.take_events()
+        self._assigned_s = 0.0
+        if self.listener is not None:
+            self.listener.begin_epoch(member)
+        self.report()
+
+    def _report(self, events: Sequence[BlockEvent]) -> None:
+        self._reported_s = time.monotonic()
+        self.load = self._current_load()
+        self._metrics.set_load(self.load)
+        self._metrics.set_cache(self._scheduler.allocator.stats())
+        self._metrics.queued_tokens.set(sum(sequence.num_pending for sequence in self._scheduler.waiting))
+        if self.listener is not None:
+            self.listener.offer(events, self.load)
+
+    def _current_load(self) -> WorkerLoad:
+        scheduler, allocator = self._scheduler, self._scheduler.allocator
+        queued: dict[GatewayId, float] = defaultdict(float)
+        for request in scheduler.requests.values():
+            if request.first_token_s is None:
+                queued[GatewayId(request.wire.gateway_id)] += self.rate.seconds(_num_tokens_left(request))
+        growth_blocks = sum(num_growth_blocks(sequence, allocator) for sequence in scheduler.running)
+        return WorkerLoad(
+            queued_prefill_s=dict(queued),
+            assigned_prefill_s=self._assigned_s,
+            prefill_tokens_per_s=self.rate.tokens_per_s,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=max(0, allocator.num_free_blocks - growth_blocks),
+            num_blocks=allocator.num_blocks,
+            draining=self.draining,
+            start_interval_s=self.starts.mean_s,
+        )
+
+
+def _num_tokens_left(request: Request) -> int:
+    """Count the uncached tokens left before the first token, which comes from the first sequence."""
+    if request.started_s is None:
+        return request.num_uncached_tokens
+    return request.sequences[0].num_pending if request.sequences else 0
+
+
+def debug_state(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the queues, block tables and pool counts as JSON values."""
+    return {
+        "pool": asdict(scheduler.allocator.stats()),
+        "running": [_sequence_state(sequence) for sequence in scheduler.running],
+        "waiting": [_sequence_state(sequence) for sequence in scheduler.waiting],
+        "num_requests": len(scheduler.requests),
+    }
+
+
+def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
+    request = sequence.request
+    return {
+        "request_id": request.wire.request_id,
+        "gateway_id": request.wire.gateway_id,
+        "choices": [choice.index for choice in sequence.choices],
+        "num_prompt_tokens": len(request.prompt_ids),
+        "num_tokens": len(sequence.token_ids),
+        "num_computed": sequence.num_computed,
+        "num_cached_tokens": request.num_cached_tokens,
+        "block_table": [] if sequence.allocation is None else list(sequence.allocation.block_table),
+        "priority": request.wire.priority,
+    }

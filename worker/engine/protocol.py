@@ -1,0 +1,144 @@
+"""What `worker.http` and the publisher need of an engine. Imports neither torch nor the scheduler.
+
+Another engine (an adapter next to a vLLM server, say) serves this worker's HTTP API by implementing `Engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, NewType, Protocol
+
+from cache.events import BlockEvent
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import Epoch
+from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
+
+MAX_RECORDED_STEPS: Final = 64
+"""Steps of each kind that a StepLog records; it counts the rest."""
+
+RequestKey = NewType("RequestKey", int)
+"""Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
+
+
+class EngineDeadError(RuntimeError):
+    """The device computes nothing any more, or an invariant of the engine is broken."""
+
+
+class RefusedError(Exception):
+    """The request gets no stream, but one Failed frame."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+class EngineOutput(NamedTuple):
+    """A frame for the client of a request."""
+
+    key: RequestKey
+    frame: Frame
+
+
+class StepRecord(NamedTuple):
+    """A step as one request saw it. Times on the monotonic clock."""
+
+    begun_s: float
+    ended_s: float
+    num_tokens: int
+    """Tokens of this request."""
+    num_sequences: int
+    """Sequences of the whole batch."""
+    num_batch_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class StepLog:
+    """Steps of a traced request. The engine only appends: the log is complete after the request's last frame."""
+
+    prefills: list[StepRecord] = field(default_factory=list)
+    decodes: list[StepRecord] = field(default_factory=list)
+    num_prefills: int = 0
+    num_decodes: int = 0
+    begun_s: float | None = None
+    """When the request left the queue."""
+    first_token_s: float | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, record: StepRecord, *, is_prefill: bool) -> None:
+        """Count the step, and record it if it is one of the first."""
+        if is_prefill:
+            self.num_prefills += 1
+        else:
+            self.num_decodes += 1
+        records = self.prefills if is_prefill else self.decodes
+        if len(records) < MAX_RECORDED_STEPS:
+            records.append(record)
+
+
+class EventListener(Protocol):
+    """Receives the engine's cache events and load, as the publisher does. Called from any thread; never blocks."""
+
+    def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
+        """Take the events since the last call, in order, and the current load."""
+
+    def begin_epoch(self, member: WorkerMember) -> None:
+        """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""
+
+
+class Engine(Protocol):
+    """An engine as the HTTP side sees it. All methods return at once and may be called from any thread."""
+
+    @property
+    def member(self) -> WorkerMember:
+        """The registry entry, with the current epoch."""
+
+    @property
+    def bundle(self) -> TokenizerBundle:
+        """What a gateway needs to tokenise for this engine."""
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The load as last reported."""
+
+    def start(
+        self,
+        deliver: Callable[[list[EngineOutput]], None],
+        on_death: Callable[[BaseException], None],
+        listener: EventListener | None = None,
+    ) -> None:
+        """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
+
+    def stop(self) -> None:
+        """End after the current step. Open requests get no more frames."""
+
+    def refusal(self, request: GenerateRequest) -> Failed | None:
+        """Return why the engine can never serve this request, or None."""
+
+    async def prepare(self, request: GenerateRequest) -> Any:
+        """Compile the request's grammar, for `submit`. Raises RefusedError."""
+
+    def submit(self, key: RequestKey, request: GenerateRequest, prepared: Any, steps: StepLog | None = None) -> None:
+        """Queue a request that `refusal` has let pass. `key` is new and ascending; `steps` receives its trace.
+
+        A dead engine fails the request at once, so that another worker may take it.
+        """
+
+    def abort(self, key: RequestKey, choice: int | None = None) -> None:
+        """End a request, or one choice of it, before the next step. Ignores unknown keys: it may have ended."""
+
+    def drain(self) -> None:
+        """Report from here on that no request should come."""
+
+    def fail_all(self, failed: Failed) -> Future[None]:
+        """End every request with this frame."""
+
+    def purge(self) -> Future[Epoch]:
+        """Empty the cache and begin a new epoch. Running requests compute their tokens again."""
+
+    async def liveness(self) -> str | None:
+        """Return what is wrong with the engine, or None. Probe the device after a long idle time."""
+
+    def debug_state(self) -> Future[dict[str, Any]]:
+        """Return the queues, block tables and pool counts as JSON values."""
