@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -22,19 +23,17 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from tests.waiting import HANG_S
 from tests.worker.device_streams import ThreadedStream
-from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
+from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner, answer
 from tests.worker.scheduler.engine import ROOT, Answer, generate
 from worker.device import DeviceStream, HostStream
-from worker.engine.engine import Engine, EngineParts
-from worker.engine.load_report import LoadReport, PrefillRate
+from worker.engine.engine import EngineCore
+from worker.engine.load import PrefillRate
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.recovery import EngineDeadError
+from worker.engine.protocol import EngineDeadError, EngineOutput, RequestKey
 from worker.engine.step import SequenceResult, Step
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.plan import EngineOutput
-from worker.scheduler.request import RequestKey
 from worker.scheduler.scheduler import Scheduler
-from worker.wire import End, Failed, Started
+from worker.wire import End, Failed, Started, TokenizerBundle
 
 NUM_BLOCKS = 129
 BLOCK_SIZE = 4
@@ -73,7 +72,7 @@ class RecordingListener:
 class ThreadedEngine:
     """A started engine over the arithmetic runner, and the answers that came out of it."""
 
-    def __init__(self, stream: DeviceStream, *, launch_ahead: bool = True, **limits) -> None:
+    def __init__(self, stream: DeviceStream, *, async_scheduling: bool = True, **limits) -> None:
         self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE, stream)
         self.allocator = make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE)
         self.listener = RecordingListener()
@@ -83,20 +82,19 @@ class ThreadedEngine:
         self.answers: dict[RequestKey, Answer] = defaultdict(Answer)
         self.scheduler = Scheduler(self.allocator, BatchLimits(**limits), ())
         member = WorkerMember(WorkerId("w"), Epoch("first"), "http://w", "m", "ns", "cpu", BLOCK_SIZE, 512, 1)
-        self.engine = Engine(
-            EngineParts(
-                scheduler=self.scheduler,
-                runner=self.runner,
-                load_report=LoadReport(PrefillRate(1000, 1.0)),
-                metrics=self.metrics,
-                member=member,
-                deliver=lambda outputs: [self.frames.put(output) for output in outputs] and None,
-                on_death=self.deaths.put,
-                listener=self.listener,
-                launch_ahead=launch_ahead,
-            )
+        bundle = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, BLOCK_SIZE)
+        self.engine = EngineCore(
+            self.scheduler,
+            self.runner,
+            PrefillRate(1000, 1.0),
+            bundle,
+            member,
+            self.metrics,
+            async_scheduling=async_scheduling,
         )
-        self.engine.start()
+        self.engine.start(
+            lambda outputs: [self.frames.put(output) for output in outputs] and None, self.deaths.put, self.listener
+        )
 
     def submit(self, key: int, wire) -> RequestKey:
         self.engine.submit(RequestKey(key), wire, {})
@@ -114,7 +112,7 @@ class ThreadedEngine:
 
     def settle(self) -> None:
         """Everything put into the inbox so far has been done, and the step that ran then has ended."""
-        self.engine._inbox.call(lambda: None, before=self.engine._flights.land_all).result(HANG_S)
+        self.engine._mailbox.call(lambda: None, before=self.engine._in_flight.process_all).result(HANG_S)
 
     def heard(self) -> None:
         """Everything put into the inbox so far has been done."""
@@ -133,8 +131,10 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def running(stream: DeviceStream, *, launch_ahead: bool = True, max_num_seqs: int = 16) -> Iterator[ThreadedEngine]:
-    engine = ThreadedEngine(stream, launch_ahead=launch_ahead, max_num_batched_tokens=64, max_num_seqs=max_num_seqs)
+def running(stream: DeviceStream, *, async_scheduling: bool = True, max_num_seqs: int = 16) -> Iterator[ThreadedEngine]:
+    engine = ThreadedEngine(
+        stream, async_scheduling=async_scheduling, max_num_batched_tokens=64, max_num_seqs=max_num_seqs
+    )
     try:
         yield engine
     finally:
@@ -249,12 +249,12 @@ def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngi
     assert beside.allocator.find([*range(10), 1], ROOT) == 8  # what the step has computed is kept
 
 
-@pytest.mark.parametrize(("launch_ahead", "num_steps"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("async_scheduling", "num_steps"), [(True, 2), (False, 1)])
 def test_a_device_is_given_the_next_decode_before_the_last_is_seen_unless_told_not_to(
-    launch_ahead: bool, num_steps: int
+    async_scheduling: bool, num_steps: int
 ) -> None:
     stream = ThreadedStream()
-    with running(stream, launch_ahead=launch_ahead) as engine:
+    with running(stream, async_scheduling=async_scheduling) as engine:
         got = engine.wait(engine.submit(0, generate(range(20), 50)))
     stream.close()
     assert got.tokens[0] == answer(range(20), 100, 50)
@@ -315,7 +315,7 @@ def test_purge_waits_for_the_step_that_runs(beside: ThreadedEngine) -> None:
     beside.runner.gate.clear()
     key = beside.submit(0, generate(range(10), 5))
     assert beside.runner.entered.acquire(timeout=HANG_S)
-    purged = beside.engine.purge(Epoch("second"))
+    purged = beside.engine.purge()
     assert not purged.done()
     beside.runner.gate.set()
     purged.result(HANG_S)
@@ -426,10 +426,10 @@ def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngi
     output = EngineOutput(RequestKey(7), Started(0))
 
     def break_down() -> None:
-        inline.engine._outbox.put([output])
+        inline.engine._outputs.put([output])
         raise ZeroDivisionError
 
-    inline.engine._inbox.put(break_down)
+    inline.engine._mailbox.put(break_down)
     assert isinstance(inline.deaths.get(timeout=HANG_S), ZeroDivisionError)
     assert inline.frames.get(timeout=HANG_S) == output
 
@@ -443,14 +443,14 @@ def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: Th
         if ends == "dies":
             raise ZeroDivisionError
 
-    def ask(key: int) -> list[Future[None]]:
+    def ask(key: int) -> list[Future[Any]]:
         threaded.submit(key, generate([1, 2, 3]))
         engine.abort(RequestKey(key))
         engine.drain()
         failed = Failed("draining", "the worker stops", retryable=True)
-        return [engine.call(lambda: None), engine.purge(Epoch("second")), engine.fail_all(failed), engine.probe()]
+        return [engine.call(lambda: None), engine.purge(), engine.fail_all(failed), engine.probe()]
 
-    engine._inbox.put(break_down)
+    engine._mailbox.put(break_down)
     if ends == "stops":
         engine._stopping = True
     before = ask(0) if ends == "dies" else []  # behind what ends it; what came before a stop is still done
@@ -473,7 +473,7 @@ def test_what_waits_for_a_step_that_breaks_the_engine_is_told(beside: ThreadedEn
     beside.runner.gate.clear()
     beside.submit(0, generate(range(10), 5))
     assert beside.runner.entered.acquire(timeout=HANG_S)
-    purged = beside.engine.purge(Epoch("second"))
+    purged = beside.engine.purge()
     beside.runner.gate.set()
     with pytest.raises(EngineDeadError, match="does not compute"):
         purged.result(HANG_S)
@@ -486,7 +486,7 @@ def test_the_step_that_runs_is_waited_for_at_the_end(beside: ThreadedEngine) -> 
     assert beside.runner.entered.acquire(timeout=HANG_S)
     threading.Timer(0.05, beside.runner.gate.set).start()
     beside.engine.stop()
-    assert not beside.engine._flights
+    assert not beside.engine._in_flight
     assert beside.runner.steps
 
 
@@ -558,14 +558,14 @@ def test_a_probe_without_an_answer_is_a_hang(threaded: ThreadedEngine) -> None:
     threaded.runner.fails = lambda step: True
     probed = threaded.engine.probe()
     assert threaded.runner.entered.acquire(timeout=HANG_S)
-    assert threaded.engine.step_started_s is not None  # for who ends a process that hangs
+    assert threaded.engine.watchdog.started_s is not None  # for who ends a process that hangs
     assert "a step has been running" in (threaded.engine.health(0.0) or "")
-    proved_s = threaded.engine._pulse._beat_s
+    proved_s = threaded.engine.watchdog._proved_s
     threaded.runner.gate.set()
     with pytest.raises(EngineDeadError, match="does not compute"):
         probed.result(HANG_S)
-    assert threaded.engine.step_started_s is None
-    assert threaded.engine._pulse._beat_s == proved_s  # it proved nothing: the next look asks again
+    assert threaded.engine.watchdog.started_s is None
+    assert threaded.engine.watchdog._proved_s == proved_s  # it proved nothing: the next look asks again
 
 
 def test_a_call_given_up_before_its_turn_harms_nobody(inline: ThreadedEngine) -> None:
@@ -585,9 +585,10 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     keys = [threaded.submit(i, generate([i, 2, 3, 4, 5], 60)) for i in range(4)]
     while len(threaded.answers[keys[0]].tokens.get(0, ())) < 5:
         threaded.next()
-    threaded.engine.purge(Epoch("second")).result(HANG_S)
-    assert threaded.engine.member.epoch == "second"
-    assert [member.epoch for member in threaded.listener.members] == ["second"]
+    epoch = threaded.engine.purge().result(HANG_S)
+    assert epoch != "first"
+    assert threaded.engine.member.epoch == epoch
+    assert [member.epoch for member in threaded.listener.members] == [epoch]
     for i, key in enumerate(keys):
         assert threaded.wait(key).tokens[0] == answer([i, 2, 3, 4, 5], 100, 60)
     threaded.settle()

@@ -23,6 +23,7 @@ from worker.device import DeviceStream, HostStream
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.step import SequenceResult, Step
 from worker.http.service import WorkerService
+from worker.http.streams import QueueLimits
 from worker.scheduler.request import Constraint, Request, RequestChoice, TokenSequence
 from worker.wire import (
     End,
@@ -151,11 +152,11 @@ async def test_the_epoch_that_was_routed_to_is_served(worker: LiveWorker) -> Non
 
 async def test_a_full_queue_is_429(runner: SlowRunner) -> None:
     runner.free_running.clear()
-    async with live_worker(runner, NUM_BLOCKS, 4, max_num_seqs=1, max_waiting_requests=2) as worker:
+    async with live_worker(
+        runner, NUM_BLOCKS, 4, queue_limits=QueueLimits(max_waiting_requests=2), max_num_seqs=1
+    ) as worker:
         tasks = [asyncio.create_task(worker.generate(generate(range(4), 2)))]
-        await worker.until(
-            lambda: worker.service.num_open == 1 and worker.service.parts.streams.waiting.num_requests == 0
-        )
+        await worker.until(lambda: worker.service.num_open == 1 and worker.service.streams.queue.num_requests == 0)
         tasks += [asyncio.create_task(worker.generate(generate(range(4), 2))) for _ in range(2)]
         await worker.until(lambda: worker.service.num_open == 3)
         status, got = await worker.generate(generate(range(4), 2))
@@ -281,12 +282,12 @@ async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_err
             await compiled.wait()
         return {}
 
-    monkeypatch.setattr(worker.service.parts.grammars, "constraints", constraints)
+    monkeypatch.setattr(worker.engine.grammars, "constraints", constraints)
     late = asyncio.create_task(worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a"))))
     await entered.wait()
     runner.fails = lambda step: True
     await worker.generate(generate([1, 2, 3], 5))
-    await worker.until(lambda: worker.service.draining)  # buried
+    await worker.until(lambda: worker.service.draining)
     compiled.set()
     async with asyncio.timeout(HANG_S):
         status, got = await late
@@ -306,9 +307,9 @@ async def test_streams_that_a_dead_engine_has_left_open_do_not_hold_up_the_end(
 ) -> None:
     runner.fails = lambda step: True
     await worker.generate(generate([1, 2, 3], 5))
-    await worker.until(lambda: worker.service.draining)  # buried
-    stream = worker.service.parts.streams.open(generate([4, 5, 6], 5))
-    worker.service.parts.engine.submit(stream.key, stream.request, {})
+    await worker.until(lambda: worker.service.draining)
+    stream = worker.service.streams.open(generate([4, 5, 6], 5))
+    worker.engine.submit(stream.key, stream.request, {})
     async with asyncio.timeout(20):
         await worker.service.drained(10.0)
     assert stream.ended
@@ -321,7 +322,7 @@ async def test_a_grammar_that_is_compiled_while_the_worker_drains_is_refused(
         worker.service.drain()
         return {}
 
-    monkeypatch.setattr(worker.service.parts.grammars, "constraints", constraints)
+    monkeypatch.setattr(worker.engine.grammars, "constraints", constraints)
     status, got = await worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a")))
     assert status == 503
     assert got.last == Failed("draining", "the worker is draining", retryable=True)
@@ -414,4 +415,4 @@ async def assert_idle(worker: LiveWorker) -> None:
     await asyncio.wrap_future(worker.engine.call(allocator.check_integrity))
     await worker.until(lambda: allocator.num_free_blocks == NUM_BLOCKS - 1)  # a step may still run for nobody
     assert len(worker.scheduler.running) == len(worker.scheduler.waiting) == 0
-    assert worker.service.parts.streams.waiting.num_requests == 0
+    assert worker.service.streams.queue.num_requests == 0

@@ -1,9 +1,15 @@
+"""Streams that lag, and the queue that refuses."""
+
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
 from tests.worker.scheduler.engine import generate
+from worker.engine.load import StartInterval
 from worker.engine.protocol import RequestKey
-from worker.http.streams import MAX_COALESCED_FRAMES, Stream
-from worker.wire import FrameReader, Tokens
+from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimits, Stream
+from worker.wire import Failed, FrameReader, Tokens, pack_frame
 
 
 async def test_a_reader_that_lags_gets_every_frame_in_order() -> None:
@@ -16,3 +22,63 @@ async def test_a_reader_that_lags_gets_every_frame_in_order() -> None:
     while data := await stream.take():
         read += reader.feed(data)
     assert read == frames
+
+
+def test_a_tenant_fills_its_own_share_only() -> None:
+    queue = QueueAccounting(QueueLimits(max_queued_tokens=100, max_waiting_requests=1000))
+    heavy, weak = generate([1] * 10, tenant="heavy"), generate([1] * 10, tenant="weak")
+    num_heavy = 0
+    while queue.refusal(heavy, 0.0) is None:
+        queue.add(heavy)
+        num_heavy += 1
+    assert num_heavy == 10
+    num_weak = 0
+    while queue.refusal(weak, 0.0) is None:
+        queue.add(weak)
+        num_weak += 1
+    assert num_weak == 5
+    for _ in range(num_heavy):
+        queue.remove(heavy)
+    assert queue.refusal(weak, 0.0) is None, "alone again, the whole queue is its own"
+    for _ in range(num_weak):
+        queue.remove(weak)
+    assert queue.num_requests == 0
+
+
+def test_a_wait_too_long_is_refused_with_the_time_it_takes() -> None:
+    queue = QueueAccounting(QueueLimits(max_queue_s=5.0))
+    heavy, weak = generate([1], tenant="heavy"), generate([1], tenant="weak")
+    for _ in range(10):
+        assert queue.refusal(heavy, 0.5) is None
+        queue.add(heavy)
+    queue.add(heavy)
+    refused = queue.refusal(heavy, 0.5)
+    assert refused is not None
+    assert (refused.code, refused.retryable, refused.retry_after_s) == ("queue_full", True, pytest.approx(5.5))
+    assert queue.refusal(weak, 0.5) is None
+    assert queue.wait_s("weak", 0.5) == 1.0, "two tenants take turns"
+    hurried = replace(weak, deadline_s=0.9)
+    assert queue.refusal(hurried, 0.5) is not None
+    assert queue.refusal(replace(weak, deadline_s=2.0), 0.5) is None
+
+
+def test_an_empty_queue_refuses_nobody() -> None:
+    queue = QueueAccounting(QueueLimits(max_queue_s=0.0, max_queued_tokens=1))
+    assert queue.refusal(generate([1] * 1000, deadline_s=0.0), 100.0) is None
+
+
+def test_the_retry_time_travels_and_old_peers_understand_what_has_none() -> None:
+    reader = FrameReader()
+    for failed in (Failed("queue_full", "m", True, 2.5), Failed("draining", "m", True)):
+        assert list(reader.feed(pack_frame(failed))) == [failed]
+    assert len(pack_frame(Failed("draining", "m", True))) < len(pack_frame(Failed("draining", "m", True, 0.0)))
+
+
+def test_the_interval_between_starts_is_measured_while_others_wait() -> None:
+    starts = StartInterval()
+    starts.note(3, 0, 0.0)
+    starts.note(1, 0, 50.0)
+    assert starts.mean_s == 0.0, "nobody waited"
+    for step in range(1, 101):
+        starts.note(int(step % 5 == 0), 4, 100.0 + 0.1 * step)
+    assert starts.mean_s == pytest.approx(0.5, rel=0.05)

@@ -2,9 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from cache.types import GatewayId
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import Epoch, GatewayId, WorkerId
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.load_report import LoadReport, PrefillRate
+from worker.engine.load import LoadReporter, PrefillRate
+from worker.engine.metrics import WorkerMetrics
+
+MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "cpu", 4, 512, 1)
+
+
+def reported(reporter: LoadReporter) -> WorkerLoad:
+    reporter.report()
+    return reporter.load
 
 
 def test_without_a_measurement_there_is_no_rate() -> None:
@@ -34,12 +43,12 @@ def test_a_measurement_of_long_ago_gives_way_to_a_new_one() -> None:
 
 def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
-    report = LoadReport(PrefillRate(100, 1.0))
-    report.assign(engine.submit(generate([1] * 160, 5, gateway_id="a")))
-    report.assign(engine.submit(generate([2] * 10, 5, gateway_id="b")))
+    reporter = LoadReporter(engine.scheduler, PrefillRate(100, 1.0), WorkerMetrics())
+    reporter.assign(engine.submit(generate([1] * 160, 5, gateway_id="a")))
+    reporter.assign(engine.submit(generate([2] * 10, 5, gateway_id="b")))
 
     def queued() -> dict[GatewayId, float]:
-        return dict(report.report(engine.scheduler, draining=False).queued_prefill_s)
+        return dict(reported(reporter).queued_prefill_s)
 
     assert queued() == pytest.approx({"a": 1.6, "b": 0.1})
     engine.step()  # 64 tokens: 10 are b's
@@ -48,19 +57,19 @@ def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -
     assert queued() == pytest.approx({"a": 0.43})  # one was b's decode
     engine.step()
     assert queued() == {}
-    assert report.report(engine.scheduler, draining=False).assigned_prefill_s == pytest.approx(1.7)
-    report.begin_epoch()
-    assert report.report(engine.scheduler, draining=True).assigned_prefill_s == 0.0
+    assert reported(reporter).assigned_prefill_s == pytest.approx(1.7)
+    reporter.begin_epoch(MEMBER)
+    assert reported(reporter).assigned_prefill_s == 0.0
 
 
 def test_a_prefill_that_has_begun_has_taken_its_blocks() -> None:
     """It allocates chunk by chunk, and nobody else will be admitted to what it is still to take."""
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
-    report = LoadReport(PrefillRate())
+    reporter = LoadReporter(engine.scheduler, PrefillRate(), WorkerMetrics())
     allocator = engine.scheduler.allocator
 
     def num_held() -> int:
-        load = report.report(engine.scheduler, draining=False)
+        load = reported(reporter)
         return num_free - load.num_free_blocks
 
     num_free = allocator.num_free_blocks
@@ -77,20 +86,20 @@ def test_what_is_cached_is_not_queued() -> None:
     engine = HandEngine()
     engine.submit(generate(range(40)))
     engine.finish()
-    report = LoadReport(PrefillRate(10, 1.0))
-    report.assign(engine.submit(generate([*range(40), 7])))
-    assert report.report(engine.scheduler, draining=False).queued_prefill_s == pytest.approx({"g": 0.1})
+    reporter = LoadReporter(engine.scheduler, PrefillRate(10, 1.0), WorkerMetrics())
+    reporter.assign(engine.submit(generate([*range(40), 7])))
+    assert reported(reporter).queued_prefill_s == pytest.approx({"g": 0.1})
 
 
 def test_steps_that_decode_say_nothing_about_prefilling() -> None:
     engine = HandEngine()
-    report = LoadReport(PrefillRate())
+    reporter = LoadReporter(engine.scheduler, PrefillRate(), WorkerMetrics())
     engine.submit(generate(range(10), 4))
     plan = engine.step()
     assert plan is not None
-    report.measure(plan, 0.5, 1.0)
-    assert report.rate.tokens_per_s == pytest.approx(20.0)
+    reporter.measure(plan, 0.5, 1.0)
+    assert reporter.rate.tokens_per_s == pytest.approx(20.0)
     plan = engine.step()
     assert plan is not None
-    report.measure(plan, 0.5, 1.0)
-    assert report.rate.tokens_per_s == pytest.approx(20.0)
+    reporter.measure(plan, 0.5, 1.0)
+    assert reporter.rate.tokens_per_s == pytest.approx(20.0)
