@@ -152,8 +152,6 @@ class TokenSequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     order: tuple[float, int, int] = field(init=False)
     """Sort key, total and constant: the first sequence in order is never preempted for another."""
-    step_log: StepLog | None = None
-    """Written by the engine when the request is traced."""
     sampling: SamplingParams = field(init=False)
     tenant: str = field(init=False)
 
