@@ -10,7 +10,7 @@ import pytest
 from server.config import GatewayConfig
 from server.http.middleware import KnownHostsMiddleware
 from worker.common.sockets import HostNames
-from worker.http.authentication import ProgramsOnly
+from worker.http.app import ProgramsOnly
 
 CASES = [
     ("127.0.0.1", "localhost:8001", True),
