@@ -21,7 +21,7 @@ PARSERS: Final = {
     "gateway": "server.config",
     "worker": "worker.config",
     "top": "server.cli.top",
-    "doctor": "server.cli.doctor.command",
+    "doctor": "server.cli.doctor",
     "keys": "server.cli.keys",
     "index": "server.cli.index.command",
 }

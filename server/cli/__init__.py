@@ -30,7 +30,7 @@ def _keys(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    from server.cli.doctor.command import main
+    from server.cli.doctor import main
 
     return main(argv)
 

