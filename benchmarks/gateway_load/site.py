@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gateway_load.processes import MODEL, gateway_process, make_bundle, started, stub_server, until
 from benchmarks.gateway_load.traffic import Traffic
-from server.cli.serve.redis import find_redis_server, redis_command, redis_url, socket_path
+from server.cli.serve_config import find_redis_server, redis_command
 from worker.wire import pack
 
 
@@ -40,6 +40,7 @@ async def prepare(stack: ExitStack) -> Site:
     os.sched_setaffinity(0, {other_core})
     bundle, tokenizer = make_bundle()
     (folder / "bundle").write_bytes(pack(bundle))
-    stack.enter_context(started(redis_command(find_redis_server(), folder), other_core, stdout=subprocess.DEVNULL))
-    await until(lambda: socket_path(folder).exists())
-    return Site(folder, gateway_core, other_core, redis_url(folder), Traffic(MODEL, tokenizer))
+    redis = folder / "redis.sock"
+    stack.enter_context(started(redis_command(find_redis_server(), redis), other_core, stdout=subprocess.DEVNULL))
+    await until(redis.exists)
+    return Site(folder, gateway_core, other_core, f"unix://{redis}", Traffic(MODEL, tokenizer))

@@ -12,7 +12,7 @@ import cache  # noqa: F401 - which refuses to run without assertions, before any
 
 
 def _serve(argv: Sequence[str]) -> int:
-    from server.cli.serve.command import main
+    from server.cli.serve import main
 
     return main(argv)
 

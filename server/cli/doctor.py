@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
-from server.cli.serve.redis import RedisMissingError, find_redis_server
+from server.cli.serve_config import RedisMissingError, find_redis_server
 
 TESTED_PYTHON: Final = (3, 11)
 MIN_OPEN_FILES: Final = 4096

