@@ -24,7 +24,7 @@ import torch
 from benchmarks.device_rates import matrix_rate, memory_rate, synchronise
 from benchmarks.random_model import SHAPES, random_model, random_reference
 from benchmarks.report import Figure, Report, option_parser, publish
-from cache.allocators.factory import make_allocator
+from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.engine.protocol import RequestKey
 from worker.engine.step import Launch, SequenceResult

@@ -1,4 +1,4 @@
-"""The pool of hashed blocks: who holds a block, under which hash it is findable, and which block is evicted next.
+"""The pool of hashed blocks: which tables hold a block, its hash, and which block is evicted next.
 
     refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
     refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
@@ -7,53 +7,59 @@
 A block keeps its hash while it is free and loses it when it is taken again (lazy eviction). Blocks of equal content
 may coexist, since tables never change a block they have: `cached` names the first copy, `copies` the others.
 
-What is findable is prefix-closed: a block is registered after its parent, every table that holds a block holds a copy
+The findable hashes are prefix-closed: a block is stored after its parent, every table that holds a block holds a copy
 of its parent, and a table is released tail first, so a parent's last copy always leaves the queue after its children.
 Source: vLLM v1, BlockPool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
 
-from cache.event_log import EventLog
+from cache.block_table import Pool, count_occurrences
 from cache.free_queue import FreeQueue
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
-class BlockPool:
-    """Blocks 1 .. num_blocks - 1; the null block 0 is never handed out."""
+class BlockStore(Protocol):
+    """A place where an allocator finds blocks by hash: the pool, or the pool and a tier below it.
 
-    __slots__ = (
-        "_cached",
-        "_clock",
-        "_copies",
-        "_free",
-        "_hashes",
-        "_refs",
-        "events",
-        "evictions",
-    )
+    A tier (host memory, disk, a peer) wraps the store above it. It finds what continues the prefix there, loads it into
+    blocks of the pool, and gets every block that is stored. A store is a hint: any doubt about a block is a miss.
+    """
+
+    def find(self, hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
+        """Return an id of each block of the longest findable prefix of a chain. Changes nothing."""
+
+    def load(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        """Hold the blocks `found`, in the pool, and `num_new` others, for one table, which is returned.
+
+        None, and no change: they do not fit.
+        """
+
+    def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """Make held, written blocks of the pool findable, parents first."""
+
+
+class BlockPool(Pool):
+    """The first `BlockStore`: `find` gives blocks of its own, which `load` only has to hold."""
+
+    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_refs")
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
+        """Raises ValueError."""
+        super().__init__(num_blocks)
         self._free = FreeQueue(num_blocks)
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
         self._clock = 1
-        self.events = EventLog()
-        self.evictions = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._refs)
 
     @property
     def num_free_blocks(self) -> int:
+        """Length of the queue."""
         return len(self._free)
 
     @property
@@ -62,13 +68,17 @@ class BlockPool:
         return len(self._cached)
 
     @property
-    def age_of_next(self) -> int:
-        """Acquisitions since the block that is taken next was released; 0 while blocks never used remain."""
+    def lru_tail_age(self) -> int:
+        """See `CacheStats`; 0 while blocks never used remain."""
         free_since = -self._refs[self._free.first]  # 0, too, for the null block, which is first when none is free
         return self._clock - free_since if free_since else 0
 
+    def held(self) -> Iterator[BlockHash]:
+        """Return every findable hash, parents first: a dict keeps its order, and a parent enters before its child."""
+        return iter(self._cached)
+
     def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The blocks of the longest findable prefix of a chain. Changes nothing."""
+        """See `BlockStore`."""
         cached = self._cached
         if not hashes or hashes[0] not in cached:
             return []
@@ -76,15 +86,8 @@ class BlockPool:
         num_found = len(found) if all(found) else found.index(None)  # all: block 0 is never findable
         return cast(list[BlockId], found[:num_found])
 
-    def take(self, count: int) -> list[BlockId] | None:
-        """Hold `count` blocks, evicting what they hold; None, and no change: too few are free."""
-        return self.acquire((), count)
-
-    def acquire(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
-        """Hold the blocks `found` and take `num_new` others, which are returned; None, and no change: too few free.
-
-        What was found leaves the queue before anything is taken from it, so a request never evicts its own prefix.
-        """
+    def load(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        """See `BlockStore`. The blocks `found` leave the queue first, so a request never evicts its own prefix."""
         refs = self._refs
         unheld = [block_id for block_id in found if refs[block_id] <= 0]
         if len(unheld) + num_new > len(self._free):
@@ -97,20 +100,25 @@ class BlockPool:
             for block_id in unheld:
                 refs[block_id] = 1
         self._clock += 1
-        return self._evict(num_new)
+        return [*found, *self._evict(num_new)]
 
-    def share(self, block_ids: Iterable[BlockId]) -> None:
-        """One more table holds these blocks, which are held already."""
+    def take(self, count: int) -> list[BlockId] | None:
+        """Hold `count` blocks, evicting what they cache, or return None and change nothing."""
+        return self.load((), count)
+
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Hold these blocks for one more table."""
         refs = self._refs
         for block_id in block_ids:
-            assert refs[block_id] > 0, f"block {block_id} is shared but nobody holds it"
+            assert refs[block_id] > 0, f"block {block_id} is shared but not held"
             refs[block_id] += 1
 
     def is_shared(self, block_id: BlockId) -> bool:
+        """Return whether more than one table holds the block."""
         return self._refs[block_id] > 1
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """One table less holds these blocks, given in token order: the tail is queued, hence evicted, first."""
+        """Drop one table's hold on these blocks, given in token order: the tail is queued, hence evicted, first."""
         refs, free_since = self._refs, -self._clock
         freed = []
         for block_id in reversed(block_ids):
@@ -119,19 +127,19 @@ class BlockPool:
                 refs[block_id] = free_since
                 freed.append(block_id)
             else:
-                assert num_refs > 1, f"block {block_id} is released but nobody holds it"
+                assert num_refs > 1, f"block {block_id} is released but not held"
                 refs[block_id] = num_refs - 1
         self._free.extend(freed)
 
-    def register(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """Make held, written blocks findable, parents first."""
+    def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """See `BlockStore`."""
         own_hashes, cached = self._hashes, self._cached
         stored = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if own_hashes[block_id] is not None:  # a block shared by a fork, registered by the other sequence
+            if own_hashes[block_id] is not None:  # a block shared by a fork, stored by the other sequence
                 assert own_hashes[block_id] == block_hash, f"block {block_id} is findable under another hash"
                 continue
-            assert self._refs[block_id] > 0, f"block {block_id} is registered but nobody holds it"
+            assert self._refs[block_id] > 0, f"block {block_id} is stored but not held"
             own_hashes[block_id] = block_hash
             first_copy = cached.setdefault(block_hash, block_id)
             if first_copy == block_id:
@@ -140,30 +148,21 @@ class BlockPool:
                 self._copies.setdefault(block_hash, []).append(block_id)
         self.events.stored(stored)
 
-    def held(self) -> Iterator[BlockHash]:
-        """Every findable hash, parents first: a dict keeps its order, and a parent enters before and leaves after."""
-        return iter(self._cached)
-
     def clear(self) -> None:
-        """Make every block unfindable. Nothing may be held."""
+        """Make every block unfindable; none is held."""
         assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
         self._hashes = [None] * self.num_blocks
         self._cached = {}
         self._copies = {}
         self.events.cleared()
 
-    def check_integrity(self, tables: Iterable[Sequence[BlockId]]) -> None:
-        """Assert the invariants above; `tables` are the block tables of everyone who holds blocks. Linear."""
+    def check_integrity(self, tables: Sequence[Sequence[BlockId]]) -> None:
+        """Assert the invariants above; `tables` are all block tables. Linear."""
         self._free.check_integrity()
-        occurrences = [0] * self.num_blocks
-        for table in tables:
-            assert len(set(table)) == len(table), f"a block stands twice in one table: {table}"
-            for block_id in table:
-                occurrences[block_id] += 1
+        occurrences = count_occurrences(tables, self.num_blocks)
         assert [max(refs, 0) for refs in self._refs] == occurrences, (
             "ref counts differ from the occurrences in block tables"
         )
-        assert occurrences[NULL_BLOCK] == 0, "the null block was handed out"
         free = set(self._free)
         assert free == {b for b, refs in enumerate(self._refs) if refs <= 0 and b != NULL_BLOCK}, "free is not unheld"
         copies = {block_hash: [first, *self._copies.get(block_hash, ())] for block_hash, first in self._cached.items()}

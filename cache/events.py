@@ -1,12 +1,11 @@
-"""What a pool tells about itself. Replayed in order, the events give exactly the set of hashes it holds.
+"""Block events. Replayed in order, they give exactly the set of hashes that a pool holds.
 
-Stored comes on the first copy of a hash and Removed on the last: a set has no copies. Within one batch a parent is
+Stored comes with the first copy of a hash and Removed with the last: a set has no copies. Within one batch a parent is
 stored before its child and a child removed before its parent, so that the set is prefix-closed after every batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cache.types import BlockHash
@@ -34,15 +33,36 @@ class Cleared:
 BlockEvent = Stored | Removed | Cleared
 
 
-def replay(events: Iterable[BlockEvent], held: set[BlockHash] | None = None) -> set[BlockHash]:
-    """Apply `events` to `held` (a new empty set by default) and return it."""
-    held = set() if held is None else held
-    for event in events:
-        match event:
-            case Stored(block_hash):
-                held.add(block_hash)
-            case Removed(block_hash):
-                held.discard(block_hash)
-            case Cleared():
-                held.clear()
-    return held
+class EventLog:
+    """A pool's events in order, noted by runs of hashes; `take` makes the event objects."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[type[Stored] | type[Removed], list[BlockHash]] | Cleared] = []
+
+    def stored(self, hashes: list[BlockHash]) -> None:
+        """Note a run of hashes, parents before children."""
+        if hashes:
+            self._runs.append((Stored, hashes))
+
+    def removed(self, hashes: list[BlockHash]) -> None:
+        """Note a run of hashes, children before parents."""
+        if hashes:
+            self._runs.append((Removed, hashes))
+
+    def cleared(self) -> None:
+        """Note that the pool was reset."""
+        self._runs.append(Cleared())
+
+    def take(self) -> list[BlockEvent]:
+        """Return the events since the last call."""
+        runs, self._runs = self._runs, []
+        events: list[BlockEvent] = []
+        for run in runs:
+            if isinstance(run, Cleared):
+                events.append(run)
+            else:
+                kind, hashes = run
+                events.extend(map(kind, hashes))
+        return events

@@ -1,4 +1,4 @@
-"""Free blocks without a memory: the last one given back is taken first. What is not free stands in k block tables.
+"""A pool without a cache: the last block released is taken first.
 
 Source: TGI v3, SimpleAllocator and RadixAllocator, whose documented block ids come from this order.
 """
@@ -7,29 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.types import NULL_BLOCK, BlockId
+from cache.block_table import Pool, count_occurrences
+from cache.types import BlockId
 
 
-class FreeList:
-    """Blocks 1 .. num_blocks - 1. A `cache.block_table.Pool`."""
+class FreeList(Pool):
+    """Blocks are free, or held by as many tables as their ref count says."""
 
     __slots__ = ("_free", "_refs")
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
+        """Raises ValueError."""
+        super().__init__(num_blocks)
         self._free = [BlockId(block_id) for block_id in range(1, num_blocks)]
         self._refs = [0] * num_blocks
 
-    def __len__(self) -> int:
+    @property
+    def num_free_blocks(self) -> int:
+        """Length of the list."""
         return len(self._free)
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._refs)
-
     def take(self, count: int) -> list[BlockId] | None:
-        """The last `count` blocks of the list, in its order; each is held once. None: there are fewer."""
+        """Take the last `count` blocks of the list, in its order, or return None and change nothing."""
         rest = len(self._free) - count
         if rest < 0:
             return None
@@ -40,43 +39,32 @@ class FreeList:
         return taken
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
+        """Hold these blocks for one more table."""
         for block_id in block_ids:
-            assert self._refs[block_id] > 0, f"block {block_id} is shared but nobody holds it"
+            assert self._refs[block_id] > 0, f"block {block_id} is shared but not held"
             self._refs[block_id] += 1
 
     def is_shared(self, block_id: BlockId) -> bool:
+        """Return whether more than one table holds the block."""
         return self._refs[block_id] > 1
 
-    def is_held(self, block_id: BlockId) -> bool:
-        return self._refs[block_id] > 0
-
     def release(self, block_ids: Iterable[BlockId]) -> None:
+        """Drop one table's hold on these blocks."""
         for block_id in block_ids:
-            assert self._refs[block_id] > 0, f"block {block_id} is released but nobody holds it"
+            assert self._refs[block_id] > 0, f"block {block_id} is released but not held"
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
                 self._free.append(block_id)
 
-    def hand_over(self, block_ids: Iterable[BlockId]) -> None:
-        """Blocks that one table holds get another owner, who brings them back with `put_back`."""
-        for block_id in block_ids:
-            assert self._refs[block_id] == 1, f"block {block_id} stands in {self._refs[block_id]} tables, not in one"
-            self._refs[block_id] = 0
+    def clear(self) -> None:
+        """Do nothing: no block is findable."""
 
-    def put_back(self, block_ids: Iterable[BlockId]) -> None:
-        self._free.extend(block_ids)
-
-    def check_integrity(self, tables: Iterable[Sequence[BlockId]], elsewhere: Sequence[BlockId] = ()) -> None:
-        """Assert that every block is free, in `tables` as often as it is held, or `elsewhere`, and only one of these.
+    def check_integrity(self, tables: Sequence[Sequence[BlockId]], elsewhere: Sequence[BlockId] = ()) -> None:
+        """Assert that every block is in one place: free, held by as many `tables` as it counts, or `elsewhere`.
 
         `tables` may name blocks that are elsewhere. Linear.
         """
-        occurrences = [0] * self.num_blocks
-        for table in tables:
-            assert len(set(table)) == len(table), f"a block stands twice in one table: {table}"
-            for block_id in table:
-                occurrences[block_id] += 1
-        assert occurrences[NULL_BLOCK] == 0, "the null block was handed out"
+        occurrences = count_occurrences(tables, self.num_blocks)
         for block_id in elsewhere:
             occurrences[block_id] = 0
         assert self._refs == occurrences, "ref counts differ from the occurrences in block tables"

@@ -92,6 +92,15 @@ def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> 
     return hashes
 
 
+def extend_chain(
+    chain: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
+) -> None:
+    """Append to `chain`, which begins at `root`, the hashes that it lacks of the first `num_blocks` blocks."""
+    if len(chain) < num_blocks:
+        parent = chain[-1] if chain else root
+        chain += hash_chain(parent, token_ids[len(chain) * block_size : num_blocks * block_size], block_size)
+
+
 def index_entry(block_hash: BlockHash) -> IndexEntry:
     """The truncation under which the shared index knows a block."""
     return IndexEntry(block_hash[:INDEX_ENTRY_BYTES])

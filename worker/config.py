@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from cache.allocators.factory import PREFIX_CACHES, PrefixCache
+from cache.allocators import PREFIX_CACHES, PrefixCache
 from cache.redis_index import WriterSettings
 from worker.common.options import SharedConfig, add_log_options, add_redis_options, add_tls_options, num_bytes
 from worker.scheduler.budget import BatchLimits

@@ -11,7 +11,7 @@ from typing import Final, Literal, cast
 
 import torch
 
-from cache.allocators.factory import make_allocator
+from cache.allocators import make_allocator
 from cache.hashing import Namespace
 from cache.records import WorkerMember, signed
 from cache.types import BlockId, WorkerId

@@ -1,0 +1,31 @@
+"""The allocators, by the names that `--prefix-cache` takes."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+from cache.allocators.base import Allocator
+from cache.allocators.hash import HashAllocator
+from cache.allocators.plain import PlainAllocator
+from cache.allocators.radix import RadixAllocator
+
+PrefixCache = Literal["hash", "radix", "off"]
+PREFIX_CACHES: Final[tuple[PrefixCache, ...]] = get_args(PrefixCache)
+
+
+def make_allocator(kind: PrefixCache, num_blocks: int, block_size: int, window_size: int | None = None) -> Allocator:
+    """Return an allocator of `num_blocks` blocks, the null block included. Raises ValueError and names what is wrong.
+
+    `window_size` is for a model with a sliding window, and for `off` only: the window and the longest chunk together.
+    """
+    if kind not in PREFIX_CACHES:
+        raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}, got {kind!r}")
+    if window_size is not None and kind != "off":
+        raise ValueError(f"window_size needs prefix_cache off: a sliding window drops the heads that {kind} would find")
+    match kind:
+        case "hash":
+            return HashAllocator(num_blocks, block_size)
+        case "radix":
+            return RadixAllocator(num_blocks, block_size)
+        case "off":
+            return PlainAllocator(num_blocks, block_size, window_size)

@@ -1,12 +1,6 @@
-"""The one protocol behind which every allocator stands.
+"""The contract of every allocator: it owns the pool of KV blocks and gives each sequence an `Allocation`.
 
-An allocator owns the pool of KV blocks. A sequence asks it for room and receives an `Allocation`: a block table that
-only grows, of which a first part may already hold the KV of the prompt's prefix. "Does not fit" is a value, not an
-exception, and changes nothing. A broken invariant is an AssertionError.
-
-    sequence tokens   |<------ num_cached_tokens ------>|<- computed by this sequence ->|<- room ->|
-    block_table       [  7  ][ 12 ][  3  ][  9  ][  4  ][ 15 ][ 16 ][  2  ]
-                       ^ shared: ref counted, never written          ^ own: written at slots()
+"Does not fit" is a value, not an exception, and changes nothing. A broken invariant is an AssertionError.
 
 The life of a block: free -> taken by allocate/extend -> written by a forward -> committed (findable, if full) ->
 released by free -> still findable while free -> evicted when taken again. A block becomes findable only through
@@ -15,17 +9,18 @@ released by free -> still findable while free -> evicted when taken again. A blo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from cache.block_table import Allocation, BlockCopy, Pool, num_blocks_for
 from cache.events import BlockEvent
-from cache.types import BlockHash, BlockId
+from cache.types import BlockHash
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counters since the start and gauges of now. `num_free_blocks` includes evictable blocks that keep their hash."""
+    """Counters since the start, and gauges. `num_free_blocks` includes evictable blocks that keep their hash."""
 
     num_blocks: int
     num_free_blocks: int
@@ -34,76 +29,45 @@ class CacheStats:
     hit_tokens: int
     evictions: int
     lru_tail_age: int
-    """How long the pool remembers: allocations, and for `radix` commits, since the block that is evicted next was used.
+    """How long the pool remembers: allocations, and for `radix` commits, since the next victim was used.
     0 while nothing needs to be evicted."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """The engine must copy the KV of `source` to `destination`, in the order given, before the next forward."""
+class Allocator(ABC):
+    """Owner of a pool of blocks 1 .. num_blocks - 1 (block 0 is the null block)."""
 
-    source: BlockId
-    destination: BlockId
+    __slots__ = ("_block_size", "_hit_tokens", "_live", "_pool", "_query_tokens")
 
-
-class Allocation(Protocol):
-    """One sequence's hold on the pool. It is freed exactly once, by its owner; a second `free` asserts."""
-
-    @property
-    def block_table(self) -> Sequence[BlockId]:
-        """Physical blocks in token order; grows at its end, and is never to be changed by the reader."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt whose KV was found at `allocate`: always less than the prompt's length."""
+    def __init__(self, pool: Pool, block_size: int) -> None:
+        """Raises ValueError."""
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self._pool = pool
+        self._block_size = block_size
+        self._live: set[Allocation] = set()
+        self._query_tokens = 0
+        self._hit_tokens = 0
 
     @property
-    def capacity(self) -> int:
-        """Tokens that fit into the blocks held now."""
-
-    def slots(self, start: int, stop: int) -> list[int]:
-        """Flat pool positions (block id * block size + offset) of tokens start..stop-1, stop <= capacity."""
-
-    def extend(self, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in total; the blocks of those not yet computed become this sequence's own.
-
-        Call it before every step that writes, with the number of tokens that will be computed after it; after
-        `allocate` it may be left out as long as nothing was forked. False: it does not fit and nothing has changed.
-        A shared block that would be written is replaced by a copy (see `Allocator.take_copies`).
-        """
-
-    def commit(self, token_ids: Sequence[int], num_computed: int) -> None:
-        """The KV of token_ids[:num_computed] is written: full blocks in it become findable.
-
-        `token_ids` are all tokens of the sequence so far, prompt and output; those committed earlier are unchanged.
-        """
-
-    def fork(self) -> Allocation:
-        """Another sequence with the same computed tokens, sharing every block. Never fails: it takes no block.
-
-        Commit what is computed before. Afterwards both sequences call `extend` before they write.
-        """
-
-    def free(self) -> None:
-        """Release every block, tail first. Committed blocks stay findable until they are evicted."""
-
-
-class Allocator(Protocol):
-    """Owner of the pool: blocks 1 .. num_blocks - 1 (block 0 is the null block)."""
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
 
     @property
-    def block_size(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that an allocation could take now, evictable ones included."""
+        """Blocks that an allocation could take, evictable ones included."""
+        return self._pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds."""
+        """Return the number of blocks that a sequence of `num_tokens` holds."""
+        return num_blocks_for(num_tokens, self._block_size)
 
+    @abstractmethod
     def allocate(
         self,
         num_tokens: int,
@@ -113,30 +77,55 @@ class Allocator(Protocol):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> Allocation | None:
-        """Room for `num_tokens` (>= 1) tokens of a sequence that begins with `token_ids`, or None: does not fit.
+        """Return room for `num_tokens` (>= 1) tokens of a sequence that begins with `token_ids`, or None.
 
         `root` (see `cache.hashing`) keeps tenants, models and adapters apart. At least one token of `token_ids` is
         always left to compute. `reuse=False` reads nothing from the cache (prompt logprobs) but still writes.
-        `hashes` is `hash_chain(root, token_ids, block_size)` if the caller has it: a request that waits is hashed once.
-        More room than `num_tokens` is held when more is found cached.
+        `hashes` is `hash_chain(root, token_ids, block_size)` if the caller has it: a waiting request is hashed once.
+        The allocation holds more than `num_tokens` when more is found cached.
         """
 
+    @abstractmethod
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        """Tokens that `allocate` would find cached now. Changes nothing, not even the order of eviction."""
+        """Return the tokens that `allocate` would find cached. Changes nothing, not even the order of eviction."""
 
     def take_events(self) -> list[BlockEvent]:
-        """Events since the last call, in order. Call it after every step."""
+        """Return the events since the last call, in order. Call it after every step."""
+        return self._pool.events.take()
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies that the engine owes since the last call, in order."""
+        """Return the copies that the engine owes since the last call, in order."""
+        copies, self._pool.copies = self._pool.copies, []
+        return copies
 
     def held(self) -> Iterator[BlockHash]:
-        """Every findable hash, parents before children."""
+        """Return every findable hash, parents before children."""
+        return self._pool.held()
 
     def reset(self) -> bool:
         """Forget everything cached. False, and nothing changed, while any allocation lives."""
+        if self._live:
+            return False
+        self._pool.clear()
+        return True
 
-    def stats(self) -> CacheStats: ...
+    def stats(self) -> CacheStats:
+        """Return counters and gauges."""
+        pool = self._pool
+        return CacheStats(
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=pool.evictions,
+            lru_tail_age=pool.lru_tail_age,
+        )
 
     def check_integrity(self) -> None:
         """Assert every invariant of the pool. Linear in its size: for tests and for idle time."""
+        self._pool.check_integrity([allocation.block_table for allocation in self._live])
+
+    def _count_query(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self._query_tokens += num_tokens
+        self._hit_tokens += num_cached_tokens

@@ -3,38 +3,34 @@
 Full blocks only, prompt and output alike. Nothing is deduplicated: a table never changes a block it has, so two
 sequences that compute the same prefix at the same time keep two copies of it. A full hit leaves the last block to
 compute, since at least one token must be; a prompt of exactly k blocks finds k - 1.
-Source: vLLM v1, KVCacheManager; `fork` and copy-on-write are Aphrodite's / vLLM v0's (see `cache.block_table`).
+Source: vLLM v1, KVCacheManager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Self
 
-from cache.allocators.allocator_base import AllocatorBase
-from cache.block_pool import BlockPool
-from cache.block_table import BlockTable, num_blocks_for
-from cache.events import BlockEvent
-from cache.hashing import hash_chain
+from cache.allocators.base import Allocator
+from cache.block_pool import BlockPool, BlockStore
+from cache.block_table import Allocation, num_blocks_for
+from cache.hashing import extend_chain, hash_chain
 from cache.types import BlockHash, BlockId
 
 
-class HashAllocator(AllocatorBase["HashAllocation"]):
-    """`cache.allocators.base.Allocator` over a `BlockPool`. Every operation is O(1) for each block it concerns."""
+class HashAllocator(Allocator):
+    """An `Allocator` over a `BlockPool`. Every operation is O(1) for each block it concerns."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_store",)
+
+    _pool: BlockPool
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
-        super().__init__(block_size)
-        self._pool = BlockPool(num_blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free_blocks
+        pool = BlockPool(num_blocks)
+        super().__init__(pool, block_size)
+        self._store: BlockStore = pool
+        """Where prefixes are found: a tier below the pool would stand in front of it here."""
 
     def allocate(
         self,
@@ -45,55 +41,35 @@ class HashAllocator(AllocatorBase["HashAllocation"]):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> HashAllocation | None:
+        """See `Allocator`."""
         if hashes is None:
             hashes = hash_chain(root, token_ids, self._block_size)
         found = self._find(token_ids, hashes) if reuse else []
-        taken = self._pool.acquire(found, max(0, num_blocks_for(num_tokens, self._block_size) - len(found)))
-        if taken is None:
+        num_new = max(0, num_blocks_for(num_tokens, self._block_size) - len(found))
+        block_ids = self._store.load(found, num_new)
+        if block_ids is None:
             return None
         num_cached_tokens = len(found) * self._block_size
         if reuse:
             self._count_query(len(token_ids), num_cached_tokens)
-        return HashAllocation(self, root, list(hashes), [*found, *taken], num_cached_tokens)
+        return HashAllocation(self, root, list(hashes), block_ids, num_cached_tokens)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
+        """See `Allocator`."""
         if hashes is None:
             hashes = hash_chain(root, token_ids, self._block_size)
         return len(self._find(token_ids, hashes)) * self._block_size
 
-    def take_events(self) -> list[BlockEvent]:
-        return self._pool.events.take()
-
-    def held(self) -> Iterator[BlockHash]:
-        return self._pool.held()
-
-    def check_integrity(self) -> None:
-        self._pool.check_integrity([allocation.block_table for allocation in self._live])
-
-    def _find(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> list[BlockId]:
+    def _find(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
         assert len(hashes) == len(token_ids) // self._block_size, f"{len(hashes)} hashes of {len(token_ids)} tokens"
         leaves_none = len(hashes) * self._block_size == len(token_ids)
-        return self._pool.find(hashes[:-1] if leaves_none else hashes)
-
-    def _clear(self) -> None:
-        self._pool.clear()
-
-    def _num_cached_blocks(self) -> int:
-        return self._pool.num_cached_blocks
-
-    def _evictions(self) -> int:
-        return self._pool.evictions
-
-    def _lru_tail_age(self) -> int:
-        return self._pool.age_of_next
+        return self._store.find(hashes[:-1] if leaves_none else hashes)
 
 
-class HashAllocation(BlockTable):
-    """One sequence's blocks, of which the first `_num_registered` are findable under the first of `_hashes`."""
+class HashAllocation(Allocation):
+    """One sequence's blocks, of which the first `_num_stored` are findable under the first of `_hashes`."""
 
-    __slots__ = ("_allocator", "_hashes", "_num_registered", "_root")
-
-    _pool: BlockPool
+    __slots__ = ("_hashes", "_num_stored", "_root", "_store")
 
     def __init__(
         self,
@@ -103,34 +79,24 @@ class HashAllocation(BlockTable):
         block_ids: list[BlockId],
         num_cached_tokens: int,
     ) -> None:
-        """Takes over the hold on `block_ids`."""
-        super().__init__(allocator._pool, allocator._copies, allocator._block_size, block_ids, num_cached_tokens)
-        self._allocator = allocator
+        """Take over the hold on `block_ids`."""
+        size = allocator._block_size
+        super().__init__(allocator._pool, allocator._live, size, block_ids, num_cached_tokens)
+        self._store = allocator._store
         self._root = root
         self._hashes = hashes
-        self._num_registered = num_cached_tokens // allocator._block_size
-        allocator._live.add(self)
+        self._num_stored = num_cached_tokens // size
 
-    def fork(self) -> HashAllocation:
-        assert not self._is_free, "forked after it was freed"
-        self._pool.share(self._block_ids)
-        hashes = self._hashes[: self._num_registered]  # what is not computed may become other tokens
-        fork = HashAllocation(self._allocator, self._root, hashes, self._block_ids.copy(), self._num_cached_tokens)
-        fork._num_computed = self._num_computed
-        fork._num_registered = self._num_registered
+    def fork(self) -> Self:
+        """See `Allocation`."""
+        fork = super().fork()
+        fork._hashes = self._hashes[: self._num_stored]  # uncomputed tokens may differ
         return fork
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
-        first = self._num_registered
+        first = self._num_stored
         if num_full <= first:
             return
-        hashes, size = self._hashes, self._block_size
-        if len(hashes) < num_full:
-            parent = hashes[-1] if hashes else self._root
-            hashes += hash_chain(parent, token_ids[len(hashes) * size : num_full * size], size)
-        self._pool.register(self._block_ids[first:num_full], hashes[first:num_full])
-        self._num_registered = num_full
-
-    def _release_blocks(self) -> None:
-        self._allocator._live.remove(self)
-        self._pool.release(self._block_ids)
+        extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
+        self._store.store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self._num_stored = num_full

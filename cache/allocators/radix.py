@@ -1,11 +1,11 @@
-"""Prefixes are found in a radix trie: at token granularity with blocks of one token, by whole blocks otherwise.
+"""Prefixes in a radix trie: by tokens with blocks of one token, by whole blocks otherwise.
 
-A block belongs to the trie once it is committed and before to the tables it stands in. If, when a sequence commits,
-another one has put the same tokens into the trie, the trie keeps the first blocks and the sequence its own, which go
-free with it; what it computes after that is filed below the blocks of the other, and holds those from eviction.
+A block belongs to tables until it is committed, and then to the trie. If another sequence has inserted the same tokens
+first, the trie keeps the first blocks; a later sequence keeps its duplicates, which go free with it. What it computes
+after them is inserted below the blocks of the first, and holds those from eviction.
 
     trie           [ 4 ][ 5 ][ 6 ]--[ 11 ][ 12 ]         block_table   [ 4 ][ 5 ][ 9 ][ 11 ][ 12 ][ 13 ]
-                                                          9 repeats 6 and is its own, as is 13, not yet full
+                                                          9 duplicates 6 and is its own, as is 13, not yet full
 
 Source: TGI v3, RadixAllocator. Ours differs: blocks are findable after their commit, not after the sequence ends, and
 an allocation that cannot fit evicts nothing.
@@ -13,70 +13,91 @@ an allocation that cannot fit evicts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
-from cache.allocators.allocator_base import AllocatorBase
+from cache.allocators.base import Allocator
 from cache.allocators.radix_trie import Key, Match, RadixNode, RadixTrie
-from cache.block_table import BlockTable, num_blocks_for
-from cache.event_log import EventLog
-from cache.events import BlockEvent
+from cache.block_table import Allocation, num_blocks_for
 from cache.free_list import FreeList
-from cache.hashing import hash_chain
+from cache.hashing import extend_chain
 from cache.types import BlockHash, BlockId
 
 
-class RadixPool:
-    """Blocks that are free, in tables, or in the trie. A `cache.block_table.Pool`."""
+class RadixPool(FreeList):
+    """A free list whose blocks may also be in the trie, which owns them."""
 
-    __slots__ = ("events", "evictions", "free", "trie")
+    __slots__ = ("trie",)
 
     def __init__(self, num_blocks: int) -> None:
-        self.free = FreeList(num_blocks)
+        """Raises ValueError."""
+        super().__init__(num_blocks)
         self.trie = RadixTrie()
-        self.events = EventLog()
-        self.evictions = 0
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self.free) + self.trie.num_evictable
+        """Free or evictable blocks."""
+        return len(self._free) + self.trie.num_evictable
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks in the trie."""
+        return self.trie.num_blocks
+
+    @property
+    def lru_tail_age(self) -> int:
+        """See `CacheStats`."""
+        oldest = self.trie.oldest_access()
+        return 0 if oldest is None else self.trie.time - oldest
+
+    def held(self) -> Iterator[BlockHash]:
+        """Return every findable hash, parents before children."""
+        return (block_hash for node in self.trie.nodes() for block_hash in node.hashes)
 
     def take(self, count: int) -> list[BlockId] | None:
+        """Take blocks of the list, evicting when it is too short."""
         if count > self.num_free_blocks:
             return None
-        if count > len(self.free):
-            evicted = self.trie.evict(count - len(self.free))
+        if count > len(self._free):
+            evicted = self.trie.evict(count - len(self._free))
             self.evictions += len(evicted.block_ids)
             self.events.removed(evicted.hashes)
-            self.free.put_back(evicted.block_ids)
-        return self.free.take(count)
+            self._free.extend(evicted.block_ids)
+        return super().take(count)
 
-    def share(self, block_ids: Sequence[BlockId]) -> None:
-        self.free.share(filter(self.free.is_held, block_ids))
+    def share(self, block_ids: Iterable[BlockId]) -> None:
+        """Hold for one more table the blocks that are not in the trie."""
+        super().share(filter(self._is_in_tables, block_ids))
 
-    def is_shared(self, block_id: BlockId) -> bool:
-        return self.free.is_shared(block_id)
+    def release(self, block_ids: Iterable[BlockId]) -> None:
+        """Drop one table's hold on the blocks that are not in the trie."""
+        super().release(list(filter(self._is_in_tables, block_ids)))
 
-    def release(self, block_ids: Sequence[BlockId]) -> None:
-        self.free.release(list(filter(self.free.is_held, block_ids)))
+    def transfer(self, block_ids: Iterable[BlockId]) -> None:
+        """Give blocks that one table holds to the trie."""
+        for block_id in block_ids:
+            assert self._refs[block_id] == 1, f"block {block_id} stands in {self._refs[block_id]} tables, not in one"
+            self._refs[block_id] = 0
+
+    def clear(self) -> None:
+        """Empty the trie."""
+        self._free.extend(self.trie.evict(self.trie.num_blocks).block_ids)
+        self.events.cleared()
+
+    def _is_in_tables(self, block_id: BlockId) -> bool:
+        return self._refs[block_id] > 0
 
 
-class RadixAllocator(AllocatorBase["RadixAllocation"]):
-    """`cache.allocators.base.Allocator` over a `RadixTrie`."""
+class RadixAllocator(Allocator):
+    """An `Allocator` over a `RadixTrie`."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ()
+
+    _pool: RadixPool
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
-        super().__init__(block_size)
-        self._pool = RadixPool(num_blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.free.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free_blocks
+        super().__init__(RadixPool(num_blocks), block_size)
 
     def allocate(
         self,
@@ -87,6 +108,7 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> RadixAllocation | None:
+        """See `Allocator`."""
         pool, trie = self._pool, self._pool.trie
         match = self._match(token_ids, root) if reuse else Match(trie.root(root))
         num_new = max(0, num_blocks_for(num_tokens, self._block_size) - match.num_blocks)
@@ -95,127 +117,93 @@ class RadixAllocator(AllocatorBase["RadixAllocation"]):
         found = match.block_ids
         node = trie.hold(match)
         taken = pool.take(num_new)
-        assert taken is not None, f"{num_new} blocks were there and are not"
-        num_cached_tokens = len(found) * self._block_size
+        assert taken is not None, f"{num_new} blocks were free before the match was held"
         if reuse:
-            self._count_query(len(token_ids), num_cached_tokens)
-        allocation = RadixAllocation(self, root, list(hashes or ()), [*found, *taken], num_cached_tokens, node)
-        allocation.files_repeats = reuse
+            self._count_query(len(token_ids), len(found) * self._block_size)
+        allocation = RadixAllocation(self, root, [*found, *taken], len(found), node)
+        allocation.caches_duplicates = reuse
+        allocation.hashes.extend(hashes or ())
         return allocation
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
+        """See `Allocator`."""
         return self._match(token_ids, root).num_blocks * self._block_size
 
-    def take_events(self) -> list[BlockEvent]:
-        return self._pool.events.take()
-
-    def held(self) -> Iterator[BlockHash]:
-        return (block_hash for node in self._pool.trie.nodes() for block_hash in node.hashes)
-
     def check_integrity(self) -> None:
-        trie = self._pool.trie
-        trie.check_integrity([allocation.node for allocation in self._live])
+        """See `Allocator`."""
+        trie, live = self._pool.trie, [table for table in self._live if isinstance(table, RadixAllocation)]
+        trie.check_integrity([allocation.node for allocation in live])
         in_trie = [block_id for node in trie.nodes() for block_id in node.block_ids]
-        self._pool.free.check_integrity([allocation.block_table for allocation in self._live], in_trie)
+        self._pool.check_integrity([allocation.block_table for allocation in live], in_trie)
         held = {block_id for node in trie.nodes() if node.num_holders for block_id in node.block_ids}
-        for allocation in self._live:
+        for allocation in live:
             shared = set(allocation.block_table) & set(in_trie)
             assert shared <= held, f"blocks {shared - held} of a live table could be evicted"
 
     def _match(self, token_ids: Sequence[int], root: BlockHash) -> Match:
-        """At least one token is left to compute."""
+        """Match all but the last token, which is left to compute."""
         num_blocks = max(0, len(token_ids) - 1) // self._block_size
         return self._pool.trie.match(self._pool.trie.root(root), block_keys(token_ids, 0, num_blocks, self._block_size))
 
-    def _clear(self) -> None:
-        self._pool.free.put_back(self._pool.trie.evict(self._pool.trie.num_blocks).block_ids)
-        self._pool.events.cleared()
 
-    def _num_cached_blocks(self) -> int:
-        return self._pool.trie.num_blocks
+class RadixAllocation(Allocation):
+    """One sequence's blocks. It holds `node`, below which it inserts the blocks it commits next.
 
-    def _evictions(self) -> int:
-        return self._pool.evictions
-
-    def _lru_tail_age(self) -> int:
-        oldest = self._pool.trie.oldest_access()
-        return 0 if oldest is None else self._pool.trie.time - oldest
-
-
-class RadixAllocation(BlockTable):
-    """One sequence's blocks. It holds `node`, below which what it commits next will be filed.
-
-    Without `files_repeats` nothing is filed from the first block on that the trie has already: a sequence that reads
-    nothing repeats every block of a cached prompt, and with a hold on the originals too it would need twice its room.
+    Without `caches_duplicates` it inserts nothing from the first block on that the trie has already. A sequence that
+    reads nothing duplicates every block of a cached prompt; with a hold on the originals it would need twice its room.
     """
 
-    __slots__ = ("_allocator", "_hashes", "_num_filed", "_root", "_stopped_filing", "files_repeats", "node")
+    __slots__ = ("_has_stopped", "_num_inserted", "_root", "caches_duplicates", "hashes", "node")
 
     _pool: RadixPool
 
     def __init__(
-        self,
-        allocator: RadixAllocator,
-        root: BlockHash,
-        hashes: list[BlockHash],
-        block_ids: list[BlockId],
-        num_cached_tokens: int,
-        node: RadixNode,
+        self, allocator: RadixAllocator, root: BlockHash, block_ids: list[BlockId], num_found: int, node: RadixNode
     ) -> None:
-        """Takes over the holds on `block_ids` and on `node`."""
-        super().__init__(allocator._pool, allocator._copies, allocator._block_size, block_ids, num_cached_tokens)
-        self._allocator = allocator
+        """Take over the holds on `block_ids`, of which the first `num_found` are in the trie, and on `node`."""
+        size = allocator._block_size
+        super().__init__(allocator._pool, allocator._live, size, block_ids, num_found * size)
         self._root = root
-        self._hashes = hashes
-        self._num_filed = num_cached_tokens // allocator._block_size
+        self._num_inserted = num_found
+        self._has_stopped = False
+        self.hashes: list[BlockHash] = []
         self.node = node
-        self.files_repeats = True
-        self._stopped_filing = False
-        allocator._live.add(self)
+        self.caches_duplicates = True
 
-    def fork(self) -> RadixAllocation:
-        assert not self._is_free, "forked after it was freed"
-        self._pool.share(self._block_ids)
+    def fork(self) -> Self:
+        """See `Allocation`."""
+        fork = super().fork()
         self._pool.trie.hold_below(self.node, None)
-        hashes = self._hashes[: self._num_filed]  # what is not computed may become other tokens
-        fork = RadixAllocation(
-            self._allocator, self._root, hashes, self._block_ids.copy(), self._num_cached_tokens, self.node
-        )
-        fork._num_computed = self._num_computed
-        fork._num_filed = self._num_filed
-        fork.files_repeats = self.files_repeats
-        fork._stopped_filing = self._stopped_filing
+        fork.hashes = self.hashes[: self._num_inserted]  # uncomputed tokens may differ
         return fork
 
+    def free(self) -> None:
+        """See `Allocation`."""
+        super().free()
+        self._pool.trie.release(self.node)
+
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
-        first, size, trie = self._num_filed, self._block_size, self._pool.trie
-        if num_full <= first or self._stopped_filing:
+        first, size, trie = self._num_inserted, self._block_size, self._pool.trie
+        if num_full <= first or self._has_stopped:
             return
-        if len(self._hashes) < num_full:
-            parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes += hash_chain(parent, token_ids[len(self._hashes) * size : num_full * size], size)
+        extend_chain(self.hashes, self._root, token_ids, num_full, size)
         keys = block_keys(token_ids, first, num_full, size)
-        block_ids, hashes = self._block_ids[first:num_full], self._hashes[first:num_full]
+        block_ids, hashes = self._block_ids[first:num_full], self.hashes[first:num_full]
         num_known = 0
         if not trie.grow(self.node, keys, block_ids, hashes):
             above = self.node
-            if not self.files_repeats and trie.match(above, keys).num_blocks > 0:
-                self._stopped_filing = True  # for good: a fork may share the blocks by the time the others are evicted
+            if not self.caches_duplicates and trie.match(above, keys).num_blocks > 0:
+                self._has_stopped = True  # for good: a fork may share the blocks by the time the others are evicted
                 return
             num_known, self.node = trie.insert(above, keys, block_ids, hashes)
             trie.hold_below(self.node, above)
-        self._pool.free.hand_over(block_ids[num_known:])
+        self._pool.transfer(block_ids[num_known:])
         self._pool.events.stored(hashes[num_known:])
-        self._num_filed = num_full
-
-    def _release_blocks(self) -> None:
-        self._allocator._live.remove(self)
-        self._pool.trie.release(self.node)
-        self._pool.release(self._block_ids)
+        self._num_inserted = num_full
 
 
 def block_keys(token_ids: Sequence[int], start: int, stop: int, block_size: int) -> Sequence[Key]:
-    """The keys of blocks start..stop-1: a token, or the tuple of a block's tokens."""
+    """Return the keys of blocks start..stop-1: a token, or the tuple of a block's tokens."""
     if block_size == 1:
         return token_ids[start:stop]
     positions = range(start * block_size, stop * block_size, block_size)

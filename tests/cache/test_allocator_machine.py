@@ -22,13 +22,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.allocators.base import Allocation, Allocator
-from cache.allocators.factory import PrefixCache, make_allocator
+from cache.allocators import PrefixCache, make_allocator
+from cache.allocators.base import Allocator
 from cache.allocators.hash import HashAllocator
 from cache.block_pool import BlockPool
-from cache.events import Removed, Stored, replay
+from cache.block_table import Allocation
+from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
+from tests.block_events import replay
 
 TENANTS = tuple(Namespace("model", "main", "tokenizer", 1).root(salt=salt) for salt in (b"a", b"b"))
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)

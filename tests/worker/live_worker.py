@@ -12,7 +12,7 @@ import aiohttp
 import uvicorn
 from starlette.types import ASGIApp
 
-from cache.allocators.factory import make_allocator
+from cache.allocators import make_allocator
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from tests.waiting import until

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.allocators.factory import PREFIX_CACHES, PrefixCache
+from cache.allocators import PREFIX_CACHES, PrefixCache
 from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
-from cache.allocators.base import Allocation
-from cache.hashing import hash_chain
+from cache.block_table import Allocation
+from cache.hashing import extend_chain
 from cache.types import BlockHash
 from worker.engine.protocol import RequestKey, StepLog
 from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
@@ -180,10 +180,8 @@ class TokenSequence:
 
     def hash_blocks(self, block_size: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of `token_ids`. Each block is hashed once."""
-        hashes = self.block_hashes
-        parent = hashes[-1] if hashes else self.root
-        hashes += hash_chain(parent, self.token_ids[len(hashes) * block_size :], block_size)
-        return hashes
+        extend_chain(self.block_hashes, self.root, self.token_ids, len(self.token_ids) // block_size, block_size)
+        return self.block_hashes
 
     def fork(self) -> list[TokenSequence]:
         """Return one sequence per choice, which share all computed blocks. The first is this one."""

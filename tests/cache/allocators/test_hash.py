@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from cache.allocators.hash import HashAllocation, HashAllocator
-from cache.events import Cleared, Removed, Stored, replay
+from cache.events import Cleared, Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
+from tests.block_events import replay
 
 ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"tenant")
 OTHER_ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"another tenant")

@@ -6,21 +6,21 @@ import sys
 
 import pytest
 
-from cache.allocators.base import BlockCopy
-from cache.allocators.plain import SimpleAllocation, SimpleAllocator
+from cache.allocators.plain import PlainAllocation, PlainAllocator
+from cache.block_table import BlockCopy
 from cache.hashing import Namespace
 
 ROOT = Namespace("model", "main", "tokenizer", 2).root(salt=b"")
 
 
-def allocate(allocator: SimpleAllocator, num_tokens: int) -> SimpleAllocation:
+def allocate(allocator: PlainAllocator, num_tokens: int) -> PlainAllocation:
     allocation = allocator.allocate(num_tokens, range(num_tokens), ROOT)
     assert allocation is not None
     return allocation
 
 
 def test_blocks_come_from_the_end_and_go_back_to_it() -> None:
-    allocator = SimpleAllocator(12, 1)
+    allocator = PlainAllocator(12, 1)
     allocation = allocate(allocator, 8)
     assert allocation.block_table == [4, 5, 6, 7, 8, 9, 10, 11]
     other = allocate(allocator, 2)
@@ -31,7 +31,7 @@ def test_blocks_come_from_the_end_and_go_back_to_it() -> None:
 
 
 def test_nothing_is_found() -> None:
-    allocator = SimpleAllocator(12, 1)
+    allocator = PlainAllocator(12, 1)
     allocation = allocate(allocator, 8)
     allocation.commit(range(8), 8)
     allocation.free()
@@ -44,7 +44,7 @@ def test_nothing_is_found() -> None:
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
-    allocator = SimpleAllocator(5, 2)
+    allocator = PlainAllocator(5, 2)
     allocation = allocate(allocator, 3)
     assert allocator.allocate(5, range(5), ROOT) is None
     assert not allocation.extend(9)
@@ -54,7 +54,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 def test_slots_repeat_over_the_blocks_of_the_window() -> None:
-    allocator = SimpleAllocator(12, 2, window_size=6)
+    allocator = PlainAllocator(12, 2, window_size=6)
     allocation = allocate(allocator, 15)
     assert allocation.block_table == [9, 10, 11]
     assert allocation.slots(0, 15) == [18, 19, 20, 21, 22, 23, 18, 19, 20, 21, 22, 23, 18, 19, 20]
@@ -65,7 +65,7 @@ def test_slots_repeat_over_the_blocks_of_the_window() -> None:
 
 
 def test_below_the_window_blocks_are_added() -> None:
-    allocator = SimpleAllocator(12, 2, window_size=5)
+    allocator = PlainAllocator(12, 2, window_size=5)
     allocation = allocate(allocator, 1)
     assert allocation.capacity == 2
     assert allocation.extend(4)
@@ -76,7 +76,7 @@ def test_below_the_window_blocks_are_added() -> None:
 
 
 def test_a_fork_copies_the_window_as_it_writes_round_it() -> None:
-    allocator = SimpleAllocator(12, 2, window_size=6)
+    allocator = PlainAllocator(12, 2, window_size=6)
     first = allocate(allocator, 7)
     first.commit(range(7), 7)
     second = first.fork()
@@ -95,7 +95,7 @@ def test_a_fork_copies_the_window_as_it_writes_round_it() -> None:
 
 
 def test_reset_only_when_idle() -> None:
-    allocator = SimpleAllocator(12, 2)
+    allocator = PlainAllocator(12, 2)
     allocation = allocate(allocator, 7)
     assert not allocator.reset()
     allocation.free()
@@ -104,11 +104,11 @@ def test_reset_only_when_idle() -> None:
 
 def test_a_bad_window_is_named() -> None:
     with pytest.raises(ValueError, match="window_size"):
-        SimpleAllocator(12, 2, window_size=0)
+        PlainAllocator(12, 2, window_size=0)
 
 
 def test_a_fork_that_goes_round_a_window_not_yet_full_copies_its_beginning() -> None:
-    allocator = SimpleAllocator(12, 2, window_size=6)
+    allocator = PlainAllocator(12, 2, window_size=6)
     first = allocate(allocator, 3)
     first.commit(range(3), 3)
     second = first.fork()

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import pytest
 
 from cache.allocators.radix import RadixAllocation, RadixAllocator
-from cache.events import Removed, Stored, replay
+from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
+from tests.block_events import replay
 
 ROOT = Namespace("model", "main", "tokenizer", 1).root(salt=b"tenant")
 OTHER_ROOT = Namespace("model", "main", "tokenizer", 1).root(salt=b"another tenant")

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from cache.allocators.factory import make_allocator
-from cache.events import BlockEvent, replay
+from cache.allocators import make_allocator
+from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
+from tests.block_events import replay
 from tests.waiting import HANG_S
 from tests.worker.device_streams import ThreadedStream
 from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner, answer

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events import BlockEvent, Cleared, Removed, Stored, replay
+from cache.events import BlockEvent, Cleared, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import BlockHash, Epoch, WorkerId
+from tests.block_events import replay
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S

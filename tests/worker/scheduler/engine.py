@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cache.allocators.factory import PrefixCache, make_allocator
+from cache.allocators import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.device import DeviceStream
 from worker.engine.protocol import EngineOutput, RequestKey

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache.allocators.factory import make_allocator
+from cache.allocators import make_allocator
 from cache.allocators.hash import HashAllocator
-from cache.allocators.plain import SimpleAllocator
+from cache.allocators.plain import PlainAllocator
 from cache.allocators.radix import RadixAllocator
 
 
@@ -12,7 +12,7 @@ def test_every_name_has_its_allocator() -> None:
     assert isinstance(make_allocator("hash", 10, 4), HashAllocator)
     assert isinstance(make_allocator("radix", 10, 4), RadixAllocator)
     off = make_allocator("off", 10, 4, window_size=8)
-    assert isinstance(off, SimpleAllocator)
+    assert isinstance(off, PlainAllocator)
     assert off.num_free_blocks == 9
 
 
