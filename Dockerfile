@@ -40,6 +40,13 @@ RUN python3 -m venv /opt/headstart \
 COPY --from=build /wheels/ /wheels/
 RUN /opt/headstart/bin/pip install --no-deps --no-index /wheels/*.whl \
  && /opt/headstart/bin/pip uninstall --yes setuptools pip
+# Kernels for every instruction set of a CPU, so that the image needs no compiler.
+# hadolint ignore=DL3008
+RUN if [ "${DEVICE}" = cpu ]; then \
+      { command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; }; } \
+   && /opt/headstart/bin/python -m worker.kernels.cpu \
+   && rm -rf /var/lib/apt/lists/*; \
+    fi
 
 FROM ${PYTHON_IMAGE} AS runtime
 ENV PATH=/opt/headstart/bin:/usr/local/bin:/usr/bin:/bin \

@@ -46,8 +46,8 @@ IMAGE_APT: Final = {
     "slirp4netns": "slirp4netns",
     "redis-server": "redis-server",
 }
-BASE_PACKAGES: Final = "python3,python3-venv,ca-certificates,redis-server,redis-tools"
-"""The redis packages make one base serve for both images that come from a hub."""
+BASE_PACKAGES: Final = "python3,python3-venv,ca-certificates,g++,redis-server,redis-tools"
+"""The redis packages make one base serve for both images that come from a hub; g++ builds the CPU kernels."""
 
 
 def say(text: str) -> None:

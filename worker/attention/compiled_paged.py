@@ -1,6 +1,6 @@
-"""Paged attention on a CPU in bfloat16 with the decodes compiled: pages are read where they lie, nothing is gathered.
+"""Paged attention in bfloat16 on a CPU: the decodes run in a compiled kernel, which reads the pages where they lie.
 
-Prefill chunks go through torch as ever.
+Prefill chunks run in torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import PagedPlan, TorchPagedAttention
-from worker.kernels.attention import AttentionKernel, Decodes
+from worker.kernels.cpu import AttentionKernel, Decodes, Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class _CompiledPlan(PagedPlan):
-    """Its `decodes` are empty: rows 0..num_rows-1 of the batch are `compiled`."""
+    """A plan without `decodes`: rows 0..num_rows-1 of the batch are `compiled`."""
 
     compiled: Decodes
 
@@ -32,12 +32,13 @@ class CompiledPagedAttention(TorchPagedAttention):
 
     name = "compiled"
 
-    def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
+    def __init__(self, shape: AttentionShape, cache: KVCache, kernels: Kernels) -> None:
         super().__init__(shape, cache)
         self._kernel = AttentionKernel(
+            kernels,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
-            size=shape.head_dim,
+            head_dim=shape.head_dim,
             scale=shape.scale,
             block_size=cache.block_size,
         )
@@ -50,22 +51,20 @@ class CompiledPagedAttention(TorchPagedAttention):
             self._cache.write(layer, batch.slots[chunks], key[chunks], value[chunks])
         if num_decodes:
             states = (query[:num_decodes], key[:num_decodes], value[:num_decodes])
-            outputs.append(self._decode_compiled(layer, states, plan.compiled))
+            out = query.new_empty(num_decodes, self._shape.num_heads * self._shape.head_dim)
+            self._kernel(states, self._cache.keys[layer], self._cache.values[layer], plan.compiled, out)
+            outputs.append(out)
         outputs += [self._prefill(layer, query, key, value, chunk) for chunk in plan.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
         num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
-        decodes, size = spans[:num_decodes], self._cache.block_size
+        decodes, block_size = spans[:num_decodes], self._cache.block_size
         bounds = np.zeros((num_decodes, 2), np.int64)
-        tables = np.zeros((num_decodes, -(-max((span.stop for span in decodes), default=0) // size)), np.int64)
+        width = -(-max((span.stop for span in decodes), default=0) // block_size)
+        tables = np.zeros((num_decodes, width), np.int64)
         for row, span in enumerate(decodes):
             bounds[row] = (0 if window is None else max(0, span.stop - window), span.stop)
-            num_blocks = -(-span.stop // size)
+            num_blocks = -(-span.stop // block_size)
             tables[row, :num_blocks] = span.block_table[:num_blocks]
         return _CompiledPlan((), self._plan_chunks(spans, num_decodes, window), Decodes(tables, bounds))
-
-    def _decode_compiled(self, layer: int, states: tuple[Tensor, Tensor, Tensor], decodes: Decodes) -> Tensor:
-        out = states[0].new_empty(decodes.num_rows, self._shape.num_heads * self._shape.head_dim)
-        self._kernel(states, self._cache.keys[layer], self._cache.values[layer], decodes, out)
-        return out

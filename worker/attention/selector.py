@@ -6,9 +6,10 @@ import logging
 
 from worker.attention.base import Attention, AttentionShape
 from worker.attention.batch_invariant import InvariantAttention
+from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels.bits import kernels_serve
+from worker.kernels.cpu import attends, kernels_for
 
 _log = logging.getLogger(__name__)
 
@@ -22,10 +23,9 @@ def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bo
     if deterministic:
         return InvariantAttention(shape, cache)
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
-    if kernels_serve(dtype, device, deterministic=deterministic) and shape.head_dim % 2 == 0:
-        from worker.attention.compiled_paged import CompiledPagedAttention
-
-        return CompiledPagedAttention(shape, cache)
+    kernels = kernels_for(dtype, device, deterministic=deterministic)
+    if kernels is not None and attends(shape.head_dim):
+        return CompiledPagedAttention(shape, cache, kernels)
     if device.type != "cuda":
         return TorchPagedAttention(shape, cache)
     try:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.kernels.bits import MAX_ROWS, bits, kernels_serve
+from worker.kernels.cpu import Kernels, kernels_for
 from worker.model.config import RopeConfig
 
 Rotation = Callable[[Tensor, int], Tensor]
@@ -39,24 +39,21 @@ class PlainRope:
 
 
 class CompiledRope:
-    """One loop, or one a thread for many rows, in bfloat16 and in place."""
+    """One compiled loop in bfloat16 on a CPU, in place."""
 
-    __slots__ = ("_few", "_many", "_table")
+    __slots__ = ("_kernels", "_table")
 
-    def __init__(self, table: Tensor) -> None:
-        from worker.kernels import bfloat16, rows
-
-        self._few, self._many = bfloat16.rotate, rows.rotate
+    def __init__(self, kernels: Kernels, table: Tensor) -> None:
+        self._kernels = kernels
         self._table = table
 
     def at(self, positions: Tensor) -> Rotation:
-        rows, head_dim = bits(self._table[positions]), self._table.shape[-1]
+        rows = self._table[positions]  # (num_tokens, 2, head_dim)
 
         def rotate(states: Tensor, num_heads: int) -> Tensor:
-            if len(states) > MAX_ROWS:
-                self._many(bits(states), rows, num_heads, num_threads=torch.get_num_threads())
-            else:
-                self._few(bits(states), rows, num_heads)
+            assert states.is_contiguous()
+            self._kernels.rotate(states, rows, num_heads)
+            head_dim = rows.shape[2]
             return states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
 
         return rotate
@@ -81,8 +78,8 @@ def make_rope(table: Tensor, *, deterministic: bool) -> Rope:
     """The fastest form for a table's device and dtype."""
     if table.is_cuda:
         return GpuRope(table)
-    if kernels_serve(table.dtype, table.device, deterministic=deterministic):
-        return CompiledRope(table)
+    if kernels := kernels_for(table.dtype, table.device, deterministic=deterministic):
+        return CompiledRope(kernels, table)
     return PlainRope(table)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from worker.device import to_device, to_host
 from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
-from worker.kernels.bits import bits, kernels_serve
+from worker.kernels.cpu import kernels_for
 from worker.sampling.constraints import constrain, is_constrained
 from worker.sampling.logprobs import LogprobRows, token_logprobs
 from worker.sampling.penalties import is_penalised, penalise
@@ -86,20 +86,12 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(rows,) the most likely token of each row, and its logit: NaN and +inf win every comparison, -inf none."""
     if logits.device.type != "cpu":
         best = logits.argmax(dim=-1)
-    elif kernels_serve(logits.dtype, logits.device, deterministic=False):
-        best = _best_in_bfloat16(logits)
+    elif kernels := kernels_for(logits.dtype, logits.device, deterministic=False):
+        best = kernels.argmax(logits)
     else:
         # numpy's search is vectorised where torch's is not: 4 times as fast over a vocabulary, and NaN wins in both.
         best = torch.from_numpy(logits.float().numpy().argmax(axis=-1))
     return best, logits.gather(1, best[:, None]).squeeze(1)
-
-
-def _best_in_bfloat16(logits: Tensor) -> Tensor:
-    from worker.kernels.rows import best
-
-    found = torch.empty(len(logits), dtype=torch.int64)
-    best(bits(logits.contiguous()), found.numpy(), num_threads=min(len(logits), torch.get_num_threads()))
-    return found
 
 
 def _check(highest: Tensor, *, is_adjusted: bool) -> None:

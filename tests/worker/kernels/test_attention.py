@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numba.core import compiler
 
 from tests.worker.families import write_family
 from tests.worker.kernels.rounding import HALF_STEP, close, states
@@ -17,7 +17,7 @@ from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.selector import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels.attention import AttentionKernel, Decodes, _attend
+from worker.kernels.cpu import AttentionKernel, Decodes, Kernels
 from worker.model.load import LoadOptions, load_model
 
 
@@ -41,10 +41,10 @@ def batch_of(spans: list[Span], block_size: int, plan: object) -> ForwardBatch:
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(4, 4, 16, 4), (6, 2, 16, 16), (9, 3, 64, 16), (8, 2, 80, 32), (14, 2, 64, 1)],
+    [(4, 4, 16, 4), (6, 2, 16, 16), (9, 3, 64, 16), (8, 2, 80, 32), (14, 2, 64, 1), (5, 1, 100, 300), (2, 2, 8, 16)],
 )
 def test_it_equals_torch_over_scattered_pages(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None
+    kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None
 ) -> None:
     shape = AttentionShape(1, num_heads, num_kv_heads, head_dim, 0.3, (window,))
     starts = [0, 1, 2, block_size - 1, block_size, 2 * block_size + 3]
@@ -60,7 +60,11 @@ def test_it_equals_torch_over_scattered_pages(
         cache = pool(shape, block_size)
         if dtype == torch.float32:
             cache.keys, cache.values = [k.float() for k in cache.keys], [v.float() for v in cache.values]
-        attention = (TorchPagedAttention if dtype == torch.float32 else CompiledPagedAttention)(shape, cache)
+        attention = (
+            TorchPagedAttention(shape, cache)
+            if dtype == torch.float32
+            else CompiledPagedAttention(shape, cache, kernels)
+        )
         batch = batch_of(spans, block_size, attention.plan(spans))
         outputs.append(attention.attend(0, query.to(dtype), key.to(dtype), value.to(dtype), batch))
         for states_of, pools in ((key, cache.keys), (value, cache.values)):
@@ -73,31 +77,28 @@ def test_it_equals_torch_over_scattered_pages(
     assert torch.allclose(got.float(), want, atol=0.03)
 
 
-def test_many_keys_and_far_scores_stay_exact() -> None:
+def test_many_keys_and_far_scores_stay_exact(kernels: Kernels) -> None:
     shape = AttentionShape(1, 1, 1, 8, 1.0)
     cache = KVCache(shape, 300, 4, torch.bfloat16, torch.device("cpu"))
     cache.keys[0].copy_(60 * states(*cache.keys[0].shape, seed=1))
     cache.values[0].copy_(states(*cache.values[0].shape, seed=2))
     spans = [Span(1100, 1, list(range(1, 277)))]
     query, own = states(1, 1, 8, seed=3), states(1, 1, 8, seed=4)
-    attention = CompiledPagedAttention(shape, cache)
+    attention = CompiledPagedAttention(shape, cache, kernels)
     got = attention.attend(0, query, own, own, batch_of(spans, 4, attention.plan(spans)))
     keys, values = (p[0].flatten(0, 1)[4:1105, 0].float() for p in (cache.keys, cache.values))
     want = (keys @ query[0, 0].float()).softmax(0) @ values
     assert close(got[0], want, steps=1.1)
 
 
-def kernel_of_two_groups() -> AttentionKernel:
-    return AttentionKernel(num_heads=6, num_kv_heads=2, size=16, scale=0.2, block_size=4)
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
-def test_the_number_of_threads_changes_no_bit(num_rows: int) -> None:
+def test_the_number_of_threads_changes_no_bit(kernels: Kernels, num_rows: int) -> None:
     query, key, value = (states(num_rows, num_heads, 16, seed=num_heads) for num_heads in (6, 2, 2))
     tables = np.array([[1 + row, *range(41, 82)] for row in range(num_rows)])[:, ::-1].copy()
     bounds = np.array([[row % 3, 4 * 42 - row % 4] for row in range(num_rows)])
     outs = [torch.zeros(num_rows, 96, dtype=torch.bfloat16) for _ in range(3)]
-    kernel, before = kernel_of_two_groups(), torch.get_num_threads()
+    kernel = AttentionKernel(kernels, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.2, block_size=4)
+    before = torch.get_num_threads()
     try:
         for num_threads, out in enumerate(outs, 1):
             torch.set_num_threads(num_threads)
@@ -109,34 +110,12 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_what_is_compiled_for_a_shape_is_found_again_on_disk() -> None:
-    """numba finds a kernel by the variables around it, and a compiled function among them is another one every time."""
-    kernel = kernel_of_two_groups()._units.__wrapped__
-    assert {type(cell.cell_contents) for cell in kernel.__closure__} == {int}
-
-
-def test_shapes_are_kept_in_files_of_their_own() -> None:
-    """Two workers that start at once with two models would write one index: it could name the other's kernel."""
-    other = AttentionKernel(num_heads=2, num_kv_heads=2, size=8, scale=0.2, block_size=4)
-    names = {kernel._units._cache._impl.filename_base for kernel in (kernel_of_two_groups(), other)}
-    assert len(names) == 2
-
-
-def test_the_work_is_freed_after_the_team_is_done() -> None:
-    """numba frees an array behind its last mention, and what is made of its address is none."""
-    (block,) = [
-        [str(statement) for statement in block.body]
-        for block in compiler.run_frontend(_attend.py_func, emit_dels=True).blocks.values()
-        if any("global(run_on_team" in str(statement) for statement in block.body)
-    ]
-    call = next(i for i, line in enumerate(block) if "call" in line and "team, " in line)
-    assert call < block.index("del work")
-
-
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_heads_may_lie_apart(num_kv_heads: int) -> None:
+def test_heads_may_lie_apart(kernels: Kernels, num_kv_heads: int) -> None:
     """As many models of transformers have them: (heads, rows, head_dim)."""
-    kernel = AttentionKernel(num_heads=3 * num_kv_heads, num_kv_heads=num_kv_heads, size=16, scale=0.2, block_size=4)
+    kernel = AttentionKernel(
+        kernels, num_heads=3 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=16, scale=0.2, block_size=4
+    )
     apart = tuple(states(heads, 5, 16).transpose(0, 1) for heads in (3 * num_kv_heads, num_kv_heads, num_kv_heads))
     decodes = Decodes(np.arange(1, 6).reshape(5, 1), np.array([[0, 3]] * 5))
     outs = []
@@ -148,19 +127,19 @@ def test_heads_may_lie_apart(num_kv_heads: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize(("size", "name"), [(16, "compiled"), (15, "torch")])
-def test_heads_of_an_odd_size_go_through_torch(size: int, name: str) -> None:
-    shape = AttentionShape(1, 6, 2, size, 0.2)
+@pytest.mark.parametrize(("head_dim", "name"), [(16, "compiled"), (15, "torch"), (6, "torch")])
+def test_heads_that_do_not_fill_a_vector_go_through_torch(head_dim: int, name: str) -> None:
+    shape = AttentionShape(1, 6, 2, head_dim, 0.2)
     cache = KVCache(shape, 2, 4, torch.bfloat16, torch.device("cpu"))
     assert select_attention(shape, cache, deterministic=False).name == name
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_never_hidden(broken: float) -> None:
+def test_what_is_not_finite_is_never_hidden(kernels: Kernels, broken: float) -> None:
     shape = AttentionShape(1, 2, 1, 8, 0.5)
     cache = pool(shape, 4)
     cache.keys[0][2, 1, 0, 0] = broken
-    attention = CompiledPagedAttention(shape, cache)
+    attention = CompiledPagedAttention(shape, cache, kernels)
     spans = [Span(2, 1, [1]), Span(6, 1, [3, 2])]
     query, own = states(2, 2, 8), states(2, 1, 8)
     got = attention.attend(0, query, own, own, batch_of(spans, 4, attention.plan(spans)))
@@ -170,15 +149,17 @@ def test_what_is_not_finite_is_never_hidden(broken: float) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral_window"])
 def test_a_model_in_bfloat16_is_as_near_to_the_reference_as_torch_alone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = write_family(name, tmp_path)
     ids = [i * 7 % 99 for i in range(40)]
     with torch.inference_mode():
         want = reference(torch.tensor([ids])).logits[0]
+    monkeypatch.setattr("worker.kernels.cpu._load", lambda: kernels)
     compiled = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
-    got = PagedModel(compiled, attention=CompiledPagedAttention).chunked(ids, [20, 1])
-    monkeypatch.setattr("worker.kernels.bits._installed", lambda: False)
+    attention = partial(CompiledPagedAttention, kernels=kernels)
+    got = PagedModel(compiled, attention=attention).chunked(ids, [20, 1])
+    monkeypatch.setattr("worker.kernels.cpu._load", lambda: None)
     plain = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
-    beside = PagedModel(plain, attention=TorchPagedAttention).chunked(ids, [20, 1])
-    assert float((got - want).abs().mean()) < 1.1 * float((beside - want).abs().mean())
+    in_torch = PagedModel(plain, attention=TorchPagedAttention).chunked(ids, [20, 1])
+    assert float((got - want).abs().mean()) < 1.1 * float((in_torch - want).abs().mean())

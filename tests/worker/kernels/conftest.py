@@ -1,0 +1,31 @@
+"""The compiled kernels of every instruction set that this processor has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.kernels import cpu
+from worker.kernels.cpu import Kernels
+
+
+def builds() -> list[str]:
+    """Name the -march values that can run here: AVX-512 includes AVX2."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = list(cpu._MARCH)
+    return [cpu._MARCH[name] for name in names[names.index(capability) :]] if capability in names else []
+
+
+@pytest.fixture(params=builds())
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels of one build, from the user's cache."""
+    return cpu._load_or_build(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "headstart"

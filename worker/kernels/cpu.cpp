@@ -1,0 +1,449 @@
+// What lies between the matrix products of a decode step in bfloat16 on a CPU: RMS norm, rotary embedding, argmax, and
+// attention over the pages of the KV cache. torch needs some 25 calls a layer for it; here each is one call and one loop.
+//
+// worker/kernels/cpu.py compiles this file once per instruction set and loads it with ctypes. `#pragma omp` runs on the
+// threads of torch's own libgomp: a second pool would fight with them for the cores.
+//
+//   bfloat16   sEEEEEEEEmmmmmmm                   the upper half of a float32
+//   widen      bits << 16                         narrow: to the nearest, ties to even
+//
+// NaN must stay NaN: a broken model has to be noticed. So the build uses no unsafe math (g++ 12 folds a vector times zero
+// to zero as soon as it may ignore the sign of zero).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace {
+
+using Bf16 = uint16_t;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kMaxGroup = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kMaxGroup = 3;
+#else
+constexpr int kLanes = 4, kMaxGroup = 4;
+#endif
+// kMaxGroup: queries of one KV head whose sums against 4 keys fit into the vector registers together.
+constexpr int kMaxKeys = 8;          // scored together
+constexpr int64_t kTileKeys = 256;   // keys whose scores are in the cache together
+constexpr int64_t kPrefetch = 16;    // keys ahead
+constexpr int64_t kRowsAtOnce = 32;  // that a thread takes in row-wise kernels
+
+float widen(Bf16 value) {
+  const uint32_t bits = uint32_t(value) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+Bf16 narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return Bf16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class Row> void for_each_row(int64_t num_rows, int num_threads, int64_t rows_at_once, Row row) {
+  if (num_threads == 1) {
+    for (int64_t i = 0; i < num_rows; ++i) row(i);
+    return;
+  }
+#pragma omp parallel for schedule(dynamic, rows_at_once) num_threads(num_threads)
+  for (int64_t i = 0; i < num_rows; ++i) row(i);
+}
+
+// ---- vectors of L floats -------------------------------------------------------------------------------------------
+
+template <int L> struct Vectors {
+  typedef float Floats __attribute__((vector_size(4 * L)));
+  typedef int32_t Ints __attribute__((vector_size(4 * L)));
+  typedef uint32_t Words __attribute__((vector_size(4 * L)));
+};
+template <int L> using Floats = typename Vectors<L>::Floats;
+template <int L> using Ints = typename Vectors<L>::Ints;
+template <int L> using Words = typename Vectors<L>::Words;
+
+template <class Vector> Vector load(const void *address) {
+  Vector vector;
+  std::memcpy(&vector, address, sizeof vector);
+  return vector;
+}
+
+template <class Vector> void store(void *address, Vector vector) { std::memcpy(address, &vector, sizeof vector); }
+
+template <int L> Floats<L> larger(Floats<L> a, Floats<L> b) { return a > b ? a : b; }
+
+// A word holds two neighbours of a head, [odd element | even element]: one vector of words is two vectors of floats.
+template <int L> Floats<L> even(Words<L> words) { return (Floats<L>)(words << 16); }
+template <int L> Floats<L> odd(Words<L> words) { return (Floats<L>)(words & 0xFFFF0000u); }
+template <int L> Words<L> narrow_pairs(Floats<L> even, Floats<L> odd) {
+  const Words<L> low = (Words<L>)even, high = (Words<L>)odd;
+  return ((low + 0x7FFF + ((low >> 16) & 1)) >> 16) | ((high + 0x7FFF + ((high >> 16) & 1)) & 0xFFFF0000u);
+}
+
+// L floats -> 4, the upper half added to the lower until then.
+template <int L> Floats<4> fold(Floats<L> vector) {
+  if constexpr (L == 4) {
+    return vector;
+  } else {
+    const auto half = [&]<int... I>(std::integer_sequence<int, I...>) {
+      return __builtin_shufflevector(vector, vector, I...) + __builtin_shufflevector(vector, vector, (I + L / 2)...);
+    };
+    return fold<L / 2>(half(std::make_integer_sequence<int, L / 2>{}));
+  }
+}
+
+Floats<4> add_neighbours(Floats<4> a, Floats<4> b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+}
+
+template <int L> float sum(Floats<L> vector) {
+  const Floats<4> quarter = fold<L>(vector);
+  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+}
+
+float sum_of_squares(const Bf16 *x, int64_t size) {
+  constexpr int L = kLanes;
+  Floats<L> totals[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * L <= size; i += 4 * L) {
+    for (int part = 0; part < 2; ++part) {
+      const auto words = load<Words<L>>(x + i + part * 2 * L);
+      totals[2 * part] += even<L>(words) * even<L>(words);
+      totals[2 * part + 1] += odd<L>(words) * odd<L>(words);
+    }
+  }
+  float total = sum<L>((totals[0] + totals[1]) + (totals[2] + totals[3]));
+  for (; i < size; ++i) total += widen(x[i]) * widen(x[i]);
+  return total;
+}
+
+// ---- attention -----------------------------------------------------------------------------------------------------
+
+struct Shape {  // of a model's attention and its pool
+  int64_t num_kv_heads, group_size, head_dim, block_size;
+  float scale;
+};
+
+struct Decodes {  // the rows of a step
+  const int64_t *block_tables;  // (num_rows, table_width)
+  const int64_t *bounds;        // (num_rows, 2): the first key that a row's query sees, and the end of its keys
+  int64_t num_rows, table_width;
+};
+
+// One KV head of one row: the queries that share it (its group) against all keys that they see.
+//
+//   tile     scores = queries . keys            sums *= 2 ** (old highest - highest)
+//            sums += 2 ** (scores - highest) * values
+//   at last  sums / total, narrowed
+//
+// L words are one vector. The last vector of a head may overlap the one before it; what it repeats has a query of zero.
+template <int L> class Head {
+ public:
+  explicit Head(const Shape &shape)
+      : shape_(shape), half_(shape.head_dim / 2), num_vectors_((half_ + L - 1) / L),
+        scratch_(new (std::align_val_t(64)) float[size_t(shape.group_size) * (4 * num_vectors_ * L + kScores + 2)]) {
+    queries_ = scratch_;
+    sums_ = queries_ + shape.group_size * 2 * num_vectors_ * L;
+    scores_ = sums_ + shape.group_size * 2 * num_vectors_ * L;
+    highest_ = scores_ + shape.group_size * kScores;
+    totals_ = highest_ + shape.group_size;
+  }
+  ~Head() { ::operator delete[](scratch_, std::align_val_t(64)); }
+  Head(const Head &) = delete;
+  Head &operator=(const Head &) = delete;
+
+  // query and out (group_size, head_dim); keys and values: this head in block 0 of the pools.
+  void attend(const Bf16 *query, const Bf16 *keys, const Bf16 *values, const int64_t *block_table, int64_t start,
+              int64_t stop, Bf16 *out) {
+    load_queries(query);
+    for (int64_t first = start; first < stop; first += kTileKeys) {
+      const int64_t num_keys = std::min(kTileKeys, stop - first);
+      find_rows(block_table, first, stop);
+      for_each_part([&]<int G>(int64_t part) { dot_keys<G>(part, keys, num_keys); });
+      for (int64_t g = 0; g < shape_.group_size; ++g) weigh(g, num_keys);
+      for_each_part([&]<int G>(int64_t part) { add_values<G>(part, values, num_keys); });
+    }
+    store_out(out);
+  }
+
+ private:
+  static constexpr int64_t kScores = kTileKeys + 16;  // of one query, with room for a vector's rest
+
+  int64_t offset(int64_t vector) const { return std::min(vector * L, half_ - L); }  // in words
+  float *at(float *buffer, int64_t g, int64_t vector) const { return buffer + (g * num_vectors_ + vector) * 2 * L; }
+
+  // Calls part<G>(first) for parts of the group, of at most kMaxGroup queries and nearly equal size.
+  template <class Part> void for_each_part(Part part) {
+    const int64_t size = shape_.group_size, num_parts = (size + kMaxGroup - 1) / kMaxGroup;
+    for (int64_t i = 0; i < num_parts; ++i) {
+      const int64_t first = size * i / num_parts;
+      switch (size * (i + 1) / num_parts - first) {
+        case 1: part.template operator()<1>(first); break;
+        case 2: part.template operator()<2>(first); break;
+        case 3: part.template operator()<3>(first); break;
+        default: part.template operator()<4>(first); break;
+      }
+    }
+  }
+
+  void load_queries(const Bf16 *query) {
+    const float factor = shape_.scale * 1.4426950408889634f;  // for powers of 2 instead of e
+    for (int64_t g = 0; g < shape_.group_size; ++g) {
+      for (int64_t v = 0; v < num_vectors_; ++v) {
+        const auto words = load<Words<L>>(query + g * shape_.head_dim + 2 * offset(v));
+        Floats<L> first = even<L>(words) * factor, second = odd<L>(words) * factor;
+        for (int64_t lane = 0; lane < v * L - offset(v); ++lane) first[lane] = second[lane] = 0;
+        store(at(queries_, g, v), first);
+        store(at(queries_, g, v) + L, second);
+        store(at(sums_, g, v), Floats<L>{});
+        store(at(sums_, g, v) + L, Floats<L>{});
+      }
+      highest_[g] = -INFINITY;
+      totals_[g] = 0;
+    }
+  }
+
+  // rows_[i]: where key first + i lies in a pool, in elements. The last key stands for those beyond it.
+  void find_rows(const int64_t *block_table, int64_t first, int64_t stop) {
+    const int64_t stride = shape_.num_kv_heads * shape_.head_dim;
+    int64_t block = first / shape_.block_size, inside = first % shape_.block_size;
+    const int64_t count = std::min(kTileKeys + kPrefetch + kMaxKeys, stop - first);
+    for (int64_t i = 0; i < count; ++i) {
+      rows_[i] = (block_table[block] * shape_.block_size + inside) * stride;
+      if (++inside == shape_.block_size) ++block, inside = 0;
+    }
+    std::fill(rows_ + count, rows_ + kTileKeys + kPrefetch + kMaxKeys, rows_[count - 1]);
+  }
+
+  // scores[g][k] = queries[g] . keys[k] for G queries from `first` on
+  template <int G> void dot_keys(int64_t first, const Bf16 *keys, int64_t num_keys) {
+    constexpr int K = G == 1 ? kMaxKeys : 4;
+    for (int64_t key = 0; key < num_keys; key += K) {
+      const int64_t *rows = rows_ + key;
+      for (int k = 0; k < K; ++k) {
+        for (int64_t element = 0; element < shape_.head_dim; element += 32) {  // one cache line
+          __builtin_prefetch(keys + rows[k + kPrefetch] + element);
+        }
+      }
+      Floats<L> totals[G][K] = {};
+      for (int64_t v = 0; v < num_vectors_; ++v) {
+        for (int k = 0; k < K; ++k) {
+          const auto words = load<Words<L>>(keys + rows[k] + 2 * offset(v));
+          for (int g = 0; g < G; ++g) {
+            totals[g][k] += even<L>(words) * load<Floats<L>>(at(queries_, first + g, v));
+            totals[g][k] += odd<L>(words) * load<Floats<L>>(at(queries_, first + g, v) + L);
+          }
+        }
+      }
+      for (int g = 0; g < G; ++g) {
+        for (int k = 0; k < K; k += 4) {
+          const auto *t = totals[g] + k;
+          store(scores_ + (first + g) * kScores + key + k,
+                add_neighbours(add_neighbours(fold<L>(t[0]), fold<L>(t[1])),
+                               add_neighbours(fold<L>(t[2]), fold<L>(t[3]))));
+        }
+      }
+    }
+  }
+
+  // scores[g] -> 2 ** (score - highest); the total is NaN when a score is not finite.
+  void weigh(int64_t g, int64_t num_keys) {
+    constexpr int W = kLanes;
+    float *scores = scores_ + g * kScores;
+    const int64_t padded = (num_keys + W - 1) / W * W;
+    std::fill(scores + num_keys, scores + padded, -1e30f);
+    Floats<W> tops = load<Floats<W>>(scores);
+    for (int64_t k = W; k < padded; k += W) tops = larger<W>(tops, load<Floats<W>>(scores + k));
+    float top = highest_[g];
+    for (int lane = 0; lane < W; ++lane) top = std::max(top, tops[lane]);
+    const float fading = std::exp2(highest_[g] - top);
+    Floats<W> total = {}, check = {};
+    for (int64_t k = 0; k < padded; k += W) {
+      const auto score = load<Floats<W>>(scores + k);
+      check += score * 0.0f;
+      // 2**x = 2**n * 2**f with n the nearest integer; 2**f by its series, exact to float32's last bit but one
+      const Floats<W> x = larger<W>(score - top, Floats<W>{} - 126.0f);
+      const Ints<W> n = __builtin_convertvector(x - 0.5f, Ints<W>);
+      const Floats<W> f = x - __builtin_convertvector(n, Floats<W>);
+      Floats<W> power = f * 1.5403530e-4f + 1.3333558e-3f;
+      power = power * f + 9.6181291e-3f;
+      power = power * f + 5.5504109e-2f;
+      power = power * f + 2.4022651e-1f;
+      power = power * f + 6.9314718e-1f;
+      power = power * f + 1.0f;
+      power *= (Floats<W>)((n + 127) << 23);
+      total += power;
+      store(scores + k, power);
+    }
+    std::fill(scores + num_keys, scores + padded, 0.0f);
+    highest_[g] = top;
+    totals_[g] = totals_[g] * fading + sum<W>(total) + sum<W>(check);
+    for (int64_t v = 0; v < num_vectors_; ++v) {
+      float *sums = at(sums_, g, v);
+      store(sums, load<Floats<L>>(sums) * fading);
+      store(sums + L, load<Floats<L>>(sums + L) * fading);
+    }
+  }
+
+  // sums[g] += sum over k of scores[g][k] * values[k] for G queries from `first` on
+  template <int G> void add_values(int64_t first, const Bf16 *values, int64_t num_keys) {
+    int64_t v = 0;
+    for (; v + 2 <= num_vectors_; v += 2) add_value_vectors<G, 2>(first, v, values, num_keys);
+    if (v < num_vectors_) add_value_vectors<G, 1>(first, v, values, num_keys);
+  }
+
+  template <int G, int N> void add_value_vectors(int64_t first, int64_t v, const Bf16 *values, int64_t num_keys) {
+    constexpr int K = G == 1 ? 2 : 1;  // sums of one query alone are too few to keep the units busy
+    Floats<L> sums[K][G][N][2] = {};
+    const float *weights = scores_ + first * kScores;
+    for (int64_t key = 0; key < num_keys; key += K) {
+      for (int k = 0; k < K; ++k) {
+        for (int n = 0; n < N; ++n) {
+          __builtin_prefetch(values + rows_[key + k + kPrefetch] + 2 * offset(v + n));
+          const auto words = load<Words<L>>(values + rows_[key + k] + 2 * offset(v + n));
+          for (int g = 0; g < G; ++g) {
+            sums[k][g][n][0] += even<L>(words) * weights[g * kScores + key + k];
+            sums[k][g][n][1] += odd<L>(words) * weights[g * kScores + key + k];
+          }
+        }
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      for (int n = 0; n < N; ++n) {
+        for (int part = 0; part < 2; ++part) {
+          float *sum = at(sums_, first + g, v + n) + part * L;
+          for (int k = 0; k < K; ++k) store(sum, load<Floats<L>>(sum) + sums[k][g][n][part]);
+        }
+      }
+    }
+  }
+
+  void store_out(Bf16 *out) {
+    for (int64_t g = 0; g < shape_.group_size; ++g) {
+      const float inverse = 1.0f / totals_[g];
+      for (int64_t v = 0; v < num_vectors_; ++v) {
+        const float *sums = at(sums_, g, v);
+        const auto words = narrow_pairs<L>(load<Floats<L>>(sums) * inverse, load<Floats<L>>(sums + L) * inverse);
+        store(out + g * shape_.head_dim + 2 * offset(v), words);
+      }
+    }
+  }
+
+  const Shape &shape_;
+  const int64_t half_, num_vectors_;
+  float *scratch_;
+  float *queries_, *sums_;    // (group_size, num_vectors, [even, odd], L)
+  float *scores_;             // (group_size, kScores)
+  float *highest_, *totals_;  // (group_size,)
+  int64_t rows_[kTileKeys + kPrefetch + kMaxKeys];
+};
+
+template <int L>
+void attend_heads(const Shape &shape, const Decodes &decodes, const Bf16 *query, int64_t query_stride, const Bf16 *keys,
+                  const Bf16 *values, Bf16 *out, int num_threads) {
+  const int64_t num_heads = shape.num_kv_heads, group_elements = shape.group_size * shape.head_dim;
+#pragma omp parallel num_threads(num_threads)
+  {
+    Head<L> head(shape);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < decodes.num_rows * num_heads; ++item) {
+      const int64_t row = item / num_heads, kv_head = item % num_heads;
+      head.attend(query + row * query_stride + kv_head * group_elements, keys + kv_head * shape.head_dim,
+                  values + kv_head * shape.head_dim, decodes.block_tables + row * decodes.table_width,
+                  decodes.bounds[2 * row], decodes.bounds[2 * row + 1], out + item * group_elements);
+    }
+  }
+}
+
+struct Norm {
+  const float *weight;  // (size,)
+  int64_t size;
+  float offset;
+};
+
+}  // namespace
+
+extern "C" {
+
+// x * weight / sqrt(sum(x^2) + offset) for each row x of states; states and out (num_rows, size)
+void rms_norm(const Norm *norm, const Bf16 *states, Bf16 *out, int64_t num_rows, int num_threads) {
+  const auto [weight, size, offset] = *norm;
+  for_each_row(num_rows, num_threads, kRowsAtOnce, [=](int64_t row) {
+    const Bf16 *x = states + row * size;
+    Bf16 *normed = out + row * size;
+    const float total = sum_of_squares(x, size);
+    const float factor = 1.0f / std::sqrt(total + offset);
+    for (int64_t i = 0; i < size; ++i) normed[i] = narrow(widen(x[i]) * factor * weight[i]);
+  });
+}
+
+// Rotates the first num_heads heads of each row in place; states (num_rows, width), table (num_rows, 2, head_dim) of
+// cosines and signed sines.
+void rotate(Bf16 *states, const Bf16 *table, int64_t num_rows, int64_t width, int64_t num_heads, int64_t head_dim,
+            int num_threads) {
+  for_each_row(num_rows, num_threads, kRowsAtOnce, [=](int64_t row) {
+    const int64_t half = head_dim / 2;
+    const Bf16 *cos = table + row * 2 * head_dim, *sin = cos + head_dim;
+    for (int64_t head = 0; head < num_heads; ++head) {
+      Bf16 *__restrict lower = states + row * width + head * head_dim;
+      Bf16 *__restrict upper = lower + half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float x = widen(lower[i]), y = widen(upper[i]);
+        lower[i] = narrow(x * widen(cos[i]) + y * widen(sin[i]));
+        upper[i] = narrow(y * widen(cos[half + i]) + x * widen(sin[half + i]));
+      }
+    }
+  });
+}
+
+// out[row] = the first of the highest of states (num_rows, size); NaN is higher than anything.
+//
+// Compared as integers in the same order: of a negative number, the negated magnitude. The magnitude of infinity is
+// added, so that -inf becomes 0, and NaN with a sign, which would lie below, comes out on top.
+void argmax(const Bf16 *states, int64_t *out, int64_t num_rows, int64_t size, int num_threads) {
+  const auto ordered = [](Bf16 value) {
+    const uint16_t magnitude = value & 0x7FFF;
+    return uint16_t((value > 0x7FFF ? -magnitude : magnitude) + 0x7F80);
+  };
+  for_each_row(num_rows, num_threads, 1, [=](int64_t row) {
+    const Bf16 *x = states + row * size;
+    int64_t found = 0;
+    int highest = -1;
+    for (int64_t first = 0; first < size; first += 1024) {
+      const int64_t stop = std::min(first + 1024, size);
+      uint16_t top = 0;
+      for (int64_t i = first; i < stop; ++i) top = std::max(top, ordered(x[i]));
+      if (top <= highest) continue;
+      highest = top;
+      found = first;
+      while (ordered(x[found]) != top) ++found;
+    }
+    out[row] = found;
+  });
+}
+
+// Stores a key and a value for each row where its last position lies, then attends from its query.
+//
+// query, key and value: rows of heads side by side, strides of rows in elements; keys and values (num_blocks, block_size,
+// kv_heads, head_dim); out (num_rows, heads * head_dim).
+void attend(const Shape *shape, const Decodes *decodes, const Bf16 *query, int64_t query_stride, const Bf16 *key,
+            int64_t key_stride, const Bf16 *value, int64_t value_stride, Bf16 *keys, Bf16 *values, Bf16 *out,
+            int num_threads) {
+  const int64_t row_size = shape->num_kv_heads * shape->head_dim;
+  for (int64_t row = 0; row < decodes->num_rows; ++row) {
+    const int64_t last = decodes->bounds[2 * row + 1] - 1, block_size = shape->block_size;
+    const int64_t block = decodes->block_tables[row * decodes->table_width + last / block_size];
+    const int64_t slot = (block * block_size + last % block_size) * row_size;
+    std::memcpy(keys + slot, key + row * key_stride, row_size * sizeof(Bf16));
+    std::memcpy(values + slot, value + row * value_stride, row_size * sizeof(Bf16));
+  }
+  const int threads = int(std::min<int64_t>(num_threads, decodes->num_rows * shape->num_kv_heads));
+  const auto attend_with = shape->head_dim >= 2 * kLanes ? attend_heads<kLanes> : attend_heads<4>;
+  attend_with(*shape, *decodes, query, query_stride, keys, values, out, threads);
+}
+}

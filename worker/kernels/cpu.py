@@ -1,0 +1,281 @@
+"""The kernels of `cpu.cpp`: compiled by g++ once per instruction set, or taken ready-built.
+
+Without a compiler, and on a processor that they do not serve, the worker runs in torch and logs that once.
+`python -m worker.kernels.cpu` builds them for every instruction set, next to the source: the image does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS: Final = 64
+"""Rows of a norm or rotation that one thread handles; more are shared out to all threads."""
+_MIN_HEAD_DIM: Final = 8
+_SOURCE: Final = Path(__file__).with_name("cpu.cpp")
+_MARCH: Final = (
+    {"DEFAULT": "armv8-a"} if platform.machine() == "aarch64" else {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+)
+"""g++'s -march for a CPU capability that torch reports."""
+_FLAGS: Final = (
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast"),
+    *("-fno-trapping-math", "-fno-math-errno"),
+)
+_BUILD_ERRORS: Final = (OSError, subprocess.SubprocessError)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("size", ctypes.c_int64), ("offset", ctypes.c_float))
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Decodes(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("block_tables", "bounds")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "table_width")),
+    )
+
+
+class Decodes:
+    """Sequences with one query each, whose own key is the last that it sees."""
+
+    __slots__ = ("_arrays", "_fields", "address", "num_rows")
+
+    def __init__(self, block_tables: NDArray[np.int64], bounds: NDArray[np.int64]) -> None:
+        """`block_tables` (rows, width); `bounds` (rows, 2): the first key that the query sees, and the end of its
+        keys. Both contiguous."""
+        self.num_rows = len(bounds)
+        self._arrays = (block_tables, bounds)
+        self._fields = _Decodes(block_tables.ctypes.data, bounds.ctypes.data, *block_tables.shape)
+        self.address = ctypes.addressof(self._fields)
+
+
+class Kernels:
+    """The functions of one build of `cpu.cpp`.
+
+    A call of microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
+    """
+
+    __slots__ = ("_locked", "_unlocked")
+
+    def __init__(self, path: Path) -> None:
+        """Raise OSError when the file cannot be loaded."""
+        self._locked, self._unlocked = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        for library in (self._locked, self._unlocked):
+            library.rms_norm.argtypes = (pointer, pointer, pointer, size, count)
+            library.rotate.argtypes = (pointer, pointer, size, size, size, size, count)
+            library.argmax.argtypes = (pointer, pointer, size, size, count)
+            library.attend.argtypes = (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count)
+            for function in (library.rms_norm, library.rotate, library.argmax, library.attend):
+                function.restype = None
+
+    def rms_norm(self, norm: int, states: Tensor, out: Tensor) -> None:
+        """Norm contiguous rows (num_rows, size); `norm` is the address of a `_Norm`."""
+        num_rows = states.shape[0]
+        if num_rows > MAX_ROWS:
+            self._unlocked.rms_norm(norm, states.data_ptr(), out.data_ptr(), num_rows, torch.get_num_threads())
+        else:
+            self._locked.rms_norm(norm, states.data_ptr(), out.data_ptr(), num_rows, 1)
+
+    def rotate(self, states: Tensor, table: Tensor, num_heads: int) -> None:
+        """Rotate the first heads of contiguous rows (num_rows, width) in place; table (num_rows, 2, head_dim)."""
+        num_rows, width = states.shape
+        sizes = (num_rows, width, num_heads, table.shape[2])
+        if num_rows > MAX_ROWS:
+            self._unlocked.rotate(states.data_ptr(), table.data_ptr(), *sizes, torch.get_num_threads())
+        else:
+            self._locked.rotate(states.data_ptr(), table.data_ptr(), *sizes, 1)
+
+    def argmax(self, states: Tensor) -> Tensor:
+        """Return where the first of the highest of each row (num_rows, size) is, (num_rows,) int64. NaN is highest."""
+        states = states.contiguous()
+        num_rows, size = states.shape
+        found = torch.empty(num_rows, dtype=torch.int64)
+        num_threads = min(num_rows, torch.get_num_threads())
+        self._unlocked.argmax(states.data_ptr(), found.data_ptr(), num_rows, size, num_threads)
+        return found
+
+    def attend(
+        self, shape: int, decodes: int, states: tuple[Tensor, Tensor, Tensor], pointers: tuple[int, int, int]
+    ) -> None:
+        """See `AttentionKernel`; `shape` and `decodes` are addresses, `pointers` those of keys, values and out."""
+        query, key, value = states
+        self._unlocked.attend(
+            shape,
+            decodes,
+            query.data_ptr(),
+            query.stride(0),
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            *pointers,
+            torch.get_num_threads(),
+        )
+
+
+class RmsNormKernel:
+    """x * weight / sqrt(mean(x^2) + eps), rounded once."""
+
+    __slots__ = ("_address", "_fields", "_kernels", "_weight")
+
+    def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
+        """`weight` (size,)"""
+        size = weight.shape[-1]
+        self._kernels = kernels
+        self._weight = weight.float() * size**0.5
+        self._fields = _Norm(self._weight.data_ptr(), size, size * eps)
+        self._address = ctypes.addressof(self._fields)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(num_rows, size), contiguous -> the same shape"""
+        assert states.is_contiguous()
+        out = torch.empty_like(states)
+        self._kernels.rms_norm(self._address, states, out)
+        return out
+
+
+class AttentionKernel:
+    """Decode attention over the pages of one pool, for one shape of heads."""
+
+    __slots__ = ("_fields", "_head_dim", "_kernels", "_shape")
+
+    def __init__(
+        self, kernels: Kernels, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int
+    ) -> None:
+        """`scale` multiplies products of query and key."""
+        self._kernels = kernels
+        self._head_dim = head_dim
+        self._fields = _Shape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, scale)
+        self._shape = ctypes.addressof(self._fields)
+
+    def __call__(
+        self, states: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, decodes: Decodes, out: Tensor
+    ) -> None:
+        """Store one key and value per row, then attend: `states` are queries (rows, heads, head_dim), keys and values
+        (rows, kv_heads, head_dim), in bfloat16 and any strides.
+
+        keys, values (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Uses torch's number of
+        threads; other threads of the interpreter run in the meantime.
+        """
+        query, key, value = (self._heads_together(one) for one in states)
+        pointers = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
+        self._kernels.attend(self._shape, decodes.address, (query, key, value), pointers)
+
+    def _heads_together(self, states: Tensor) -> Tensor:
+        """Copy `states` if the heads of a row lie apart, as in some models of transformers."""
+        _, head, element = states.stride()
+        if element == 1 and (head == self._head_dim or states.shape[1] == 1):
+            return states
+        return states.contiguous()
+
+
+def attends(head_dim: int) -> bool:
+    """Return whether `AttentionKernel` serves heads of this size."""
+    return head_dim % 2 == 0 and head_dim >= _MIN_HEAD_DIM
+
+
+def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> Kernels | None:
+    """Return the kernels if they run a model of this dtype on this device."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or deterministic:
+        return None
+    return _load()
+
+
+@cache
+def _load() -> Kernels | None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if (march := _MARCH.get(capability)) is None:
+        logger.warning("bfloat16 runs in torch, slower: no compiled kernels for a CPU with %s", capability)
+        return None
+    ready = _SOURCE.parent / _file_name(march, "")
+    try:
+        return Kernels(ready) if ready.is_file() else _load_or_build(march)
+    except _BUILD_ERRORS as error:
+        logger.warning("bfloat16 runs in torch, slower: cpu.cpp is not compiled (is g++ installed?): %s", error)
+        return None
+
+
+def _load_or_build(march: str) -> Kernels:
+    compiler = subprocess.run([_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory() as temporary:
+        file = _cache_folder(Path(temporary)) / _file_name(march, compiler)
+        if file.is_file():
+            try:
+                return Kernels(file)
+            except OSError as error:
+                logger.warning("%s is broken, and built again: %s", file, error)
+        build(march, file)
+        return Kernels(file)  # stays mapped when the temporary folder goes
+
+
+def build(march: str, file: Path) -> None:
+    """Compile `cpu.cpp`. The file appears whole or not at all. Raise OSError or SubprocessError."""
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    if not libraries:
+        raise OSError("torch brings no libgomp whose threads the kernels could share")
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        built = Path(folder) / file.name
+        # --as-needed: linked with torch's libgomp, g++'s own adds nothing and is left out.
+        command = [_compiler(), *_FLAGS, f"-march={march}", str(_SOURCE), "-o", str(built), "-Wl,--as-needed"]
+        try:
+            subprocess.run([*command, str(libraries[0])], check=True, capture_output=True, text=True, timeout=300)
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"g++ failed: {error.stderr.strip()[-500:]}") from error
+        with built.open("rb") as written:
+            os.fsync(written.fileno())
+        built.replace(file)
+
+
+def _compiler() -> str:
+    if (compiler := shutil.which("g++")) is None:
+        raise OSError("there is no g++")
+    return compiler
+
+
+def _file_name(march: str, compiler: str) -> str:
+    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode())
+    digest = blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+    return f"cpu-{march}-{digest}.so"
+
+
+def _cache_folder(otherwise: Path) -> Path:
+    """Return the user's cache folder, or `otherwise` when it cannot be used or others may write to it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):
+        return otherwise
+    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if is_private and os.access(folder, os.W_OK) else otherwise
+
+
+if __name__ == "__main__":
+    for name in _MARCH.values():
+        build(name, _SOURCE.parent / _file_name(name, ""))
+    sys.exit(0)
