@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,23 +13,20 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerMember
-from server.api.chat import chat_job, chat_spec
-from server.api.completions import completion_job
+from server.api.chat import ChatEndpoint
+from server.api.completions import CompletionEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
-from server.api.job import Job, encode_json
-from server.api.responses.presenter import ResponsesPresenter
-from server.api.responses.types import FIELD_NAMES, decode_responses, errors_renamed
-from server.api.text_api import TextApi
+from server.api.formatting import encode_json
+from server.api.responses import ResponsesEndpoint
+from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
-from server.auth.identity import Identity, identity_of
+from server.auth.identity import identity_of
 from server.auth.limits import RateLimits
 from server.errors import UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
-from server.models import Models, ServedModel
-from server.request_context import stage
-from server.schema.decoding import MAX_VALUES, inspect, require_json
-from server.schema.types import ChatRequest, CompletionRequest, read
+from server.models import ServedModel
+from server.schema.decoding import MAX_VALUES, require_json
 
 OWNED_BY: Final = "headstart"
 ID_BYTES: Final = 8
@@ -47,7 +43,6 @@ class Lifecycle:
 @dataclass(frozen=True, slots=True, eq=False)
 class PublicServices:
     endpoint: EndpointServices
-    models: Models
     lifecycle: Lifecycle
     live_workers: Callable[[], Sequence[WorkerMember]]
     """Those that a request could be sent to now."""
@@ -58,20 +53,19 @@ class PublicApi:
 
     def __init__(self, services: PublicServices) -> None:
         self._services = services
-        self._models = services.models
-        self._text = TextApi(services.models)
-
-    def endpoints(self) -> dict[str, GenerateEndpoint]:
-        """The generating endpoints by path; all take POST."""
-        services = self._services.endpoint
-        return {
-            "/v1/chat/completions": GenerateEndpoint("chat", self.prepare_chat, services),
-            "/v1/completions": GenerateEndpoint("completions", self.prepare_completion, services),
-            "/v1/responses": GenerateEndpoint("responses", self.prepare_response, services),
+        self._models = services.endpoint.models
+        self._tokenize = TokenizeApi(self._models)
+        self.chat = ChatEndpoint(services.endpoint)
+        self.completions = CompletionEndpoint(services.endpoint)
+        self.endpoints: dict[str, GenerateEndpoint] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.completions,
+            "/v1/responses": ResponsesEndpoint(services.endpoint),
         }
+        """The generating endpoints by path; all take POST."""
 
     def routes(self) -> list[Route]:
-        generating = [Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints().items()]
+        generating = [Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()]
         return [
             *generating,
             Route("/v1/models", self.list_models, methods=["GET"]),
@@ -83,42 +77,10 @@ class PublicApi:
             Route("/health/ready", self.ready, methods=["GET"]),
         ]
 
-    async def prepare_chat(self, body: bytes, identity: Identity) -> Job:
-        """Raises ApiError."""
-        with stage("validate"):
-            request = await read(body, ChatRequest, self._models.max_text_bytes(), "messages")
-        with stage("tokenise"):
-            return await chat_job(request, self._model(request.model, identity), identity)
-
-    async def prepare_completion(self, body: bytes, identity: Identity) -> Job:
-        """Raises ApiError."""
-        with stage("validate"):
-            request = await read(body, CompletionRequest, self._models.max_batch_text_bytes(), "prompt")
-        with stage("tokenise"):
-            return await completion_job(request, self._model(request.model, identity), identity)
-
-    async def prepare_response(self, body: bytes, identity: Identity) -> Job:
-        """Raises ApiError."""
-        with stage("validate"):
-            inspected = await inspect(body, self._models.max_text_bytes(), "input")
-            request, chat = decode_responses(body, inspected=inspected)
-        id_ = f"resp_{uuid.uuid4().hex}"
-        model = self._model(chat.model, identity)
-        with stage("tokenise"), errors_renamed():
-            spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
-        presenter = ResponsesPresenter(id_, request, rules, model.tokenizer.token_bytes)
-        return Job((spec,), presenter, bool(request.stream))
-
     def max_body_bytes(self) -> int | None:
         """What the largest context of the models served here can need, token ids in the longest spelling included."""
         text = self._models.max_batch_text_bytes()
         return None if text is None else text + ID_BYTES * MAX_VALUES
-
-    def _model(self, name: str, identity: Identity) -> ServedModel:
-        """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""
-        if not self._models.names():
-            raise UnavailableError("No worker is ready yet.", retry_after_s=2.0)
-        return self._models.allowed(name, identity)
 
     async def list_models(self, request: Request) -> Response:
         identity = identity_of(request.scope)
@@ -132,12 +94,12 @@ class PublicApi:
 
     async def tokenize(self, request: Request) -> Response:
         require_json(request.scope["headers"])
-        answer = await self._text.tokenize(await request.body(), identity_of(request.scope))
+        answer = await self._tokenize.tokenize(await request.body(), identity_of(request.scope))
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         require_json(request.scope["headers"])
-        answer = await self._text.detokenize(await request.body(), identity_of(request.scope))
+        answer = await self._tokenize.detokenize(await request.body(), identity_of(request.scope))
         return Response(answer, media_type="application/json")
 
     async def version(self, request: Request) -> Response:
@@ -199,7 +161,7 @@ class HotPaths:
 
 def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
     """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
-    app: ASGIApp = HotPaths(api.endpoints(), Router(routes=api.routes(), redirect_slashes=False))
+    app: ASGIApp = HotPaths(api.endpoints, Router(routes=api.routes(), redirect_slashes=False))
     app = BodyLimitMiddleware(app, admission.max_body_bytes, api.max_body_bytes)
     app = AuthenticationMiddleware(app, admission.authenticator, admission.limits)
     app = ErrorMiddleware(app, metrics)

@@ -55,10 +55,9 @@ from server.ops.prefix_tree import PrefixTree, SharedPrefix
 from server.ops.traffic import Totals, buckets, total
 from server.ops.workers import FleetSources
 from server.pace import sample_delay
-from server.request.backend import Backend
-from server.request.full_queues import FullQueues
-from server.request.retry import RetryBudget
-from server.request.waiting_room import WaitingRoom
+from server.request.limits import PromptTokenLimiter
+from server.request.request import RequestServices
+from server.request.retry import RetryPolicy
 from server.request_context import add_ids
 from server.router.router import Router, RouterSettings
 from server.tracing import SERVICE
@@ -66,7 +65,6 @@ from server.workers.actions import WorkerActions
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet, FleetSettings, NoIndex, http_fetch
 from server.workers.networks import WorkerNetworks
-from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
 from worker.common.logs import configure_logging
 from worker.common.sockets import HostNames, is_loopback, listen
@@ -133,20 +131,19 @@ class Gateway:
         authenticator: Authenticator = SingleTenant(secret)
         if self._keys is not None:
             authenticator = KeyAuthenticator(secret, self._keys, AuthThrottle())
-        backend = Backend(
-            gateway_id,
-            self.router,
-            self._client,
-            self._watch,
-            RetryBudget(),
-            self.metrics,
-            Quarantine(),
-            WaitingRoom(config.max_queued_tokens),
-            FullQueues(),
+        requests = RequestServices(
+            gateway_id=gateway_id,
+            router=self.router,
+            client=self._client,
+            watch=self._watch,
+            metrics=self.metrics,
+            retry=RetryPolicy(self.router, self.metrics),
+            limiter=PromptTokenLimiter(config.max_queued_tokens),
         )
-        self._endpoint = EndpointServices(backend, self._keep_alive, config.request_timeout_s, self._tracing)
+        timeout_s = config.request_timeout_s
+        self._endpoint = EndpointServices(self.models, requests, self._keep_alive, timeout_s, self._tracing)
         self.feed = Feed(self._feed_sources(gateway_id))
-        services = PublicServices(self._endpoint, self.models, self.lifecycle, self.fleet.live_workers)
+        services = PublicServices(self._endpoint, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
         admission = Admission(authenticator, RateLimits(), config.max_body_bytes)
         self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
@@ -226,8 +223,8 @@ class Gateway:
             log.info("draining: open requests have %.0f s", self._config.drain_grace_s)
             self.lifecycle.draining = True
             last_words_s = min(LAST_WORDS_S, self._config.drain_grace_s / 2)
-            hurry_s = self._config.drain_grace_s - last_words_s
-            asyncio.get_running_loop().call_later(hurry_s, self._endpoint.open_answers.hurry)
+            shutdown_s = self._config.drain_grace_s - last_words_s
+            asyncio.get_running_loop().call_later(shutdown_s, self._endpoint.open_responses.shutdown)
         if self._listeners:
             self._listeners[0].stop()
 
@@ -254,7 +251,7 @@ class Gateway:
                 num_decisions=num_decisions,
                 prompt_tokens=total(metrics.prompt_tokens),
                 cached_tokens=total(metrics.cached_tokens),
-                output_tokens=total(metrics.output_tokens) + self._endpoint.open_answers.num_output_tokens,
+                output_tokens=total(metrics.output_tokens) + self._endpoint.open_responses.num_output_tokens,
                 in_flight=total(metrics.in_flight),
                 ttft_counts=buckets(metrics.ttft_s)[1],
             )

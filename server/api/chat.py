@@ -1,13 +1,20 @@
-"""/v1/chat/completions: a checked body becomes a job, and the job's deltas become chat chunks or one answer."""
+"""/v1/chat/completions: a body becomes a prompt with its limits, and the deltas become chat chunks or one answer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
-from server.api.job import AnswerHead, Job, Spread, answer_id, encode_json, json_parts, stream_format
-from server.api.logprobs import chat_logprobs, prompt_logprobs
+from server.api.endpoint import GenerateEndpoint, PreparedRequest
+from server.api.formatting import (
+    ChunkFormatter,
+    Spread,
+    chat_logprobs,
+    encode_json,
+    json_parts,
+    prompt_logprobs,
+    response_id,
+)
 from server.api.sampling import (
     MAX_SCHEMA_BYTES,
     TEXT_ROOM,
@@ -19,38 +26,40 @@ from server.api.sampling import (
 )
 from server.api.tools import chat_grammar, output_rules
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.errors import ApiError, ContextLengthError, InvalidRequestError
-from server.http.stream import DONE, sse
+from server.errors import ContextLengthError, InvalidRequestError
+from server.http.stream import sse
 from server.models import ServedModel
-from server.request.answer import Answer, CollectedChoice
-from server.request.choice import ChoiceDelta, TokenEntry
-from server.request.spec import GenerationSpec, ParamNames
-from server.schema.types import ChatRequest
+from server.request.choice import ChoiceDelta, GenerationSpec, ParamNames
+from server.request.response import ResponseStream
+from server.request_context import stage
+from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt
 from server.text.parsing.messages import END_THINK, ChoiceMessage, OutputRules
 
-_SAME_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
+class ChatEndpoint(GenerateEndpoint):
+    route = "chat"
 
-async def chat_job(request: ChatRequest, model: ServedModel, identity: Identity) -> Job:
-    """Raises ApiError."""
-    spec, rules = await chat_spec(request, model, identity, answer_id("chatcmpl"))
-    kind = "chat.completion.chunk" if request.stream else "chat.completion"
-    head = AnswerHead(spec.request_id, kind, request.model)
-    return Job((spec,), ChatPresenter(head, request, model, rules), bool(request.stream))
+    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
+        with stage("validate"):
+            request = await CHAT.read(body, self._models.max_text_bytes, "messages")
+        with stage("tokenise"):
+            model = self._model(request.model, identity)
+            spec, rules = await chat_spec(request, model, identity, response_id("chatcmpl-"))
+        formatter = ChatFormatter(spec.request_id, request, model, rules)
+        return PreparedRequest((spec,), formatter, bool(request.stream))
 
 
 async def chat_spec(
-    request: ChatRequest, model: ServedModel, identity: Identity, id_: str, field_names: Mapping[str, str] = _SAME_NAMES
+    request: ChatRequest, model: ServedModel, identity: Identity, id_: str, field_names: Mapping[str, str] | None = None
 ) -> tuple[GenerationSpec, OutputRules]:
-    """Template, tokens and limits. `field_names`: what fields are called in the body, where not as here.
+    """Render and tokenise a chat, and apply its limits. Raises ApiError.
 
-    Raises ApiError.
+    `field_names`: what fields are called in the body, where the route has other names.
     """
     rendered = await render_chat(request, model)
-    text = rendered.text
     prompt_ids = await prompt_tokens(
-        text,
+        rendered.text,
         request,
         model,
         limit=request.token_limit,
@@ -60,18 +69,20 @@ async def chat_spec(
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
     max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
-    num_top = (request.top_logprobs or 0) if request.logprobs else None
-    rules = output_rules(request, model, text)
-    grammar, blamed = chat_grammar(request, model)
+    rules = output_rules(request, model, rendered.text)
+    grammar, grammar_param = chat_grammar(request, model)
+    names = field_names or {}
     spec = GenerationSpec(
         request_id=id_,
         model=model,
         prompt_ids=prompt_ids,
         root=model.root(request_salt(identity, request.cache_salt)),
         seeds=choice_seeds(request.seed, request.num_choices),
-        sampling=await sampling_params(request, model, max_tokens=max_tokens, logprobs=num_top, grammar=grammar),
+        sampling=await sampling_params(
+            request, model, max_tokens=max_tokens, logprobs=request.num_top_logprobs, grammar=grammar
+        ),
         rules=text_rules(request, model, rules.markers()),
-        params=ParamNames(prompt=field_names.get("messages", "messages"), grammar=field_names.get(blamed, blamed)),
+        params=ParamNames(names.get("messages", "messages"), names.get(grammar_param, grammar_param)),
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
         affinity_key=request.prompt_cache_key,
@@ -81,12 +92,12 @@ async def chat_spec(
 
 
 def client_offsets(rendered: RenderedPrompt, model: ServedModel) -> Collection[int] | None:
-    """Where control tokens of clients are text; None where they are control tokens."""
+    """Return where control tokens of clients are text; None where they are control tokens."""
     return None if model.allows_control_tokens else rendered.client_offsets
 
 
 async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPrompt:
-    """The prompt's text, in slices. Raises InvalidRequestError."""
+    """Render the prompt's text, in slices. Raises InvalidRequestError."""
     if model.template is None:
         message = "This model has no chat template: use /v1/completions."
         raise InvalidRequestError(message, param="messages")
@@ -100,7 +111,7 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
 
 
 def num_chars(request: ChatRequest) -> int:
-    """How much text there is to render."""
+    """Count the characters to render."""
     total = 0
     for message in request.messages:
         content = message.content
@@ -116,86 +127,75 @@ def num_chars(request: ChatRequest) -> int:
     return total
 
 
-class ChatPresenter:
+class ChatFormatter(ChunkFormatter):
     """Chat shapes. Source: the OpenAI specification's CreateChatCompletionResponse and its stream twin."""
 
-    def __init__(self, head: AnswerHead, request: ChatRequest, model: ServedModel, rules: OutputRules) -> None:
-        self._head = head
-        self._pieces = model.tokenizer.token_bytes
-        self._num_top = (request.top_logprobs or 0) if request.logprobs else None
-        self._num_prompt_logprobs = request.prompt_logprobs
-        self._tier = "default" if request.service_tier is not None else None
-        self._format = stream_format(request)
+    def __init__(self, id_: str, request: ChatRequest, model: ServedModel, rules: OutputRules) -> None:
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        super().__init__(id_, kind, request, model.tokenizer.token_bytes)
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default"
+        self._num_top = request.num_top_logprobs
         self._rules = rules
         self._messages: dict[int, ChoiceMessage] = {}
         self._begun: set[int] = set()
         self._prefix = b""
-        annotated = self._num_top is not None or self._format.continuous_usage or self._format.token_ids
+        """The bytes of every plain chunk up to the choice's index."""
+        annotated = self._num_top is not None or self._usage_in_chunks or self._token_ids
         self._plain = rules.plain and not annotated
-        self._usage_tail = b',"usage":null}\n\n' if self._format.include_usage else b"}\n\n"
+        self._suffix = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
-    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> Iterator[bytes]:
-        fields = Spread(self._fields(answer))
-        fields["choices"] = (self._choice(choice) for choice in choices)
-        fields["usage"] = answer.usage()
-        spec = answer.first.spec
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        fields = self._fields(response)
+        in_one_go = len(choices) == 1 and self._num_top is None and self._num_prompt_logprobs is None
+        written = (self._choice(choice) for choice in choices)
+        fields["choices"] = list(written) if in_one_go else written
+        fields["usage"] = response.usage()
+        spec = response.first.spec
         if self._num_prompt_logprobs is not None:
+            positions = response.first.prompt_logprobs
             fields["prompt_logprobs"] = prompt_logprobs(
-                self._pieces, spec.prompt_ids, answer.first.prompt_logprobs, self._num_prompt_logprobs
+                self._pieces, spec.prompt_ids, positions, self._num_prompt_logprobs
             )
-        if self._format.token_ids:
+        if self._token_ids:
             fields["prompt_token_ids"] = list(spec.prompt_ids)
-        return json_parts(fields)
+        return encode_json(fields) if in_one_go else json_parts(Spread(fields))
 
-    def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes:
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
         if not self._prefix:
-            head = encode_json(self._fields(answer))
-            self._prefix = b"data: " + head[:-1] + b',"choices":[{"index":'
-        return b"".join([self._delta_events(answer, delta) for delta in batch])
+            self._prefix = b"data: " + encode_json(self._fields(response))[:-1] + b',"choices":[{"index":'
+        return b"".join([self._delta_events(response, delta) for delta in deltas])
 
-    def last_events(self, answer: Answer) -> bytes:
-        if not self._format.include_usage:
-            return DONE
-        fields = self._fields(answer)
-        fields["choices"] = []
-        fields["usage"] = answer.usage()
-        return sse(encode_json(fields)) + DONE
-
-    def error_event(self, error: ApiError) -> bytes:
-        return sse(encode_json({"error": error.fields()}))
-
-    def _delta_events(self, answer: Answer, delta: ChoiceDelta) -> bytes:
+    def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> bytes:
         events = b""
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
-            first = {"role": "assistant", "content": ""}
-            extra: dict[str, Any] = {}
-            if self._format.token_ids and delta.choice == 0:
-                extra["prompt_token_ids"] = list(answer.first.spec.prompt_ids)
-            events = self._chunk(answer, delta.choice, first, extra=extra)
-        if self._plain:
-            if delta.text:
-                events += self._prefix + b'%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
-                    delta.choice,
-                    encode_json(delta.text),
-                    self._usage_tail,
-                )
-        else:
-            events += self._parsed_events(answer, delta)
+            events = self._chunk(response, delta.choice, {"role": "assistant", "content": ""}, first=True)
+        if not self._plain:
+            events += self._parsed_events(response, delta)
+        elif delta.text:
+            events += self._prefix + b'%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
+                delta.choice,
+                encode_json(delta.text),
+                self._suffix,
+            )
         if delta.finish_reason is not None:
-            events += self._chunk(answer, delta.choice, {}, finish_reason=self._finish_reason(delta))
+            events += self._chunk(response, delta.choice, {}, finish_reason=self._finish_reason(delta))
         return events
 
-    def _parsed_events(self, answer: Answer, delta: ChoiceDelta) -> bytes:
-        """Log probabilities and token ids go with the first of the deltas that one text gives."""
-        message = self._message(delta.choice)
-        deltas = message.deltas(delta.text, last=delta.finish_reason is not None)
-        if not deltas and (delta.entries or (self._format.token_ids and delta.token_ids)):
-            deltas = [{"content": ""}]
+    def _parsed_events(self, response: ResponseStream, delta: ChoiceDelta) -> bytes:
+        """Write one chunk per part of a message. Log probabilities and token ids go with the first."""
+        parts = self._message(delta.choice).deltas(delta.text, last=delta.finish_reason is not None)
+        if not parts and (delta.entries or (self._token_ids and delta.token_ids)):
+            parts = [{"content": ""}]
         events = b""
-        for number, fields in enumerate(deltas):
-            entries, token_ids = (delta.entries, delta.token_ids) if number == 0 else ((), None)
-            events += self._chunk(answer, delta.choice, fields, entries=entries, token_ids=token_ids)
+        for number, part in enumerate(parts):
+            logprobs = None
+            if number == 0 and delta.entries:
+                content = list(chat_logprobs(self._pieces, delta.entries, self._num_top or 0))
+                logprobs = {"content": content, "refusal": None}
+            token_ids = delta.token_ids if number == 0 else None
+            events += self._chunk(response, delta.choice, part, logprobs=logprobs, token_ids=token_ids)
         return events
 
     def _message(self, index: int) -> ChoiceMessage:
@@ -204,48 +204,35 @@ class ChatPresenter:
             message = self._messages[index] = ChoiceMessage(self._rules)
         return message
 
-    def _finish_reason(self, choice: ChoiceDelta | CollectedChoice) -> str | None:
-        index = choice.choice if isinstance(choice, ChoiceDelta) else choice.index
-        called = self._rules.forced is None and index in self._messages and self._messages[index].has_calls
-        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
+    def _finish_reason(self, choice: ChoiceDelta) -> str | None:
+        called = self._rules.forced is None and choice.choice in self._messages
+        if called and self._messages[choice.choice].has_calls and choice.finish_reason == "stop":
+            return "tool_calls"
+        return choice.finish_reason
 
     def _chunk(
         self,
-        answer: Answer,
+        response: ResponseStream,
         index: int,
         delta: dict[str, Any],
         *,
-        entries: Sequence[TokenEntry] = (),
+        logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
         token_ids: list[int] | None = None,
-        extra: dict[str, Any] | None = None,
+        first: bool = False,
     ) -> bytes:
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(entries) if entries else None,
-            "finish_reason": finish_reason,
-        }
-        if self._format.token_ids:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._token_ids:
             choice["token_ids"] = token_ids
-        fields = self._fields(answer)
-        fields["choices"] = [choice]
-        if self._format.include_usage:
-            fields["usage"] = answer.usage() if self._format.continuous_usage else None
-        if extra:
-            fields.update(extra)
+        fields = self._chunk_fields(response, [choice])
+        if first and self._token_ids and index == 0:
+            fields["prompt_token_ids"] = list(response.first.spec.prompt_ids)
         return sse(encode_json(fields))
 
-    def _fields(self, answer: Answer) -> dict[str, Any]:
-        fields = self._head.fields(answer)
-        if self._tier is not None:
-            fields["service_tier"] = self._tier
-        return fields
-
-    def _choice(self, choice: CollectedChoice) -> dict[str, Any]:
-        message = self._message(choice.index).whole(choice.text)
+    def _choice(self, choice: ChoiceDelta) -> dict[str, Any]:
+        message = self._message(choice.choice).whole(choice.text)
         fields: dict[str, Any] = {
-            "index": choice.index,
+            "index": choice.choice,
             "message": message,
             "logprobs": None,
             "finish_reason": self._finish_reason(choice),
@@ -255,9 +242,6 @@ class ChatPresenter:
             fields = Spread(fields, logprobs=Spread(content=content, refusal=None))
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
-        if self._format.token_ids:
+        if self._token_ids:
             fields["token_ids"] = choice.token_ids
         return fields
-
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
-        return {"content": list(chat_logprobs(self._pieces, entries, self._num_top or 0)), "refusal": None}

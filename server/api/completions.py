@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from server.api.job import AnswerHead, Job, Spread, answer_id, encode_json, json_parts, stream_format
-from server.api.logprobs import Row, completion_logprobs, prompt_logprobs
+from server.api.endpoint import GenerateEndpoint, PreparedRequest
+from server.api.formatting import (
+    ChunkFormatter,
+    Spread,
+    encode_json,
+    json_logprob,
+    json_parts,
+    prompt_logprobs,
+    response_id,
+    token_text,
+)
 from server.api.sampling import (
     check_min_tokens,
     check_vocabulary,
@@ -22,61 +32,70 @@ from server.api.sampling import (
     truncated,
 )
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.errors import ApiError, InvalidRequestError
-from server.http.stream import DONE, sse
+from server.errors import InvalidRequestError
+from server.http.stream import sse
 from server.models import ServedModel
 from server.pace import Pace
-from server.request.answer import Answer, CollectedChoice
-from server.request.choice import ChoiceDelta, TokenEntry
-from server.request.spec import GenerationSpec, ParamNames
-from server.schema.types import CompletionRequest
-from worker.wire import SamplingParams
+from server.request.choice import ChoiceDelta, GenerationSpec, ParamNames, TokenEntry
+from server.request.response import ResponseStream
+from server.request_context import stage
+from server.schema.requests import COMPLETION, CompletionRequest
+from server.text.detokenizer import TokenBytes
+from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
 """Of one request, over all its prompts."""
 MAX_BATCH_TOKENS: Final = 1 << 20
 """Of the prompts of one request, or one context if that is more."""
 MAX_BATCH_FIELDS: Final = 1 << 21
-"""Prompts times what each of them takes along to its worker: ids, biases and bad words, whose tokens count."""
+"""Prompts times the ids, biases and bad words that go with each of them to its worker."""
 MAX_ECHOED_LOGPROBS: Final = 1 << 21
 """Prompt tokens times the log probabilities asked for of each."""
 
 
-async def completion_job(request: CompletionRequest, model: ServedModel, identity: Identity) -> Job:
-    """Tokens and limits of every prompt. Raises ApiError."""
+class CompletionEndpoint(GenerateEndpoint):
+    route = "completions"
+
+    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
+        with stage("validate"):
+            request = await COMPLETION.read(body, self._models.max_batch_text_bytes, "prompt")
+        with stage("tokenise"):
+            return await prepare_completion(request, self._model(request.model, identity), identity)
+
+
+async def prepare_completion(request: CompletionRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
+    """Tokenise every prompt and apply its limits. Raises ApiError."""
     prompts = request.prompts()
     num_drawn = max(request.best_of or 1, request.num_choices)
     if len(prompts) * num_drawn > MAX_CHOICES:
         message = f"A request has at most {MAX_CHOICES} choices; this one has {len(prompts)} prompts x {num_drawn}."
         raise InvalidRequestError(message, param="prompt")
-    id_ = answer_id("cmpl")
-    root = model.root(request_salt(identity, request.cache_salt))
-    params = ParamNames(prompt="prompt", grammar=grammar_param(request))
+    id_ = response_id("cmpl-")
+    default_tokens = 1 if request.max_tokens == 0 else request.token_limit  # to score, one token is drawn and not shown
     sampling = await sampling_params(
         request,
         model,
-        max_tokens=request.max_tokens or _default_tokens(request),
-        logprobs=_num_logprobs(request, num_drawn),
+        max_tokens=request.max_tokens or default_tokens,
+        logprobs=0 if request.logprobs is None and num_drawn > request.num_choices else request.logprobs,
         grammar=grammar_of(request.response_format, request.structured_outputs),
         prompt_logprobs=request.logprobs if request.echo else None,
     )
-    _check_fields(sampling, len(prompts))
+    _check_batch_fields(sampling, len(prompts))
+    root = model.root(request_salt(identity, request.cache_salt))
+    params = ParamNames("prompt", grammar_param(request))
     rules = text_rules(request, model)
     specs: list[GenerationSpec] = []
-    texts: list[str] = []
-    pace = Pace()
-    num_tokens = 0
+    echoes: list[str] = []
+    pace, num_tokens = Pace(), 0
     for index, prompt in enumerate(prompts):
         prompt_ids = await _prompt_ids(prompt, request, model)
         num_tokens += len(prompt_ids)
-        _check_batch(num_tokens, sampling, model)
+        _check_batch_tokens(num_tokens, sampling, model)
         if request.echo:
-            texts.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids, skip_special=False))
-        max_tokens = token_budget(
-            model, len(prompt_ids), request.max_tokens or None, default=_default_tokens(request), param="prompt"
-        )
-        if request.min_tokens is not None:
-            check_min_tokens(request.min_tokens, max_tokens)
+            echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids, skip_special=False))
+        limit = request.max_tokens or None
+        max_tokens = token_budget(model, len(prompt_ids), limit, default=default_tokens, param="prompt")
+        check_min_tokens(request, max_tokens)
         specs.append(
             GenerationSpec(
                 request_id=id_ if len(prompts) == 1 else f"{id_}-{index}",
@@ -94,13 +113,12 @@ async def completion_job(request: CompletionRequest, model: ServedModel, identit
             )
         )
         await pace.rest()
-    head = AnswerHead(id_, "text_completion", request.model)
-    presenter = CompletionPresenter(head, request, model, texts, num_drawn)
-    return Job(tuple(specs), presenter, bool(request.stream))
+    formatter = CompletionFormatter(id_, request, model, echoes, num_drawn)
+    return PreparedRequest(tuple(specs), formatter, bool(request.stream))
 
 
-def _check_fields(sampling: SamplingParams, num_prompts: int) -> None:
-    """Raises InvalidRequestError for what is small once, and large with every prompt."""
+def _check_batch_fields(sampling: SamplingParams, num_prompts: int) -> None:
+    """Raises InvalidRequestError for fields that are small once, and large with every prompt."""
     size = len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
     size += len(sampling.grammar.text) // 4 if sampling.grammar is not None else 0
     if num_prompts > 1 and size * num_prompts > MAX_BATCH_FIELDS:
@@ -108,7 +126,7 @@ def _check_fields(sampling: SamplingParams, num_prompts: int) -> None:
         raise InvalidRequestError(f"{message}{num_prompts} prompts are too many for these.", param="prompt")
 
 
-def _check_batch(num_tokens: int, sampling: SamplingParams, model: ServedModel) -> None:
+def _check_batch_tokens(num_tokens: int, sampling: SamplingParams, model: ServedModel) -> None:
     """Raises InvalidRequestError when the prompts up to here have too many tokens."""
     limit = max(MAX_BATCH_TOKENS, model.max_model_len)
     if num_tokens > limit:
@@ -118,15 +136,6 @@ def _check_batch(num_tokens: int, sampling: SamplingParams, model: ServedModel) 
     if num_tokens * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
         message = f"At most {MAX_ECHOED_LOGPROBS} log probabilities of prompts are given in one answer: ask for fewer "
         raise InvalidRequestError(f"{message}of each token, or send several requests.", param="logprobs")
-
-
-def _default_tokens(request: CompletionRequest) -> int:
-    """With echo, max_tokens 0 asks for the prompt's own log probabilities: one token is drawn and not shown."""
-    return 1 if request.max_tokens == 0 else request.token_limit
-
-
-def _num_logprobs(request: CompletionRequest, num_drawn: int) -> int | None:
-    return 0 if request.logprobs is None and num_drawn > request.num_choices else request.logprobs
 
 
 async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
@@ -141,148 +150,156 @@ async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model
     return prompt_ids
 
 
-class CompletionPresenter:
-    """Completion shapes. `num_drawn` choices were generated a prompt, the best n of them are shown."""
+class CompletionFormatter(ChunkFormatter):
+    """Completion shapes. `num_drawn` choices were generated per prompt, the best n of them are shown."""
 
     def __init__(
-        self, head: AnswerHead, request: CompletionRequest, model: ServedModel, echoes: list[str], num_drawn: int
+        self, id_: str, request: CompletionRequest, model: ServedModel, echoes: list[str], num_drawn: int
     ) -> None:
-        self._head = head
-        self._request = request
-        self._pieces = model.tokenizer.token_bytes
+        super().__init__(id_, "text_completion", request, model.tokenizer.token_bytes)
+        self._num_shown = request.num_choices
+        self._num_top = request.logprobs
         self._echoes = echoes
         self._num_drawn = num_drawn
-        self._format = stream_format(request)
         self._begun: set[int] = set()
-        self._scoring = request.max_tokens == 0
+        self._is_scoring = request.max_tokens == 0
+        """Only the prompt's log probabilities are asked for."""
 
-    def body(self, answer: Answer, choices: Sequence[CollectedChoice]) -> Iterator[bytes]:
-        fields = Spread(self._head.fields(answer))
-        fields["choices"] = self._choices(answer, choices)
-        fields["usage"] = self._usage(answer)
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        fields = Spread(self._fields(response), choices=self._choices(response, choices), usage=self._usage(response))
+        if len(choices) == 1 and self._num_top is None and self._num_prompt_logprobs is None:
+            return encode_json({**fields, "choices": list(fields["choices"])})
         return json_parts(fields)
 
-    def _choices(self, answer: Answer, choices: Sequence[CollectedChoice]) -> Iterator[dict[str, Any]]:
-        num_shown = 0
-        for prompt in range(len(answer.generations)):
-            drawn = choices[prompt * self._num_drawn : (prompt + 1) * self._num_drawn]
-            for choice in _best(drawn, self._request.num_choices):
-                yield self._choice(answer, prompt, num_shown, choice)
-                num_shown += 1
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        parts = (part for delta in deltas for part in self._delta_events(response, delta))
+        return parts if self._echoes and self._num_top is not None else b"".join(parts)
 
-    def events(self, answer: Answer, batch: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        parts = (part for delta in batch for part in self._delta_events(answer, delta))
-        return parts if self._echoes and self._request.logprobs is not None else b"".join(parts)
-
-    def last_events(self, answer: Answer) -> bytes:
-        if not self._format.include_usage:
-            return DONE
-        fields = self._head.fields(answer)
-        fields["choices"] = []
-        fields["usage"] = self._usage(answer)
-        return sse(encode_json(fields)) + DONE
-
-    def error_event(self, error: ApiError) -> bytes:
-        return sse(encode_json({"error": error.fields()}))
-
-    def _usage(self, answer: Answer) -> dict[str, Any]:
-        usage = answer.usage()
-        if self._scoring:
+    def _usage(self, response: ResponseStream) -> dict[str, Any]:
+        usage = response.usage()
+        if self._is_scoring:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def _choice(self, answer: Answer, prompt: int, index: int, choice: CollectedChoice) -> dict[str, Any]:
-        spec = answer.generations[prompt].spec
+    def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
+        num_shown = 0
+        for prompt in range(len(response.generations)):
+            drawn = choices[prompt * self._num_drawn : (prompt + 1) * self._num_drawn]
+            if len(drawn) > self._num_shown:
+                drawn = sorted(drawn, key=_mean_logprob, reverse=True)[: self._num_shown]
+            for choice in drawn:
+                yield self._choice(response, prompt, num_shown, choice)
+                num_shown += 1
+
+    def _choice(self, response: ResponseStream, prompt: int, index: int, choice: ChoiceDelta) -> dict[str, Any]:
+        generation = response.generations[prompt]
         echo = self._echoes[prompt] if self._echoes else ""
-        fields = Spread() if self._request.logprobs is not None or self._request.prompt_logprobs is not None else {}
-        fields |= {
-            "index": index,
-            "text": echo if self._scoring else echo + choice.text,
-            "logprobs": self._logprobs(answer, prompt, choice.entries, echo=bool(self._echoes)),
-            "finish_reason": choice.finish_reason,
-        }
+        fields = Spread(
+            index=index,
+            text=echo if self._is_scoring else echo + choice.text,
+            logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
+            finish_reason=choice.finish_reason,
+        )
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
-        if self._request.prompt_logprobs is not None:
-            positions = answer.generations[prompt].prompt_logprobs
-            num_top = self._request.prompt_logprobs
-            fields["prompt_logprobs"] = prompt_logprobs(self._pieces, spec.prompt_ids, positions, num_top)
-        if self._format.token_ids:
-            fields["token_ids"] = [] if self._scoring else choice.token_ids
-            fields["prompt_token_ids"] = list(spec.prompt_ids)
+        if self._num_prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                self._pieces, generation.spec.prompt_ids, generation.prompt_logprobs, self._num_prompt_logprobs
+            )
+        if self._token_ids:
+            fields["token_ids"] = [] if self._is_scoring else choice.token_ids
+            fields["prompt_token_ids"] = list(generation.spec.prompt_ids)
         return fields
 
-    def _delta_events(self, answer: Answer, delta: ChoiceDelta) -> Iterator[bytes]:
+    def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> Iterator[bytes]:
         prompt = delta.choice // self._num_drawn
-        first = delta.choice not in self._begun
-        self._begun.add(delta.choice)
-        token_ids = None
-        if first and self._echoes:
-            echoed = self._logprobs(answer, prompt, (), echo=True)
-            yield from self._chunk(answer, delta.choice, self._echoes[prompt], echoed)
-        shown = not self._scoring and (delta.text or delta.entries or (self._format.token_ids and delta.token_ids))
-        if shown or delta.finish_reason is not None:
-            text = "" if self._scoring else delta.text
-            logprobs = self._logprobs(answer, prompt, delta.entries, echo=False) if delta.entries and shown else None
-            if self._format.token_ids:
-                token_ids = [] if self._scoring else delta.token_ids
-            yield from self._chunk(answer, delta.choice, text, logprobs, delta.finish_reason, token_ids)
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            if self._echoes:
+                echoed = self._logprobs(response, prompt, (), echo=True)
+                yield from self._chunk(response, delta.choice, self._echoes[prompt], echoed, None, None)
+        text, entries, token_ids = ("", [], []) if self._is_scoring else (delta.text, delta.entries, delta.token_ids)
+        if text or entries or (self._token_ids and token_ids) or delta.finish_reason is not None:
+            logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
+            shown_ids = token_ids if self._token_ids else None
+            yield from self._chunk(response, delta.choice, text, logprobs, delta.finish_reason, shown_ids)
 
     def _chunk(
         self,
-        answer: Answer,
+        response: ResponseStream,
         index: int,
         text: str,
         logprobs: Spread | None,
-        finish_reason: str | None = None,
-        token_ids: list[int] | None = None,
+        finish_reason: str | None,
+        token_ids: list[int] | None,
     ) -> Iterator[bytes]:
-        choice: dict[str, Any] = {} if logprobs is None else Spread()
-        choice |= {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
+        choice = Spread(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
         if token_ids is not None:
             choice["token_ids"] = token_ids
-        fields = self._head.fields(answer)
-        fields["choices"] = [choice] if logprobs is None else iter((choice,))
-        if self._format.include_usage:
-            fields["usage"] = self._usage(answer) if self._format.continuous_usage else None
         if logprobs is None:
-            yield sse(encode_json(fields))
+            yield sse(encode_json(self._chunk_fields(response, [choice])))
         else:
             yield b"data: "
-            yield from json_parts(Spread(fields))
+            yield from json_parts(Spread(self._chunk_fields(response, iter((choice,)))))
             yield b"\n\n"
 
-    def _logprobs(self, answer: Answer, prompt: int, entries: Sequence[TokenEntry], *, echo: bool) -> Spread | None:
-        num_top = self._request.logprobs
+    def _logprobs(
+        self, response: ResponseStream, prompt: int, entries: Sequence[TokenEntry], *, echo: bool
+    ) -> Spread | None:
+        """Return four lists of one item per token: of the prompt with `echo`, and of the entries."""
+        num_top = self._num_top
         if num_top is None:
             return None
 
-        def rows() -> Iterator[Row]:
-            generation = answer.generations[prompt]
+        def rows() -> Iterator[_Row]:
+            generation = response.generations[prompt]
             if echo:
                 offset = 0
                 for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
-                    yield Row(token_id, logprobs, offset)
+                    yield _Row(token_id, logprobs, offset)
                     offset += len(self._pieces[token_id].decode("utf-8", "ignore"))
-            if not self._scoring:
+            if not self._is_scoring:
                 shift = len(self._echoes[prompt]) if self._echoes else 0
                 for entry in entries:
-                    yield Row(entry.token_id, entry.logprobs, entry.start + shift)
+                    yield _Row(entry.token_id, entry.logprobs, entry.start + shift)
 
-        return completion_logprobs(self._pieces, num_top, rows)
-
-
-def _best(drawn: Sequence[CollectedChoice], count: int) -> Sequence[CollectedChoice]:
-    """The `count` choices with the highest mean log probability."""
-    if len(drawn) <= count:
-        return drawn
-    return sorted(drawn, key=_mean_logprob, reverse=True)[:count]
+        return _logprob_lists(self._pieces, num_top, rows)
 
 
-def _mean_logprob(choice: CollectedChoice) -> float:
+class _Row(Struct, frozen=True):
+    """One token of a completion or of its prompt. `logprobs` is None for the first token of a prompt."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    offset: int
+
+
+def _logprob_lists(pieces: TokenBytes, num_top: int, rows: Callable[[], Iterator[_Row]]) -> Spread:
+    """Return `choices[].logprobs` of a completion. `rows` starts again for each list."""
+    return Spread(
+        text_offset=(row.offset for row in rows()),
+        token_logprobs=(None if row.logprobs is None else json_logprob(row.logprobs.logprob) for row in rows()),
+        tokens=(token_text(pieces, row.token_id) for row in rows()),
+        top_logprobs=(_top_logprobs(pieces, num_top, row) for row in rows()),
+    )
+
+
+def _top_logprobs(pieces: TokenBytes, num_top: int, row: _Row) -> dict[str, float] | None:
+    if row.logprobs is None:
+        return None
+    top = {_distinct_text(pieces, id_): json_logprob(value) for id_, value in row.logprobs.top[:num_top]}
+    top[_distinct_text(pieces, row.token_id)] = json_logprob(row.logprobs.logprob)
+    return top
+
+
+def _distinct_text(pieces: TokenBytes, token_id: int) -> str:
+    """Return a token's text as a key; its bytes where they are no text of their own."""
+    piece = pieces[token_id]
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _mean_logprob(choice: ChoiceDelta) -> float:
     return sum(entry.logprobs.logprob for entry in choice.entries) / max(1, len(choice.entries))

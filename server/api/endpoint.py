@@ -1,7 +1,7 @@
-"""The ASGI endpoint of a generating route: body in, one JSON answer or a stream of events out.
+"""The ASGI endpoint of a generating route: body in, one JSON response or a stream of events out.
 
-read the body -> check -> prepare (template, tokens) -> run -> answer
-                    all errors up to the first token are a status of their own
+read the body -> prepare (decode, check, template, tokens) -> generate -> format
+                 all errors up to the first token are a status of their own
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from server.api.job import Job
+from server.api.formatting import ResponseFormatter
 from server.auth.authentication import lease_of
 from server.auth.identity import Identity, identity_of
-from server.errors import as_api_error
-from server.http.stream import ClientConnection, ClientGoneError, KeepAlive, SseWriter, client_of
+from server.errors import NotFoundError, UnavailableError, as_api_error
+from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
+from server.models import Models, ServedModel
 from server.pace import Pace
-from server.request.answer import Answer, OpenAnswers
-from server.request.backend import Backend
-from server.request.request import Generation
+from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.request import Generation, RequestServices
+from server.request.response import OpenResponses, ResponseStream
 from server.request_context import RequestContext, context_of
 from server.tracing import RequestTrace
 from worker.common.tracing import Tracing
@@ -32,96 +34,116 @@ from worker.common.tracing import Tracing
 log = logging.getLogger(__name__)
 
 PART_BYTES: Final = 1 << 18
-"""Of an unstreamed answer; a longer one goes out in chunks, as they are written."""
-
-Prepare = Callable[[bytes, Identity], Awaitable[Job]]
-"""A body's way to a job. Raises ApiError."""
+"""Size of the chunks of a long unstreamed response, which go out as they are written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndpointServices:
-    backend: Backend
+    models: Models
+    requests: RequestServices
     keep_alive: KeepAlive
     request_timeout_s: float
     tracing: Tracing | None = None
-    open_answers: OpenAnswers = field(default_factory=OpenAnswers)
+    open_responses: OpenResponses = field(default_factory=OpenResponses)
 
 
-class GenerateEndpoint:
-    """One route; an ASGI app by itself, without Starlette's request and response objects on the hot path."""
+class PreparedRequest(Struct, frozen=True, eq=False):
+    """A checked, tokenised request."""
 
-    def __init__(self, route: str, prepare: Prepare, services: EndpointServices) -> None:
-        self._route = route
-        self._prepare = prepare
+    specs: tuple[GenerationSpec, ...]
+    """One per prompt."""
+    formatter: ResponseFormatter
+    stream: bool
+
+
+class GenerateEndpoint(ABC):
+    """One generating route: an ASGI app by itself, without Starlette's request and response objects."""
+
+    route: ClassVar[str]
+
+    def __init__(self, services: EndpointServices) -> None:
         self._services = services
+        self._models = services.models
+        self._metrics = services.requests.metrics
+
+    @abstractmethod
+    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
+        """Decode, check and tokenise a body. Raises ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = context_of(scope)
-        context.route = self._route
-        deadline_s = time.monotonic() + self._services.request_timeout_s
-        if self._services.tracing is not None:
-            context.trace = RequestTrace.begin(
-                self._services.tracing, scope["path"], scope["headers"], context.request_id
-            )
-        body = await read_body(receive)
-        job = await self._prepare(body, identity_of(scope))
-        del body
+        services, context = self._services, context_of(scope)
+        context.route = self.route
+        deadline_s = time.monotonic() + services.request_timeout_s
+        if services.tracing is not None:
+            context.trace = RequestTrace.begin(services.tracing, scope["path"], scope["headers"], context.request_id)
+        request = await self.prepare(await read_body(receive), identity_of(scope))
+        context.num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
+        self._metrics.prompt_tokens.inc(context.num_prompt_tokens)
         lease = lease_of(scope)
-        num_prompt_tokens = sum(len(spec.prompt_ids) for spec in job.specs)
         if lease is not None:
-            lease.take_tokens(num_prompt_tokens)
+            lease.take_tokens(context.num_prompt_tokens)
         generations, pace = [], Pace()
-        for spec in job.specs:  # each hashes its prompt
-            generations.append(Generation(spec, self._services.backend, deadline_s))
+        for spec in request.specs:
+            generations.append(Generation(spec, services.requests, deadline_s))
             await pace.rest()
-        answer = Answer(generations, deadline_s)
-        self._services.backend.metrics.prompt_tokens.inc(num_prompt_tokens)
-        context.num_prompt_tokens = num_prompt_tokens
-        self._services.open_answers.add(answer)
+        response = ResponseStream(generations, deadline_s)
+        services.open_responses.add(response)
         try:
-            if job.stream:
-                await self._stream(job, answer, context, client_of(scope), send)
+            if request.stream:
+                await self._stream(request.formatter, response, context, scope, send)
             else:
-                await self._answer(job, answer, client_of(scope), send)
+                await self._respond(request.formatter, response, scope, send)
         finally:
-            self._services.open_answers.discard(answer)
-            num_tokens = sum(generation.num_output_tokens for generation in generations)
-            self._services.backend.metrics.output_tokens.inc(num_tokens)
+            services.open_responses.discard(response)
+            context.num_output_tokens = sum([generation.num_output_tokens for generation in generations])
+            context.num_cached_tokens = sum([generation.num_cached_tokens or 0 for generation in generations])
+            context.worker = response.worker_ids()
+            self._metrics.output_tokens.inc(context.num_output_tokens)
             if lease is not None:
-                lease.add_tokens(num_tokens)
-            context.num_output_tokens = num_tokens
-            context.num_cached_tokens = sum(generation.num_cached_tokens or 0 for generation in generations)
-            context.worker = ",".join(dict.fromkeys(g.worker.worker_id for g in generations if g.worker is not None))
+                lease.add_tokens(context.num_output_tokens)
 
-    async def _answer(self, job: Job, answer: Answer, client: ClientConnection, send: Send) -> None:
-        with answer.guard(client):
-            choices = await answer.collect()
-        headers = [(b"content-type", b"application/json"), *answer.headers()]
-        parts: list[bytes] = []
-        begun, num_bytes, pace = False, 0, Pace()
-        for part in job.presenter.body(answer, choices):
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes > PART_BYTES:
-                if not begun:
-                    begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
-                parts, num_bytes = [], 0
-            await pace.rest()
-        if not begun:
-            headers.append((b"content-length", b"%d" % num_bytes))
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"".join(parts)})
+    def _model(self, name: str, identity: Identity) -> ServedModel:
+        """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""
+        try:
+            return self._models.allowed(name, identity)
+        except NotFoundError:
+            if not self._models.names():
+                raise UnavailableError("No worker is ready yet.", retry_after_s=2.0) from None
+            raise
+
+    async def _respond(self, formatter: ResponseFormatter, response: ResponseStream, scope: Scope, send: Send) -> None:
+        with response.guard(client_of(scope)):
+            choices = await response.collect()
+        headers = [(b"content-type", b"application/json"), *response.headers()]
+        body = formatter.body(response, choices)
+        if not isinstance(body, bytes):
+            parts, num_bytes, begun, pace = list[bytes](), 0, False, Pace()
+            for part in body:
+                parts.append(part)
+                num_bytes += len(part)
+                if num_bytes > PART_BYTES:
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                    parts, num_bytes = [], 0
+                await pace.rest()
+            body = b"".join(parts)
+            if begun:
+                await send({"type": "http.response.body", "body": body})
+                return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _stream(
-        self, job: Job, answer: Answer, context: RequestContext, client: ClientConnection, send: Send
+        self, formatter: ResponseFormatter, response: ResponseStream, context: RequestContext, scope: Scope, send: Send
     ) -> None:
-        writer = SseWriter(send, answer.headers)
+        writer = SseWriter(send, response.headers)
         try:
-            with answer.guard(client), self._services.keep_alive.keeping(writer):
-                await self._relay(job, answer, context, writer)
-            await writer.write(job.presenter.last_events(answer), more=False)
+            with response.guard(client_of(scope)), self._services.keep_alive.keeping(writer):
+                await self._relay(formatter, response, context, writer)
+            await writer.write(formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -130,28 +152,33 @@ class GenerateEndpoint:
             failure = as_api_error(error)
             if failure is not error:
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
-            self._services.backend.metrics.dropped(failure.code or failure.type)
+            self._metrics.dropped(failure.code or failure.type)
             if context.trace is not None:
                 context.trace.fail(failure)
-            await writer.write(job.presenter.error_event(failure), more=False)
+            await writer.write(formatter.error_event(failure), more=False)
 
-    async def _relay(self, job: Job, answer: Answer, context: RequestContext, writer: SseWriter) -> None:
-        metrics, first_s = self._services.backend.metrics, 0.0
-        async with aclosing(answer.deltas()) as batches:
-            async for batch in batches:
-                events = job.presenter.events(answer, batch)
-                if not isinstance(events, bytes):
-                    events = await _joined(events)
-                if not events:
-                    continue
-                if not answer.first.committed:
-                    answer.commit()
-                    first_s = time.perf_counter()
-                    metrics.ttft_s.observe(first_s - context.started_s)
-                await writer.write(events)
-        num_gaps = sum(generation.num_output_tokens - len(generation.choices) for generation in answer.generations)
+    async def _relay(
+        self, formatter: ResponseFormatter, response: ResponseStream, context: RequestContext, writer: SseWriter
+    ) -> None:
+        first_s = 0.0
+
+        async def deliver(deltas: list[ChoiceDelta]) -> None:
+            nonlocal first_s
+            events = formatter.events(response, deltas)
+            if not isinstance(events, bytes):
+                events = await _joined(events)
+            if not events:
+                return
+            if not first_s:
+                response.commit()
+                first_s = time.perf_counter()
+                self._metrics.ttft_s.observe(first_s - context.started_s)
+            await writer.write(events)
+
+        await response.run(deliver)
+        num_gaps = sum(generation.num_output_tokens - len(generation.choices) for generation in response.generations)
         if first_s and num_gaps > 0:
-            metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
+            self._metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
 
 
 async def _joined(parts: Iterable[bytes]) -> bytes:
@@ -164,15 +191,12 @@ async def _joined(parts: Iterable[bytes]) -> bytes:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body. Raises ClientGoneError when it never comes to its end."""
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body", False):
-        body: bytes = message.get("body", b"")
-        return body
+    """Return the whole body. Raises ClientGoneError when it never comes to its end."""
     parts = []
-    while message["type"] == "http.request":
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGoneError
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
-            return b"".join(parts)
-        message = await receive()
-    raise ClientGoneError
+            return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,9 +1,9 @@
-"""From a checked body to the worker's sampling parameters: the fields that need the model's vocabulary and limits."""
+"""Turn a checked body into the worker's sampling parameters: the fields that need the model's vocabulary and limits."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -11,9 +11,8 @@ import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
 from server.models import ServedModel
-from server.pace import Steps, paced
-from server.schema.fields import SamplingFields
-from server.schema.parts import ResponseFormat, StructuredOutputs
+from server.pace import Pace
+from server.schema.fields import ResponseFormat, SamplingFields, StructuredOutputs
 from server.text.detokenizer import TextRules
 from server.text.tokenizer import TooManyTokensError
 from worker.wire import Grammar, SamplingParams, too_many_ids
@@ -23,18 +22,18 @@ MAX_BAD_WORDS_CHARS: Final = 1 << 18
 MAX_SCHEMA_BYTES: Final = 1 << 20
 """Of a schema, or of all tools: templates and grammars write them in one go."""
 TEXT_ROOM: Final = 4
-"""Times the model's context: tokens of a text that is only counted, or cut to `truncate_prompt_tokens`."""
+"""Contexts that a text may fill which is only counted, or cut to `truncate_prompt_tokens`."""
 _BATCH_CHARS: Final = 1 << 14
 _SEED_MASK: Final = 2**63 - 1
 
 
 def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
-    """Choice 0 has the request's seed, choice i a hash of it and i; drawn here when the request has none."""
+    """Give choice 0 the request's seed, and choice i a hash of it and i; draw one when the request has none."""
     first = secrets.randbits(63) if seed is None else seed & _SEED_MASK
-    return (first, *(_derived(first, index) for index in range(1, num_choices)))
+    return (first, *[_derived_seed(first, index) for index in range(1, num_choices)])
 
 
-def _derived(seed: int, index: int) -> int:
+def _derived_seed(seed: int, index: int) -> int:
     digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(4, "little"), digest_size=8, person=b"headstart-seed")
     return int.from_bytes(digest.digest(), "little") & _SEED_MASK
 
@@ -49,7 +48,7 @@ async def prompt_tokens(
     add_bos: bool = False,
     client_offsets: Collection[int] | None = None,
 ) -> list[int]:
-    """A prompt's ids, cut if the request asks for that. Raises ContextLengthError, before they are all made.
+    """Tokenise a prompt, and cut it if the request says so. Raises ContextLengthError as soon as it cannot fit.
 
     `client_offsets`: see `Tokenizer.encode`.
     """
@@ -65,33 +64,36 @@ async def prompt_tokens(
         )
     except TooManyTokensError as error:
         if keep is None:
-            raise _too_long(model, error.at_least, limit, param, at_least="at least ") from None
+            raise _too_long(model, f"at least {error.at_least}", limit, param) from None
         message = f"A prompt that is to be truncated may have {room} tokens; this one has more: send less text."
         raise ContextLengthError(message, param=param) from None
     return truncated(ids, request)
 
 
+def truncated(prompt_ids: list[int], request: SamplingFields) -> list[int]:
+    """Apply `truncate_prompt_tokens`: keep the last so many tokens, or the first with truncation_side `right`."""
+    keep = request.truncate_prompt_tokens
+    if keep is None or len(prompt_ids) <= keep:
+        return prompt_ids
+    return prompt_ids[:keep] if request.truncation_side == "right" else prompt_ids[-keep:]
+
+
 def token_budget(
     model: ServedModel, num_prompt_tokens: int, limit: int | None, *, default: int | None, param: str
 ) -> int:
-    """How many tokens may be generated. Raises ContextLengthError when what was asked for does not fit."""
+    """Return how many tokens may be generated. Raises ContextLengthError when `limit` does not fit."""
     room = model.max_model_len - num_prompt_tokens
     if room < 1 or (limit is not None and limit > room):
-        raise _too_long(model, num_prompt_tokens, limit, param)
+        raise _too_long(model, str(num_prompt_tokens), limit, param)
     if limit is not None:
         return limit
     return room if default is None else min(default, room)
 
 
-def _too_long(
-    model: ServedModel, num_prompt_tokens: int, limit: int | None, param: str, *, at_least: str = ""
-) -> ContextLengthError:
+def _too_long(model: ServedModel, num_prompt_tokens: str, limit: int | None, param: str) -> ContextLengthError:
+    message = f"This model's context holds {model.max_model_len} tokens; the request has {num_prompt_tokens}"
     asked = f" and {limit} for the answer" if limit is not None else ""
-    message = (
-        f"This model's context holds {model.max_model_len} tokens; "
-        f"the request has {at_least}{num_prompt_tokens} in the prompt{asked}."
-    )
-    return ContextLengthError(message, param=param)
+    return ContextLengthError(f"{message} in the prompt{asked}.", param=param)
 
 
 async def sampling_params(
@@ -105,21 +107,21 @@ async def sampling_params(
 ) -> SamplingParams:
     """Raises InvalidRequestError."""
     vocab_size = model.bundle.vocab_size
-    if request.min_tokens is not None:
-        check_min_tokens(request.min_tokens, max_tokens)
+    check_min_tokens(request, max_tokens)
+    allowed = request.allowed_token_ids
     params = SamplingParams(
         max_tokens=max_tokens,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
         min_p=request.min_p or 0.0,
-        typical_p=_or(request.typical_p, 1.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        typical_p=request.typical_p or 1.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        logit_bias=await paced(_logit_bias(request.logit_bias, vocab_size)),
-        bad_words=await _bad_words(request.bad_words, model),
-        allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
+        logit_bias=await _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
+        bad_words=await _bad_words(request.bad_words, model) if request.bad_words else (),
+        allowed_token_ids=_in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=_in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
@@ -132,14 +134,19 @@ async def sampling_params(
     return params
 
 
-def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+def check_min_tokens(request: SamplingFields, max_tokens: int) -> None:
     """Raises InvalidRequestError."""
-    if min_tokens > max_tokens:
+    if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
 
 
+def check_vocabulary(token_ids: Iterable[int], model: ServedModel, param: str) -> None:
+    """Raises InvalidRequestError."""
+    _in_vocabulary(token_ids, model.bundle.vocab_size, param)
+
+
 def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
-    """`markers`: special tokens that a parser has to see."""
+    """Return how tokens become text. `markers`: special tokens that a parser has to see."""
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(
         stops=request.stop_strings,
@@ -150,20 +157,8 @@ def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[st
     )
 
 
-def truncated(prompt_ids: list[int], request: SamplingFields) -> list[int]:
-    """`truncate_prompt_tokens`: the last so many tokens, or the first with truncation_side `right`."""
-    keep = request.truncate_prompt_tokens
-    if keep is None or len(prompt_ids) <= keep:
-        return prompt_ids
-    return prompt_ids[:keep] if request.truncation_side == "right" else prompt_ids[-keep:]
-
-
-def check_vocabulary(token_ids: Iterable[int], model: ServedModel, param: str) -> None:
-    _in_vocabulary(token_ids, model.bundle.vocab_size, param)
-
-
 def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> Grammar | None:
-    """What the output is held to; at most one of both is given."""
+    """Return the constraint on the output; at most one of both is given."""
     if formatted is not None and formatted.type == "json_object":
         return Grammar("json_object", "")
     if formatted is not None and formatted.json_schema is not None:
@@ -174,8 +169,7 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
     if structured is None:
         return None
     if structured.json is not None:
-        schema_ = structured.json
-        return Grammar("json_schema", _bounded(schema_) if isinstance(schema_, str) else _json(schema_))
+        return Grammar("json_schema", _json(structured.json))
     if structured.regex is not None:
         return Grammar("regex", structured.regex)
     if structured.grammar is not None:
@@ -186,68 +180,47 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
 
 
 def grammar_param(request: SamplingFields) -> str:
-    """The field that an error of the request's grammar is about."""
+    """Name the field that an error of the request's grammar is about."""
     return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
 def _json(value: object, param: str = "structured_outputs") -> str:
-    return _bounded(msgspec.json.encode(value).decode(), param)
-
-
-def _bounded(text: str, param: str = "structured_outputs") -> str:
+    """Write a value as JSON; a string is JSON already. Raises InvalidRequestError."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequestError(f"{param} takes at most {MAX_SCHEMA_BYTES} characters of JSON.", param=param)
     return text
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> Steps[tuple[tuple[int, float], ...]]:
-    pairs = []
-    for number, (key, value) in enumerate((bias or {}).items(), 1):
+async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs, pace = [], Pace()
+    for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             message = f"logit_bias: a key is a token id from 0 to {vocab_size - 1}, as a string."
             raise InvalidRequestError(message, param="logit_bias")
         pairs.append((int(key), value))
-        if number % 1024 == 0:
-            yield
+        if len(pairs) % 1024 == 0:
+            await pace.rest()
     return tuple(pairs)
 
 
-async def _bad_words(words: list[str] | None, model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text and as it follows a space."""
-    if not words:
-        return ()
+async def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Tokenise each word as it begins a text and as it follows a space."""
     if any(not 1 <= len(word) <= 1024 for word in words):
         raise InvalidRequestError("bad_words holds strings of 1 to 1024 characters.", param="bad_words")
     if sum(map(len, words)) > MAX_BAD_WORDS_CHARS:
         message = f"bad_words holds at most {MAX_BAD_WORDS_CHARS} characters in all."
         raise InvalidRequestError(message, param="bad_words")
-    texts = [text for word in words for text in (word, " " + word.lstrip())]
     banned: dict[tuple[int, ...], None] = {}
-    for batch in _batches(texts):
-        encoded = await model.tokenizer.encode_batch(batch)
-        banned |= dict.fromkeys(map(tuple, encoded))
-    return tuple(ids for ids in banned if ids)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     num_chars = 0
-    for text in texts:
-        batch.append(text)
-        num_chars += len(text)
-        if num_chars >= _BATCH_CHARS:
-            yield batch
+    for number, word in enumerate(words, 1):
+        batch += (word, " " + word.lstrip())
+        num_chars += 2 * len(word)
+        if number == len(words) or num_chars >= _BATCH_CHARS:
+            banned |= dict.fromkeys(map(tuple, await model.tokenizer.encode_batch(batch)))
             batch, num_chars = [], 0
-    yield batch
-
-
-def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
-    """Each once."""
-    return None if token_ids is None else _in_vocabulary(dict.fromkeys(token_ids), vocab_size, "allowed_token_ids")
+    return tuple(ids for ids in banned if ids)
 
 
 def _in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:

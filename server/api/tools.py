@@ -1,10 +1,10 @@
-"""Tools of a request: how the model is told of them, what it is held to, and how its text is read.
+"""Tools of a request: what the model sees, what its output is held to, and how its text is read.
 
-tool_choice   the model is          its text is read as
-none          told of no tool       content
-auto          free                  its family's format
-required      held to a list        list
-one function  held to its schema    that function's arguments
+tool_choice   the model sees      its text is read as
+none          no tool             content
+auto          tools, and is free  its family's format
+required      tools, and a list   a list of calls
+one function  its schema          that function's arguments
 
 A response_format holds the answer. With tools in `auto` the model may call them instead: it is held to either the
 format or to calls as its family writes them.
@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from server.api.sampling import grammar_of, grammar_param
 from server.models import ServedModel
-from server.schema.parts import Tool
-from server.schema.types import ChatRequest
+from server.schema.requests import ChatRequest
 from server.text.parsing.messages import THINK, OutputRules, ReasoningStart
 from worker.wire import Grammar
 
@@ -26,40 +25,37 @@ _SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A
 
 
 def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> OutputRules:
-    """`prompt` is the rendered text: it may have opened the model's thoughts already."""
+    """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
     mode = request.tool_mode
     if mode == "named":
         return OutputRules(forced=request.named_tool.name)
     parallel = request.parallel_tool_calls is not False
     if mode == "required":
         return OutputRules(tools="list", parallel=parallel)
-    reasoning = _reasoning(model, prompt) if answer_grammar(request) is None else "none"
+    reasoning: ReasoningStart = "none"
+    if model.thinks and grammar_of(request.response_format, request.structured_outputs) is None:
+        reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
     if mode == "none":
         return OutputRules(reasoning=reasoning)
     names = frozenset(tool.name for tool in request.usable_tools)
     return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel)
 
 
-def answer_grammar(request: ChatRequest) -> Grammar | None:
-    """What an answer that is no call has to look like."""
-    return grammar_of(request.response_format, request.structured_outputs)
-
-
 def chat_grammar(request: ChatRequest, model: ServedModel) -> tuple[Grammar | None, str]:
-    """What the whole output is held to, and the field to blame when that cannot be compiled."""
-    match request.tool_mode:
-        case "named":
-            return Grammar("json_schema", json.dumps(request.named_tool.parameters)), "tools"
-        case "required":
-            return Grammar("json_schema", json.dumps(_calls_schema(request, "parameters"))), "tools"
-    answer = answer_grammar(request)
-    if answer is None or request.tool_mode == "none":
+    """Return what the whole output is held to, and the field to blame when that cannot be compiled."""
+    mode = request.tool_mode
+    if mode == "named":
+        return Grammar("json_schema", json.dumps(request.named_tool.parameters)), "tools"
+    if mode == "required":
+        return Grammar("json_schema", json.dumps(_calls_schema(request, "parameters"))), "tools"
+    answer = grammar_of(request.response_format, request.structured_outputs)
+    if answer is None or mode == "none":
         return answer, grammar_param(request)
     return _answer_or_calls(answer, request, model), "response_format"
 
 
 def _answer_or_calls(answer: Grammar, request: ChatRequest, model: ServedModel) -> Grammar:
-    """In llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
+    """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
     more = "" if request.parallel_tool_calls is False else "*"
     match model.tool_format:
@@ -78,7 +74,7 @@ def _answer_or_calls(answer: Grammar, request: ChatRequest, model: ServedModel) 
 
 
 def _marker(model: ServedModel, text: str) -> str:
-    """Special tokens have no bytes: they are named by their id."""
+    """Name a special token by its id: it has no bytes."""
     token_id = model.tokenizer.token_id(text)
     special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
     return f"<[{token_id}]>" if special else json.dumps(text)
@@ -96,19 +92,13 @@ def _calls_schema(request: ChatRequest, key: str) -> dict[str, Any]:
 
 
 def _any_call(request: ChatRequest, key: str) -> dict[str, Any]:
-    return {"anyOf": [_call(tool, key) for tool in request.usable_tools]}
-
-
-def _call(tool: Tool, key: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, key: tool.parameters},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-
-
-def _reasoning(model: ServedModel, prompt: str) -> ReasoningStart:
-    if not model.thinks:
-        return "none"
-    return "inside" if prompt.rstrip().endswith(THINK) else "maybe"
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, key: tool.parameters},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in request.usable_tools
+    ]
+    return {"anyOf": calls}

@@ -19,7 +19,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from cache.records import Candidate
-from server.api.job import Job
 from server.app import PublicApi, json_response
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
@@ -32,7 +31,6 @@ from server.ops.forward import ForwardMiddleware
 from server.ops.origin import SameOriginMiddleware
 from server.ops.pages import Pages
 from server.ops.prefix_tree import SharedPrefix
-from server.request.spec import prompt_hashes, route_request
 from server.router.placement import RouteRequest
 from server.schema.decoding import decode_json, inspect
 from server.workers.actions import ACTIONS, WorkerActions
@@ -123,11 +121,11 @@ class OpsApi:
         fields = decode_json(body, msgspec.json.decode, inspected=await inspect(body))
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body is that of a chat or a completion request.")
-        prepare = self._services.api.prepare_chat if "messages" in fields else self._services.api.prepare_completion
+        endpoint = self._services.api.chat if "messages" in fields else self._services.api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
-        job: Job = await prepare(body, self._services.of_tenant(tenant))
-        spec = job.specs[0]
-        return json_response(await self._services.explain(route_request(spec, prompt_hashes(spec))))
+        prepared = await endpoint.prepare(body, self._services.of_tenant(tenant))
+        spec = prepared.specs[0]
+        return json_response(await self._services.explain(spec.route_request(spec.prompt_hashes())))
 
     async def drain(self, request: Request) -> Response:
         self._services.drain()

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from server.api.job import encode_json
+from server.api.formatting import encode_json
 from server.errors import UnavailableError
 from server.ops.decisions import DecisionLog
 from server.ops.prefix_tree import MAX_ROWS, SharedPrefix, tree_rows

@@ -1,19 +1,76 @@
-"""One of the n answers to a prompt: its tokens as received, its text as released, and why it ended."""
+"""What a generation is asked for, and one of its n choices: the tokens as received, the text as released."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from typing import Final, Literal
 
-from server.text.detokenizer import Detokenizer, TextRules, TokenBytes
-from worker.wire import ChoiceState, Finished, Frame, TokenLogprobs, Tokens
+from msgspec import Struct
+
+from cache.hashing import hash_chain
+from cache.types import BlockHash, WorkerIncarnation
+from server.models import ServedModel
+from server.router.placement import RouteRequest
+from server.text.detokenizer import Detokenizer, TextRules
+from worker.wire import ChoiceState, Finished, SamplingParams, TokenLogprobs, Tokens
+
+MAX_PENDING_IDS: Final = 1024
+"""Tokens that wait for their text in an unstreamed answer, so that no call decodes many."""
 
 StopReason = Literal["stop", "length"]
 
 
-@dataclass(slots=True, eq=False)
-class TokenEntry:
+class ParamNames(Struct, frozen=True):
+    """The request's fields that a worker's refusal may be about."""
+
+    prompt: str
+    grammar: str
+
+
+class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
+    """One prompt and how to answer it."""
+
+    request_id: str
+    model: ServedModel
+    prompt_ids: Sequence[int]
+    root: BlockHash
+    seeds: tuple[int, ...]
+    """One per choice."""
+    sampling: SamplingParams
+    rules: TextRules
+    params: ParamNames
+    first_index: int = 0
+    """The index of the first choice in the response."""
+    priority: int = 0
+    tenant: str = ""
+    """The opaque tag by which workers know the tenant."""
+    affinity_key: str | None = None
+    end_of_thought_id: int | None = None
+    """The token that ends the model's reasoning, where one token does."""
+
+    def prompt_hashes(self) -> list[BlockHash]:
+        """Return the hashes of the prompt's full blocks."""
+        return hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size)
+
+    def route_request(
+        self,
+        hashes: Sequence[BlockHash],
+        numerics: str | None = None,
+        excluded: frozenset[WorkerIncarnation] = frozenset(),
+    ) -> RouteRequest:
+        """Describe the prompt to the router."""
+        return RouteRequest(
+            request_id=self.request_id,
+            model=self.model.name,
+            num_prompt_tokens=len(self.prompt_ids),
+            hashes=hashes,
+            numerics=numerics,
+            excluded=excluded,
+            affinity_key=self.affinity_key,
+        )
+
+
+class TokenEntry(Struct, eq=False):
     """A generated token with its log probabilities; `start` is its text's offset in the choice's text."""
 
     token_id: int
@@ -21,11 +78,11 @@ class TokenEntry:
     start: int
 
 
-@dataclass(slots=True, eq=False)
-class ChoiceDelta:
-    """What one choice gained since the last delta; the last one of a choice has a finish_reason."""
+class ChoiceDelta(Struct, eq=False):
+    """What one choice gained since its last delta; only its last delta has a finish_reason."""
 
     choice: int
+    """The choice's index in the response."""
     text: str
     token_ids: list[int]
     entries: list[TokenEntry]
@@ -34,61 +91,40 @@ class ChoiceDelta:
     """The stop string, or the id of the stop token, that ended the choice (vLLM's extension)."""
 
 
-def merged(frames: Sequence[Frame]) -> Iterator[Frame]:
-    """The same with runs of tokens of one choice made one frame: a reader that lags gets many at once."""
-    run: list[int] = []
-    choice = -1
-    for frame in frames:
-        if type(frame) is Tokens and frame.logprobs is None:
-            if run and frame.choice != choice:
-                yield Tokens(choice, tuple(run))
-                run = []
-            choice = frame.choice
-            run += frame.token_ids
-            continue
-        if run:
-            yield Tokens(choice, tuple(run))
-            run = []
-        yield frame
-    if run:
-        yield Tokens(choice, tuple(run))
-
-
 class Choice:
-    """Fed with frames, drained of deltas. `reset` forgets everything, for a start on another worker."""
+    """One choice, fed with frames and drained of deltas. `reset` forgets everything, for a start on another worker."""
 
     __slots__ = (
         "_detokenizer",
         "_entries",
-        "_fresh_ids",
-        "_pieces",
-        "_rules",
+        "_pending_ids",
+        "_spec",
         "_text",
-        "_with_logprobs",
+        "_token_by_token",
+        "_undelivered_ids",
         "finish_reason",
         "index",
         "output_ids",
-        "reported",
         "seed",
         "stop_reason",
     )
 
-    def __init__(self, index: int, seed: int, pieces: TokenBytes, rules: TextRules, *, with_logprobs: bool) -> None:
+    def __init__(self, spec: GenerationSpec, index: int) -> None:
         self.index = index
-        self.seed = seed
-        self._pieces = pieces
-        self._rules = rules
-        self._with_logprobs = with_logprobs
+        self.seed = spec.seeds[index]
+        self._spec = spec
+        self._token_by_token = bool(spec.rules.stops) or spec.sampling.logprobs is not None
         self.reset()
 
     def reset(self) -> None:
         self.output_ids: list[int] = []
         self.finish_reason: StopReason | None = None
         self.stop_reason: str | int | None = None
-        self.reported = False
-        """The delta with the finish_reason was handed out."""
-        self._detokenizer = Detokenizer(self._pieces, self._rules)
-        self._fresh_ids: list[int] = []
+        self._detokenizer = Detokenizer(self._spec.model.tokenizer.token_bytes, self._spec.rules)
+        self._pending_ids: list[int] = []
+        """Tokens not decoded yet."""
+        self._undelivered_ids: list[int] | None = []
+        """None once the last delta was drained."""
         self._entries: list[TokenEntry] = []
         self._text = ""
 
@@ -100,68 +136,75 @@ class Choice:
         return ChoiceState(self.index, self.seed, tuple(self.output_ids))
 
     def take(self, frame: Tokens) -> bool:
-        """Tokens of an unfinished choice. True when a stop string among them has finished it."""
-        if not self._rules.stops and not self._with_logprobs:
-            self.output_ids.extend(frame.token_ids)
-            self._fresh_ids.extend(frame.token_ids)
-            self._text += self._detokenizer.feed(frame.token_ids)
+        """Add tokens to an unfinished choice. True when a stop string among them has finished it."""
+        assert self._undelivered_ids is not None
+        if not self._token_by_token:
+            self.output_ids += frame.token_ids
+            self._undelivered_ids += frame.token_ids
+            self._pending_ids += frame.token_ids
+            if len(self._pending_ids) >= MAX_PENDING_IDS:
+                self._decode_pending()
             return False
         logprobs: Sequence[TokenLogprobs | None] = frame.logprobs or (None,) * len(frame.token_ids)
         for token_id, entry in zip(frame.token_ids, logprobs, strict=True):
             self.output_ids.append(token_id)
-            self._fresh_ids.append(token_id)
+            self._undelivered_ids.append(token_id)
             if entry is not None:
                 self._entries.append(TokenEntry(token_id, entry, self._detokenizer.num_chars))
             self._text += self._detokenizer.feed((token_id,))
             if self._detokenizer.stopped:
-                self._stop_at_string()
+                self._finish_at_stop_string()
                 return True
         return False
 
     def finish(self, frame: Finished) -> None:
-        """The worker's last word; `frame.reason` is not abort."""
+        """End the choice as its worker says; `frame.reason` is not abort."""
         assert frame.reason != "abort", "an aborted choice has no answer"
         self._finish(frame.reason, frame.stop_token_id)
 
     def finish_if_complete(self, max_tokens: int) -> None:
-        """For tokens whose Finished frame was lost with its worker."""
-        if self.output_ids and self.output_ids[-1] in self._rules.terminal_ids:
+        """End the choice if it has all its tokens: its Finished frame may be lost with its worker."""
+        if self.output_ids and self.output_ids[-1] in self._spec.rules.terminal_ids:
             self._finish("stop", self.output_ids[-1])
         elif len(self.output_ids) >= max_tokens:
             self._finish("length", None)
 
     def drain(self) -> ChoiceDelta | None:
-        """What is new, or None. Log probabilities wait for the text of their token."""
-        ended = self.done and not self.reported
-        if not self._fresh_ids and not ended:
+        """Return what is new, or None. Log probabilities wait for the text of their token."""
+        token_ids = self._undelivered_ids
+        if token_ids is None or not (token_ids or self.done):
             return None
+        self._decode_pending()
         entries = self._entries
+        self._entries = []
         if entries and not self.done:
             text_len = self._detokenizer.text_len
             ready = next((i for i, entry in enumerate(entries) if entry.start >= text_len), len(entries))
             self._entries = entries[ready:]
             entries = entries[:ready]
-        else:
-            self._entries = []
-        delta = ChoiceDelta(
-            self.index, self._text, self._fresh_ids, entries, self.finish_reason if ended else None, self.stop_reason
-        )
-        self._fresh_ids = []
-        self._text = ""
-        self.reported = ended or self.reported
-        return delta
+        text, self._text = self._text, ""
+        self._undelivered_ids = None if self.done else []
+        index = self._spec.first_index + self.index
+        return ChoiceDelta(index, text, token_ids, entries, self.finish_reason, self.stop_reason)
+
+    def _decode_pending(self) -> None:
+        if self._pending_ids:
+            self._text += self._detokenizer.feed(self._pending_ids)
+            self._pending_ids = []
 
     def _finish(self, reason: StopReason, stop_token_id: int | None) -> None:
+        self._decode_pending()
         self._text += self._detokenizer.finish()
         if self._detokenizer.stopped:
-            self._stop_at_string()
+            self._finish_at_stop_string()
             return
         self.finish_reason = reason
-        if stop_token_id is not None and reason == "stop" and stop_token_id not in self._pieces.special_ids:
+        special_ids = self._spec.model.tokenizer.token_bytes.special_ids
+        if stop_token_id is not None and reason == "stop" and stop_token_id not in special_ids:
             self.stop_reason = stop_token_id
 
-    def _stop_at_string(self) -> None:
-        """Tokens that begin behind the cut are no part of the answer."""
+    def _finish_at_stop_string(self) -> None:
+        """Drop the log probabilities of tokens that begin behind the cut."""
         self.finish_reason = "stop"
         self.stop_reason = self._detokenizer.matched
         text_len = self._detokenizer.text_len

@@ -14,21 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from cache.records import WorkerMember
-from server.errors import InternalError, WorkerLostError
-from server.request.backend import Backend
-from server.request.choice import Choice, ChoiceDelta, merged
-from server.request.failures import Failures, WorkerFailed
-from server.request.losses import Stage
-from server.request.spec import GenerationSpec, prompt_hashes, route_request
-from server.request.waiting_room import Place
+from cache.types import GatewayId, WorkerIncarnation
+from server.errors import WorkerLostError
+from server.metrics import GatewayMetrics
+from server.request.choice import Choice, ChoiceDelta, GenerationSpec
+from server.request.limits import PromptTokenLimiter, Reservation
+from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, backpressure_error
 from server.request_context import attempt, stage
 from server.router.placement import NoWorkerError, Placement
+from server.router.router import Router
+from server.text.retokenisation import RetokenisationCheck
 from server.tracing import AttemptTrace
-from server.workers.client import GenerateStream, WorkerLost, WorkerRefused
+from server.workers.client import GenerateStream, WorkerClient, WorkerLost, WorkerRefused
+from server.workers.watch import StallWatch
 from worker.wire import (
     PROTOCOL_VERSION,
     End,
@@ -45,47 +48,76 @@ from worker.wire import (
 
 log = logging.getLogger(__name__)
 
-SECOND_CHANCE_S: Final = 0.25
-"""Before we look again for a worker, because there is none: one that was lost may live, or a new one start."""
+WORKER_WAIT_S: Final = 0.25
+"""Pause before the next look for a worker: a lost one may live, or a new one start."""
+
+Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RequestServices:
+    """What every generation of this process shares."""
+
+    gateway_id: GatewayId
+    router: Router
+    client: WorkerClient
+    watch: StallWatch
+    metrics: GatewayMetrics
+    retry: RetryPolicy
+    limiter: PromptTokenLimiter
+    retokenisation: RetokenisationCheck = field(default_factory=RetokenisationCheck)
 
 
 class Generation:
-    """Iterate `deltas` once; close the iterator, at whatever point, to abort what still runs."""
+    """Generates all choices of one prompt. `run` it once; cancel that to abort what still runs."""
 
-    def __init__(self, spec: GenerationSpec, backend: Backend, deadline_s: float | None = None) -> None:
-        """`deadline_s`: on the monotonic clock, when whoever reads stops to."""
+    __slots__ = (
+        "_aborts",
+        "_deadline_s",
+        "_hashes",
+        "_history",
+        "_numerics",
+        "_reservation",
+        "_services",
+        "_stage",
+        "_stopped_early",
+        "choices",
+        "committed",
+        "num_cached_tokens",
+        "promised_tokens",
+        "prompt_logprobs",
+        "spec",
+        "worker",
+    )
+
+    def __init__(self, spec: GenerationSpec, services: RequestServices, deadline_s: float | None = None) -> None:
+        """`deadline_s`: on the monotonic clock, when the client's time is over."""
         self.spec = spec
+        self._services = services
         self._deadline_s = deadline_s
         self.worker: WorkerMember | None = None
-        """The worker that took it first."""
+        """The worker that first took the request."""
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the first worker found in its cache."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.committed = False
-        """Set by the reader when the client has seen a part: from then on nothing may be taken back."""
-        self.num_restarts = 0
-        """A reader that has collected deltas drops them when this has grown; never after `committed`."""
-        self._backend = backend
-        with_logprobs = spec.sampling.logprobs is not None
-        pieces = spec.model.tokenizer.token_bytes
-        self.choices = [
-            Choice(index, seed, pieces, spec.rules, with_logprobs=with_logprobs)
-            for index, seed in enumerate(spec.seeds)
-        ]
-        self._hashes = prompt_hashes(spec)
+        """Set when the client has seen a part: from then on nothing may be taken back."""
+        self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
+        self._hashes = spec.prompt_hashes()
+        self._history = AttemptHistory()
         self._numerics: str | None = None
-        self._failures = Failures(spec, backend)
+        """The numerics class of the last worker."""
+        self._reservation: Reservation | None = None
         self._stage = Stage.SENT
-        self._waits = True
-        """No token of this attempt has come."""
+        """How far the current attempt has come."""
         self._stopped_early = False
-        """A choice ended here, so that the last one's end is not followed by the worker's End at once."""
+        """A stop string ended a choice here, so that the last choice may end before the worker's End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(choice.output_ids) for choice in self.choices)
+        return sum([len(choice.output_ids) for choice in self.choices])
 
     @property
     def num_reused_tokens(self) -> int:
@@ -96,210 +128,216 @@ class Generation:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Output tokens up to the one that ends the model's thoughts."""
+        """Output tokens up to the one that ends the model's reasoning."""
         end = self.spec.end_of_thought_id
         if end is None:
             return 0
         return sum(c.output_ids.index(end) + 1 for c in self.choices if end in c.output_ids)
 
-    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
-        """What each choice gained, as it arrives. Raises ApiError."""
-        place = self._enter()
+    @property
+    def finished(self) -> bool:
+        return None not in [choice.finish_reason for choice in self.choices]
+
+    async def run(self, deliver: Deliver | None = None) -> None:
+        """Generate every choice; `deliver` what is new as it arrives, or leave it to one `drain`. Raises ApiError."""
+        self._admit()
         try:
-            while not self._finished():
-                placement = await self._choose()
-                worker, ok = placement.worker, False
-                try:
-                    with (
-                        attempt(worker, placement.promised_tokens) as trace,
-                        self._backend.watch.watching(self._send_to(worker, trace)) as stream,
-                    ):
-                        async with stream:
-                            self._stage = Stage.ACCEPTED
-                            while not (stream.completed or (self._stopped_early and self._finished())):
-                                self._absorb(await stream.read(), placement, stream)
-                                if self._waits and self._stage is Stage.ANSWERED:
-                                    self._first_token(placement, place, trace)
-                                if batch := self._drain():
-                                    yield batch
-                    ok = True
-                except (WorkerRefused, WorkerLost, WorkerFailed) as error:
-                    self._failed(worker, error)
-                finally:
-                    placement.close()
-                if not ok and (batch := self._drain()):
-                    yield batch
+            while not self.finished:
+                await self._attempt(await self._place(), deliver)
         finally:
-            place.leave()
-            self._remember()
+            self._account()
 
-    def _enter(self) -> Place:
+    def drain(self) -> list[ChoiceDelta]:
+        """Return what each choice gained since the last call."""
+        return [delta for choice in self.choices if (delta := choice.drain()) is not None]
+
+    def _admit(self) -> None:
         """Raises ApiError for what shall not be tried, or cannot wait here."""
-        spec, backend = self.spec, self._backend
-        backend.budget.earn()
-        if backend.quarantine.holds(spec.root, spec.prompt_ids, spec.sampling):
-            raise InternalError("This request has failed a moment ago and is not tried again.")
-        place = backend.waiting_room.enter(spec.tenant, len(spec.prompt_ids))
-        if (same := backend.turns.continued(self._hashes)) is not None:
-            backend.metrics.continued(same=same)
-        return place
+        spec, services = self.spec, self._services
+        services.retry.admit(spec)
+        self._reservation = services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
+        if (same := services.retokenisation.continued(self._hashes)) is not None:
+            services.metrics.continued(same=same)
 
-    def _remember(self) -> None:
-        """For the next turn of this conversation, if there is one."""
+    def _account(self) -> None:
+        """Release what the request holds, and remember its answer for the conversation's next turn."""
+        assert self._reservation is not None
+        self._reservation.release()
         spec = self.spec
-        if len(self.choices) == 1 and self._finished():
-            output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
-            self._backend.turns.answered(spec.prompt_ids, self._hashes, output_ids, block_size)
+        if len(self.choices) == 1 and self.finished:
+            block_size = spec.model.bundle.block_size
+            self._services.retokenisation.answered(
+                spec.prompt_ids, self._hashes, self.choices[0].output_ids, block_size
+            )
 
-    def _send_to(self, worker: WorkerMember, trace: AttemptTrace | None) -> GenerateStream:
-        """To be entered: that sends it."""
-        self._stage, self._waits = Stage.SENT, True
-        carrier = {} if trace is None else trace.carrier()
-        return self._backend.client.generate(worker.url, self._wire_request(worker, carrier))
+    async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
+        """Let one worker generate what is not finished. Raises ApiError when no other attempt may follow."""
+        worker, ok = placement.worker, False
+        self._stage = Stage.SENT
+        try:
+            with attempt(worker, placement.promised_tokens) as trace:
+                carrier = {} if trace is None else trace.carrier()
+                stream = self._services.client.generate(worker.url, self._wire_request(worker, carrier))
+                with self._services.watch.watching(stream):
+                    async with stream:
+                        await self._read(stream, placement, trace, deliver)
+            ok = True
+        except (WorkerRefused, WorkerLost, WorkerFailed) as error:
+            self._failed(worker, error)
+        finally:
+            placement.close()
+        if not ok and deliver is not None and (deltas := self.drain()):
+            await deliver(deltas)
 
-    def _first_token(self, placement: Placement, place: Place, trace: AttemptTrace | None) -> None:
-        self._waits = False
+    async def _read(
+        self, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None, deliver: Deliver | None
+    ) -> None:
+        self._stage = Stage.ACCEPTED
+        while not (stream.completed or (self._stopped_early and self.finished)):
+            for frame in await stream.read():
+                self._absorb(frame, stream, placement, trace)
+            if deliver is not None and (deltas := self.drain()):
+                await deliver(deltas)
+
+    def _absorb(self, frame: Frame, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None) -> None:
+        if type(frame) is Tokens:
+            if self._stage is not Stage.ANSWERED:
+                self._first_token(placement, trace)
+            choice = self._choice(frame.choice)
+            if not choice.done and choice.take(frame):
+                self._stopped_here(choice, placement.worker)
+        elif isinstance(frame, Finished):
+            choice = self._choice(frame.choice)
+            if choice.done:
+                return
+            if frame.reason == "abort":
+                raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
+            choice.finish(frame)
+        elif isinstance(frame, Started):
+            self._stage = Stage.PREFILLING
+            placement.prefill_started(frame.num_cached_tokens)
+            if self.num_cached_tokens is None or not self.num_output_tokens:
+                self.num_cached_tokens = frame.num_cached_tokens
+                self._services.metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens)
+        elif isinstance(frame, PromptLogprobs):
+            self.prompt_logprobs = frame.positions
+        elif isinstance(frame, Failed):
+            raise WorkerFailed(frame)
+        else:
+            assert isinstance(frame, End), frame
+            stream.complete()
+            if not self.finished:
+                raise WorkerLost(f"{stream.url}: End before every choice was finished")
+
+    def _first_token(self, placement: Placement, trace: AttemptTrace | None) -> None:
+        assert self._reservation is not None
+        self._stage = Stage.ANSWERED
+        self._history.answered()
         placement.first_token()
-        place.leave()
+        self._reservation.release()
         if trace is not None:
             trace.first_token(self.num_cached_tokens)
-
-    def _failed(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
-        """Raises ApiError when no other attempt is made for what is not finished."""
-        match error:
-            case WorkerRefused():
-                self._failures.refused(worker, error)
-            case WorkerFailed():
-                self._failures.failed(worker, error, self._stage)
-            case WorkerLost() if not self._finished():
-                self._failures.lost(worker, error, self._stage)
-        for choice in self.choices:
-            if not choice.done:
-                choice.finish_if_complete(self.spec.sampling.max_tokens)
-
-    def _finished(self) -> bool:
-        return all(choice.done for choice in self.choices)
-
-    def _has_output(self) -> bool:
-        return any(choice.output_ids for choice in self.choices)
-
-    async def _choose(self) -> Placement:
-        """A worker for this attempt. Raises ApiError."""
-        losses = self._failures.losses
-        resumed = self._has_output()
-        numerics = self._numerics if resumed else None
-        full = {} if resumed or losses.num_losses else self._backend.full_queues.of(self.spec.tenant)
-        if full and all(
-            (worker.worker_id, worker.epoch) in full for worker in self._backend.router.workers(self.spec.model.name)
-        ):
-            raise self._failures.full(full)
-        excluded = frozenset(losses.excluded).union(full)
-        try:
-            with stage("route") as span:
-                placement = await self._backend.router.place(route_request(self.spec, self._hashes, numerics, excluded))
-                if span is not None:
-                    span.set_attribute("headstart.worker", placement.worker.worker_id)
-                    span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
-        except NoWorkerError as error:
-            if full:
-                raise self._failures.full(full) from error
-            if resumed and not self.committed:
-                self._restart()
-            elif losses.second_chance() or (not error.contended and losses.look_again()):
-                await asyncio.sleep(SECOND_CHANCE_S)
-            elif resumed:
-                message = "The worker was lost and no other can continue its answer."
-                raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
-            else:
-                raise self._failures.no_worker(error) from error
-            return await self._choose()
-        if self.worker is None or not self.committed:
-            self.worker = placement.worker
-            self.promised_tokens = placement.promised_tokens
-        if resumed:
-            self._backend.metrics.resumed.inc()
-        self._numerics = placement.worker.numerics
-        return placement
-
-    def _restart(self) -> None:
-        """Begin again, on any worker: the client has seen nothing."""
-        for choice in self.choices:
-            choice.reset()
-        self.num_restarts += 1
-        self._backend.metrics.restarted.inc()
-
-    def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
-        return GenerateRequest(
-            request_id=self.spec.request_id,
-            gateway_id=self._backend.gateway_id,
-            epoch=worker.epoch,
-            root=self.spec.root,
-            prompt_ids=self.spec.prompt_ids,
-            choices=tuple(choice.state() for choice in self.choices if not choice.done),
-            sampling=self.spec.sampling,
-            priority=self.spec.priority,
-            tenant=self.spec.tenant,
-            deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
-            is_suspect=self._failures.losses.is_suspect,
-            traceparent=carrier.get("traceparent", ""),
-            tracestate=carrier.get("tracestate", ""),
-            protocol=shared_protocol(worker) or PROTOCOL_VERSION,
-        )
-
-    def _absorb(self, frames: list[Frame], placement: Placement, stream: GenerateStream) -> None:
-        for frame in frames if len(frames) == 1 else merged(frames):
-            if type(frame) is Tokens:
-                if self._stage is not Stage.ANSWERED:
-                    self._stage = Stage.ANSWERED
-                    self._failures.losses.cleared()
-                choice = self._choice(frame.choice)
-                if not choice.done and choice.take(frame):
-                    self._stopped_here(choice, placement.worker)
-            elif isinstance(frame, Finished):
-                choice = self._choice(frame.choice)
-                if choice.done:
-                    continue
-                if frame.reason == "abort":
-                    raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
-                choice.finish(frame)
-            elif isinstance(frame, Started):
-                self._stage = Stage.BEGUN
-                placement.prefill_started(frame.num_cached_tokens)
-                if self.num_cached_tokens is None or not self.num_output_tokens:
-                    self.num_cached_tokens = frame.num_cached_tokens
-                    self._backend.metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens)
-            elif isinstance(frame, PromptLogprobs):
-                self.prompt_logprobs = frame.positions
-            elif isinstance(frame, Failed):
-                raise WorkerFailed(frame)
-            else:
-                assert isinstance(frame, End), frame
-                stream.complete()
-                if not self._finished():
-                    raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
     def _choice(self, index: int) -> Choice:
         if not 0 <= index < len(self.choices):
             raise WorkerLost(f"the worker speaks of choice {index}, there are {len(self.choices)}")
         return self.choices[index]
 
-    def _drain(self) -> list[ChoiceDelta]:
-        deltas = [delta for choice in self.choices if (delta := choice.drain()) is not None]
-        if self.spec.first_index:
-            for delta in deltas:
-                delta.choice += self.spec.first_index
-        return deltas
-
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
-        """A stop string ended a choice: the worker, which knows tokens only, still writes it."""
+        """Abort a choice that a stop string ended: the worker, which knows tokens only, still writes it."""
         self._stopped_early = True
-        if not self._finished():  # else the connection is closed, which ends all
+        if not self.finished:  # else the connection is closed, which ends all
             task = asyncio.create_task(self._abort(worker, choice.index))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, worker: WorkerMember, choice: int) -> None:
         try:
-            await self._backend.client.abort(worker.url, self.spec.request_id, choice)
+            await self._services.client.abort(worker.url, self.spec.request_id, choice)
         except WorkerLost as error:
             log.info("%s: abort of choice %d failed: %s", self.spec.request_id, choice, error)
+
+    def _failed(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
+        """Raises ApiError when no other attempt may follow for what is not finished."""
+        retry, spec, history = self._services.retry, self.spec, self._history
+        match error:
+            case WorkerRefused():
+                retry.refused(spec, history, worker, error)
+            case WorkerFailed():
+                retry.failed(spec, history, worker, error, self._stage)
+            case WorkerLost() if not self.finished:
+                retry.lost(spec, history, worker, error, self._stage)
+        for choice in self.choices:
+            if not choice.done:
+                choice.finish_if_complete(spec.sampling.max_tokens)
+
+    async def _place(self) -> Placement:
+        """Return a worker for the next attempt, as soon as there is one. Raises ApiError."""
+        spec, history, router = self.spec, self._history, self._services.router
+        while True:
+            resumed = self.num_output_tokens > 0
+            full: Mapping[WorkerIncarnation, WorkerRefused] = {}
+            if not (resumed or history.num_losses):
+                full = self._services.retry.backpressure.refusals(spec.tenant)
+            if full and all((each.worker_id, each.epoch) in full for each in router.workers(spec.model.name)):
+                raise backpressure_error(full, spec.params)
+            numerics = self._numerics if resumed else None
+            request = spec.route_request(self._hashes, numerics, frozenset(history.excluded).union(full))
+            try:
+                with stage("route") as span:
+                    placement = await router.place(request)
+                    if span is not None:
+                        span.set_attribute("headstart.worker", placement.worker.worker_id)
+                        span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
+            except NoWorkerError as error:
+                await self._wait_for_worker(error, resumed, full)
+                continue
+            if self.worker is None or not self.committed:
+                self.worker = placement.worker
+                self.promised_tokens = placement.promised_tokens
+            if resumed:
+                self._services.metrics.resumed.inc()
+            self._numerics = placement.worker.numerics
+            return placement
+
+    async def _wait_for_worker(
+        self, error: NoWorkerError, resumed: bool, full: Mapping[WorkerIncarnation, WorkerRefused]
+    ) -> None:
+        """Make another look for a worker worth while. Raises ApiError when it is not."""
+        history = self._history
+        if full:
+            raise backpressure_error(full, self.spec.params) from error
+        if resumed and not self.committed:
+            self._restart()
+        elif history.readmit_lost() or (not error.contended and history.may_wait()):
+            await asyncio.sleep(WORKER_WAIT_S)
+        elif resumed:
+            message = "The worker was lost and no other can continue its answer."
+            raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
+        else:
+            raise self._services.retry.no_worker(self.spec, history, error) from error
+
+    def _restart(self) -> None:
+        """Begin again, on any worker: the client has seen nothing."""
+        for choice in self.choices:
+            choice.reset()
+        self._services.metrics.restarted.inc()
+
+    def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
+        spec = self.spec
+        return GenerateRequest(
+            request_id=spec.request_id,
+            gateway_id=self._services.gateway_id,
+            epoch=worker.epoch,
+            root=spec.root,
+            prompt_ids=spec.prompt_ids,
+            choices=tuple([choice.state() for choice in self.choices if not choice.done]),
+            sampling=spec.sampling,
+            priority=spec.priority,
+            tenant=spec.tenant,
+            deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
+            is_suspect=self._history.is_poison_candidate,
+            traceparent=carrier.get("traceparent", ""),
+            tracestate=carrier.get("tracestate", ""),
+            protocol=shared_protocol(worker) or PROTOCOL_VERSION,
+        )

@@ -1,13 +1,14 @@
-"""Bytes to a checked type, with every way in which they fail to be one as a 400 that names the field."""
+"""Decode request bodies. Every way in which bytes fail to be a request is a 400 that names the field."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -15,33 +16,33 @@ from server.errors import ContextLengthError, InvalidRequestError, MediaTypeErro
 from server.pace import Steps, at_once, paced
 
 MAX_DEPTH: Final = 64
-"""Of a body, and of a JSON schema in it: what reads them behind us, the grammar compiler too, is recursive."""
+"""Of a body, and of a JSON schema in it: their later readers, such as the grammar compiler, are recursive."""
 _JSON: Final = b"application/json"
 LARGE_BODY_BYTES: Final = 1 << 16
-"""From here on a body is measured, slice by slice, before it is decoded."""
+"""Larger bodies are measured slice by slice before they are decoded."""
 MAX_VALUES: Final = 1_250_000
-"""Of a body: a million token ids, and what stands beside them. An id takes 40 bytes, and 80 ns to decode."""
+"""Of a body: a million token ids and some more. An id takes 40 bytes, and 80 ns to decode."""
 MAX_CONTAINERS: Final = 150_000
 """Arrays and objects of a body: an empty object takes 20 times its bytes."""
 _SLICE_BYTES: Final = 1 << 17
 _STEPS: Final = bytes(1 if byte in b"[{" else 255 if byte in b"]}" else 0 for byte in range(256))
-"""What a bracket adds to the depth, as signed bytes."""
+"""The change of depth at each byte, as signed bytes."""
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
 @dataclass(slots=True)
 class Shape:
-    """What valid JSON is made of, strings left out."""
+    """The size of a JSON text's structure."""
 
     num_values: int = 0
     num_containers: int = 0
     depth: int = 0
     num_text_bytes: int = 0
-    """Of the strings as they are written."""
+    """The strings' bytes as written, escapes included."""
 
     def check(self) -> None:
-        """Raises InvalidRequestError for what would take long to decode, or many times its size."""
+        """Raises InvalidRequestError for a body that would take long to decode, or many times its size."""
         if self.depth > MAX_DEPTH:
             raise InvalidRequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
         if self.num_values > MAX_VALUES:
@@ -53,9 +54,9 @@ class Shape:
 
 
 def measure(body: bytes) -> Steps[Shape]:
-    """In linear time, with a rest after every slice; of what is no JSON it says anything. Ends where `check` fails.
+    """Measure a body in linear time, resting after every slice. Raises InvalidRequestError at the first excess.
 
-    Raises InvalidRequestError.
+    For bytes that are no JSON, the result means nothing.
     """
     shape = Shape(num_values=1)
     depth = start = 0
@@ -81,20 +82,28 @@ def measure(body: bytes) -> Steps[Shape]:
     return shape
 
 
-async def inspect(body: bytes, max_text_bytes: int | None = None, param: str | None = None) -> bool:
-    """Whether the body is large. Raises InvalidRequestError for a large one that would take long to decode, or many
-    times its size, and ContextLengthError, for `param`, for more text than is ever needed."""
+TextLimit = Callable[[], int | None]
+"""Returns how many bytes of strings a body may need; None: unknown."""
+
+
+async def inspect(body: bytes, max_text_bytes: TextLimit | None = None, param: str | None = None) -> bool:
+    """Measure a large body; return whether it is one.
+
+    Raises InvalidRequestError for one that would take long to decode, or many times its size, and ContextLengthError
+    with `param` for more text than the models served here can need.
+    """
     if len(body) < LARGE_BODY_BYTES:
         return False
     shape = await paced(measure(body))
-    if max_text_bytes is not None and shape.num_text_bytes > max_text_bytes:
-        message = f"The body's strings take {shape.num_text_bytes} bytes, and at most {max_text_bytes} are taken"
+    limit = None if max_text_bytes is None else max_text_bytes()
+    if limit is not None and shape.num_text_bytes > limit:
+        message = f"The body's strings take {shape.num_text_bytes} bytes, and at most {limit} are taken"
         raise ContextLengthError(f"{message} for the models served here: send less text.", param=param)
     return True
 
 
 def decode_json(body: bytes, decoder: Callable[[bytes], Any], *, inspected: bool = False) -> Any:
-    """`decoder(body)`. Raises InvalidRequestError, whatever the bytes are. `inspected`: by `inspect`."""
+    """Return `decoder(body)`. Raises InvalidRequestError, whatever the bytes are. `inspected`: by `inspect`."""
     try:
         decoded = decoder(body)
     except msgspec.ValidationError as error:
@@ -106,6 +115,62 @@ def decode_json(body: bytes, decoder: Callable[[bytes], Any], *, inspected: bool
     if not inspected and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         at_once(measure(body))
     return decoded
+
+
+class NotOffered:
+    """The value of a refused field: only null, false, "" and [] are taken, which say nothing."""
+
+
+class Body(Protocol):
+    """A decoded body, with checks that no single field's type can say."""
+
+    def check(self) -> None:
+        """Raises InvalidRequestError."""
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class BodyDecoder(Generic[BodyT]):
+    """Decodes and checks the bodies of one route."""
+
+    def __init__(self, kind: type[BodyT], refused: Mapping[str, str]) -> None:
+        """`refused`: the fields that are known and not offered, each with the reason."""
+        self.refused = refused
+        fields = [(name, NotOffered | None, None) for name in refused]
+        decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
+        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
+
+    def decode(self, body: bytes, *, inspected: bool = False) -> BodyT:
+        """Return a checked request. Raises InvalidRequestError, whatever the bytes are."""
+        request = self._decode_fields(body, inspected=inspected)
+        request.check()
+        return request
+
+    async def read(self, body: bytes, max_text_bytes: TextLimit, param: str) -> BodyT:
+        """`decode`, with rests between the steps of a large body. `param` names the field that holds its text."""
+        if not await inspect(body, max_text_bytes, param):
+            return self.decode(body)
+        request = self._decode_fields(body, inspected=True)
+        await asyncio.sleep(0)
+        request.check()
+        await asyncio.sleep(0)
+        return request
+
+    def _decode_fields(self, body: bytes, *, inspected: bool) -> BodyT:
+        try:
+            request: BodyT = decode_json(body, self._decode, inspected=inspected)
+        except InvalidRequestError as error:
+            if error.param is not None and error.param in self.refused:
+                raise unsupported(error.param, self.refused[error.param]) from None
+            raise
+        return request
+
+
+def _accept_nothing(kind: type, value: object) -> NotOffered:
+    if kind is NotOffered and value in (False, "", []):
+        return NotOffered()
+    raise ValueError("not offered")
 
 
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -126,12 +191,12 @@ def _is_json(media_type: bytes) -> bool:
 
 
 def unsupported(field: str, why: str) -> InvalidRequestError:
-    """A field that we know and do not offer."""
+    """Return the error for a known field, or a value of it, that is not offered."""
     return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter")
 
 
 def _validation_error(text: str) -> InvalidRequestError:
-    """msgspec says "Expected `int`, got `str` - at `$.max_tokens`"; the path becomes `param`."""
+    """Take msgspec's "Expected `int`, got `str` - at `$.max_tokens`" apart; the path becomes `param`."""
     reason, _, path = text.partition(" - at `")
     param = path.rstrip("`").removeprefix("$").removeprefix(".")
     if missing := _MISSING.search(reason):

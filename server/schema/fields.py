@@ -1,20 +1,21 @@
-"""The fields that the bodies of several routes have in common.
+"""The parts of request bodies, and the fields that several routes share.
 
-ModelFields          what every generating route takes, /v1/responses included
-+-- SamplingFields   what chats and completions share: see `server.schema.types`
+ModelFields          the fields of every generating route, /v1/responses included
++-- SamplingFields   the fields that chats and completions share: see `server.schema.requests`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import unsupported
-from server.schema.parts import ResponseFormat, StreamOptions, StructuredOutputs
 
+ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
+MAX_TOOLS: Final = 128
 MAX_STOP_CHARS: Final = 1024
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -24,58 +25,179 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ShortText = Annotated[str, Meta(max_length=64)]
+FormatType = Literal["text", "json_object", "json_schema"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-_NOTHING: Final[tuple[object, ...]] = (None, False, "", [])
 _PRIVATE: Final = "is not offered on the public port"
 _CONSTRAINTS: Final = "is not offered: use structured_outputs"
+NOT_OFFERED: Final[Mapping[str, str]] = {
+    "bootstrap_host": _PRIVATE,
+    "bootstrap_port": _PRIVATE,
+    "bootstrap_room": _PRIVATE,
+    "custom_logit_processor": _PRIVATE,
+    "ebnf": _CONSTRAINTS,
+    "grammar": _CONSTRAINTS,
+    "guided_choice": _CONSTRAINTS,
+    "guided_grammar": _CONSTRAINTS,
+    "guided_json": _CONSTRAINTS,
+    "guided_regex": _CONSTRAINTS,
+    "json_schema": _CONSTRAINTS,
+    "kv_transfer_params": _PRIVATE,
+    "logits_processors": _PRIVATE,
+    "lora_path": _PRIVATE,
+    "mirostat": "is not offered",
+    "moderation": "is not offered",
+    "n_predict": "is not offered: use max_tokens",
+    "prompt_embeds": _PRIVATE,
+    "regex": _CONSTRAINTS,
+    "repeat_penalty": "is not offered: use repetition_penalty",
+    "return_hidden_states": _PRIVATE,
+    "return_tokens_as_token_ids": "is not offered: use return_token_ids",
+    "session_params": _PRIVATE,
+    "stop_regex": "is not offered: use stop",
+    "thinking_token_budget": "is not offered: use reasoning_effort",
+    "use_beam_search": "is not offered: the server samples",
+    "vllm_xargs": _PRIVATE,
+}
+"""The fields that every route knows and refuses, each with the reason."""
+
+
+class TextPart(Struct, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def readable(self) -> bool:
+        if self.type == "refusal":
+            return self.refusal is not None
+        return self.type in ("text", "input_text", "output_text") and self.text is not None
+
+
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Struct, kw_only=True):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: Any = None
+
+    def check(self) -> None:
+        """Raises InvalidRequestError, whose `param` is a field of the message."""
+        if self.role not in ROLES:
+            raise InvalidRequestError(f"role must be one of {', '.join(ROLES)}.", param="role")
+        if self.audio is not None:
+            raise unsupported("audio", "is not offered: this model reads text")
+        if isinstance(self.content, list):
+            for index, part in enumerate(self.content):
+                if not part.readable:
+                    at = f"content[{index}].type"
+                    raise InvalidRequestError("this model reads text: only parts of type text are accepted.", param=at)
+        called = self.tool_calls or self.function_call or self.refusal is not None
+        if self.content is None and not (self.role == "assistant" and called):
+            raise InvalidRequestError("content is required.", param="content")
+        if self.role == "tool" and not self.tool_call_id:
+            raise InvalidRequestError("a tool message needs tool_call_id.", param="tool_call_id")
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    type: str
+    function: FunctionDefinition | None = None
+
+    @property
+    def name(self) -> str:
+        """The function's name; empty for another kind of tool."""
+        return "" if self.function is None else self.function.name
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The schema of the function's arguments."""
+        return (self.function and self.function.parameters) or {"type": "object"}
+
+
+class NamedFunction(Struct, kw_only=True):
+    name: str
+
+
+class AllowedTool(Struct, kw_only=True):
+    type: str
+    function: NamedFunction | None = None
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(Struct, kw_only=True):
+    """One function (`type` function), or some of the tools (`type` allowed_tools)."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    name: Name
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: FormatType
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: Annotated[str, Meta(max_length=65_536)] | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str, Meta(max_length=1_000_000)] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequestError."""
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            text = "structured_outputs takes exactly one of json, json_object, regex, choice, grammar."
+            raise InvalidRequestError(text, param="structured_outputs")
+        if self.choice == []:
+            raise InvalidRequestError("choice must not be empty.", param="structured_outputs.choice")
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class ModelFields(Struct, kw_only=True):
-    """The model, how it draws, and hints: the same on every generating route, vLLM's extensions included."""
-
-    hints: ClassVar[frozenset[str]] = frozenset(
-        {
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-        }
-    )
-    refused: ClassVar[Mapping[str, str]] = {
-        "bootstrap_host": _PRIVATE,
-        "bootstrap_port": _PRIVATE,
-        "bootstrap_room": _PRIVATE,
-        "custom_logit_processor": _PRIVATE,
-        "ebnf": _CONSTRAINTS,
-        "grammar": _CONSTRAINTS,
-        "guided_choice": _CONSTRAINTS,
-        "guided_grammar": _CONSTRAINTS,
-        "guided_json": _CONSTRAINTS,
-        "guided_regex": _CONSTRAINTS,
-        "json_schema": _CONSTRAINTS,
-        "kv_transfer_params": _PRIVATE,
-        "logits_processors": _PRIVATE,
-        "lora_path": _PRIVATE,
-        "mirostat": "is not offered",
-        "moderation": "is not offered",
-        "n_predict": "is not offered: use max_tokens",
-        "prompt_embeds": _PRIVATE,
-        "regex": _CONSTRAINTS,
-        "repeat_penalty": "is not offered: use repetition_penalty",
-        "return_hidden_states": _PRIVATE,
-        "return_tokens_as_token_ids": "is not offered: use return_token_ids",
-        "session_params": _PRIVATE,
-        "stop_regex": "is not offered: use stop",
-        "thinking_token_budget": "is not offered: use reasoning_effort",
-        "use_beam_search": "is not offered: the server samples",
-        "vllm_xargs": _PRIVATE,
-    }
+    """The fields of every generating route, vLLM's extensions included: model, sampling, hints, refused fields."""
 
     model: Annotated[str, Meta(min_length=1, max_length=1024)]
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -113,34 +235,6 @@ class ModelFields(Struct, kw_only=True):
     store: bool | None = None
     user: str | None = None
 
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-    custom_logit_processor: Any = None
-    ebnf: Any = None
-    grammar: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    json_schema: Any = None
-    kv_transfer_params: Any = None
-    logits_processors: Any = None
-    lora_path: Any = None
-    mirostat: Any = None
-    moderation: Any = None
-    n_predict: Any = None
-    prompt_embeds: Any = None
-    regex: Any = None
-    repeat_penalty: Any = None
-    return_hidden_states: Any = None
-    return_tokens_as_token_ids: Any = None
-    session_params: Any = None
-    stop_regex: Any = None
-    thinking_token_budget: Any = None
-    use_beam_search: Any = None
-    vllm_xargs: Any = None
-
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -148,15 +242,13 @@ class ModelFields(Struct, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_fields(self) -> None:
-        """What is refused, and what no single field's type can say. Raises InvalidRequestError."""
-        for field, why in self.refused.items():
-            if getattr(self, field) not in _NOTHING:
-                raise unsupported(field, why)
-        stops = self.stop_strings
-        if len(stops) > 4:
-            raise InvalidRequestError("stop takes at most 4 strings.", param="stop")
-        if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-            raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_CHARS} characters.", param="stop")
+        """Check what no single field's type can say. Raises InvalidRequestError."""
+        if self.stop is not None:
+            stops = self.stop_strings
+            if len(stops) > 4:
+                raise InvalidRequestError("stop takes at most 4 strings.", param="stop")
+            if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+                raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_CHARS} characters.", param="stop")
         if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
             raise InvalidRequestError("metadata takes 16 pairs with keys of 64 characters.", param="metadata")
         if self.structured_outputs is not None:
@@ -164,7 +256,7 @@ class ModelFields(Struct, kw_only=True):
 
 
 class SamplingFields(ModelFields, kw_only=True):
-    """What chat and completions share."""
+    """The fields that chats and completions share."""
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

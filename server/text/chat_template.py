@@ -21,8 +21,8 @@ from jinja2.parser import Parser
 from server.errors import InvalidRequestError
 from server.pace import Steps, at_once, paced
 from server.schema.decoding import MAX_DEPTH, measure
-from server.schema.parts import FunctionCall, Message, TextPart
-from server.schema.types import ChatRequest
+from server.schema.fields import FunctionCall, Message, TextPart
+from server.schema.requests import ChatRequest
 from server.text.control_tokens import Marker, RenderedPrompt, new_mark, remove_marks
 from server.text.parsing.formats import with_tools
 from server.text.template_sandbox import BoundedEnvironment, HeldTooLongError, RenderClock

@@ -18,14 +18,12 @@ from server.http.protocol import GatewayProtocol
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
-from server.request.backend import Backend
-from server.request.full_queues import FullQueues
-from server.request.retry import RetryBudget
-from server.request.waiting_room import WaitingRoom
+from server.request.limits import PromptTokenLimiter
+from server.request.request import RequestServices
+from server.request.retry import RetryBudget, RetryPolicy
 from server.router.placement import NoWorkerError, Placement, RouteRequest
 from server.router.router import Router
 from server.workers.client import WorkerClient
-from server.workers.quarantine import Quarantine
 from server.workers.watch import StallWatch
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.waiting import until
@@ -82,7 +80,7 @@ class Gateway:
     workers: list[ScriptedWorker]
     metrics: GatewayMetrics
     models: Models
-    waiting_room: WaitingRoom
+    limiter: PromptTokenLimiter
 
 
 @asynccontextmanager
@@ -111,28 +109,26 @@ async def gateway(
             await models.admit(member)
         watch = StallWatch(client, router.workers, silent_s=silent_s, interval_s=silent_s / 5, alone_s=alone_s)
         keep_alive = KeepAlive(keepalive_s)
-        backend = Backend(
-            GatewayId("g0"),
-            router,
-            client,
-            watch,
-            budget or RetryBudget(),
-            metrics,
-            Quarantine(),
-            WaitingRoom(1 << 20),
-            FullQueues(),
+        requests = RequestServices(
+            gateway_id=GatewayId("g0"),
+            router=router,
+            client=client,
+            watch=watch,
+            metrics=metrics,
+            retry=RetryPolicy(router, metrics, budget),
+            limiter=PromptTokenLimiter(1 << 20),
         )
-        endpoint = EndpointServices(backend, keep_alive, request_timeout_s)
-        api = PublicApi(PublicServices(endpoint, models, Lifecycle(), router.workers))
+        endpoint = EndpointServices(models, requests, keep_alive, request_timeout_s)
+        api = PublicApi(PublicServices(endpoint, Lifecycle(), router.workers))
         limits = RateLimits()
         app = public_app(api, metrics, Admission(authenticator or SingleTenant(b"secret"), limits, max_body_bytes))
         background = [asyncio.create_task(keep_alive.run()), asyncio.create_task(watch.run())]
         url = await stack.enter_async_context(listening(app, http=GatewayProtocol, timeout_keep_alive=75))
         try:
-            yield Gateway(url, router, list(workers), metrics, models, backend.waiting_room)
+            yield Gateway(url, router, list(workers), metrics, models, requests.limiter)
             # Whatever the requests have ended with, nothing of them is left.
-            await until(lambda: not (backend.waiting_room.num_tokens or watch._streams or keep_alive._writers))
-            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_answers._answers))
+            await until(lambda: not (requests.limiter.num_tokens or watch._streams or keep_alive._writers))
+            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_responses._responses))
         finally:
             for task in background:
                 task.cancel()

@@ -281,9 +281,9 @@ async def test_null_equals_absent(worker: ScriptedWorker) -> None:
 
 
 def chat_fields() -> list[str]:
-    from server.schema.types import ChatRequest
+    from server.schema.requests import CHAT, ChatRequest
 
-    return list(ChatRequest.__struct_fields__)
+    return [*ChatRequest.__struct_fields__, *CHAT.refused]
 
 
 async def test_context_length_error_has_its_code(worker: ScriptedWorker) -> None:

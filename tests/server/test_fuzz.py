@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from server.schema.types import ChatRequest, CompletionRequest
+from server.schema import requests
+from server.schema.requests import ChatRequest, CompletionRequest
 from tests.server.api.test_tools import WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
@@ -59,6 +60,8 @@ COMPLETION: dict[str, Any] = {
     "structured_outputs": {"choice": ["a"]},
     "min_tokens": 1,
 }
+CHAT_FIELDS = [*ChatRequest.__struct_fields__, *requests.CHAT.refused]
+COMPLETION_FIELDS = [*CompletionRequest.__struct_fields__, *requests.COMPLETION.refused]
 RAW = [
     "NaN",
     "-Infinity",
@@ -112,14 +115,14 @@ class Mutations:
 
     def body(self) -> tuple[str, bytes]:
         rng = self._random
-        path, base, kind = rng.choice(
-            [("/v1/chat/completions", CHAT, ChatRequest), ("/v1/completions", COMPLETION, CompletionRequest)]
+        path, base, fields = rng.choice(
+            [("/v1/chat/completions", CHAT, CHAT_FIELDS), ("/v1/completions", COMPLETION, COMPLETION_FIELDS)]
         )
         body = json.loads(json.dumps(base))
         self._raw = {}
         for _ in range(rng.randint(1, 3)):
             if rng.random() < 0.4:
-                body[rng.choice(kind.__struct_fields__)] = self._value()
+                body[rng.choice(fields)] = self._value()
             else:
                 self._mutate(body)
         text = json.dumps(body)

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from benchmarks.gateway_load.processes import free_ports, until_ready
 from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
 from server.api import completions
-from server.api.job import Spread, json_parts
+from server.api.formatting import Spread, json_parts
 from server.metrics import GatewayMetrics
 from server.pace import Steps, at_once, paced, sample_delay
-from server.request.answer import MAX_AT_ONCE
+from server.request.response import MAX_AT_ONCE
 from server.schema import decoding
 from server.schema.decoding import MAX_CONTAINERS, MAX_VALUES
 from server.text.tokenizer import Tokenizer

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from server.request.choice import Choice, ChoiceDelta, merged
+from server.request.choice import MAX_PENDING_IDS, Choice, ChoiceDelta
 from server.text.detokenizer import TextRules, TokenBytes
-from worker.wire import Finished, Frame, TokenLogprobs, Tokens
+from worker.wire import Finished, SamplingParams, TokenLogprobs, Tokens
 
 SPECIAL_ID = 2
 
@@ -21,7 +22,14 @@ def pieces(raw_tokenizer: Tokenizer) -> TokenBytes:
 
 
 def choice_of(pieces: TokenBytes, *, with_logprobs: bool = False, **rules: Any) -> Choice:
-    return Choice(0, 5, pieces, TextRules(**rules), with_logprobs=with_logprobs)
+    spec: Any = SimpleNamespace(
+        model=SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=pieces)),
+        seeds=(5,),
+        sampling=SamplingParams(max_tokens=9, logprobs=0 if with_logprobs else None),
+        rules=TextRules(**rules),
+        first_index=0,
+    )
+    return Choice(spec, 0)
 
 
 def letter(pieces: TokenBytes, text: str) -> int:
@@ -95,13 +103,11 @@ def test_an_answer_is_complete_without_its_last_frame(pieces: TokenBytes) -> Non
     assert choice.finish_reason == "stop", "its own end, and the limit at once"
 
 
-def test_frames_are_merged_within_a_choice_and_keep_their_order() -> None:
-    entry = (TokenLogprobs(-0.5, ()),)
-    frames: list[Frame] = [
-        *(Tokens(0, (1,)), Tokens(0, (2,)), Tokens(1, (3,)), Tokens(1, (4, 5))),
-        *(Finished(1, "length"), Tokens(0, (6,)), Tokens(0, (7,), entry), Tokens(0, (8,))),
-    ]
-    assert list(merged(frames)) == [
-        *(Tokens(0, (1, 2)), Tokens(1, (3, 4, 5))),
-        *(Finished(1, "length"), Tokens(0, (6,)), Tokens(0, (7,), entry), Tokens(0, (8,))),
-    ]
+def test_text_is_decoded_in_bounded_parts_and_drained_in_one(pieces: TokenBytes) -> None:
+    choice = choice_of(pieces)
+    for _ in range(3 * MAX_PENDING_IDS):
+        take(choice, pieces, "ab")
+        assert len(choice._pending_ids) <= MAX_PENDING_IDS
+    delta = drained(choice)
+    assert delta.text == "ab" * 3 * MAX_PENDING_IDS
+    assert delta.token_ids == choice.output_ids

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from server.request import full_queues
+from server.request import limits
 from server.request.retry import RetryBudget
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
@@ -77,7 +77,7 @@ async def test_a_flood_is_answered_without_asking_the_workers_each_time(
     make: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pause_s = 2.0  # so long that a slow machine sends the whole flood meanwhile
-    monkeypatch.setattr(full_queues, "PAUSE_S", pause_s)
+    monkeypatch.setattr(limits, "BACKPRESSURE_S", pause_s)
     workers = make(), make()
     for worker, retry_after_s in zip(workers, (2.0, 5.0), strict=True):
         worker.behave = refuses(429, "queue_full", retry_after_s=retry_after_s)

@@ -1,6 +1,145 @@
+"""When a request is tried again, when it is not, and what the client is told then."""
+
 from __future__ import annotations
 
-from server.request.retry import MAX_BALANCE, RetryBudget
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache.records import WorkerMember
+from cache.types import Epoch, WorkerId
+from server.errors import InternalError, WorkerLostError
+from server.request.choice import ParamNames
+from server.request.retry import (
+    MAX_BALANCE,
+    MAX_LOSSES,
+    MAX_POISON_ENTRIES,
+    MAX_READMISSIONS,
+    MAX_REFUSALS,
+    MAX_WAITS,
+    POISON_TTL_S,
+    AttemptHistory,
+    PoisonCache,
+    RetryBudget,
+    RetryPolicy,
+    Stage,
+    error_of,
+)
+from server.router.placement import NoWorkerError
+from server.workers.client import WorkerRefused
+from worker.wire import Failed, SamplingParams
+
+PARAMS = ParamNames(prompt="messages", grammar="response_format")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        ("context_length_exceeded", 400, (400, "context_length_exceeded", "messages", None)),
+        ("invalid_grammar", 400, (400, None, "response_format", None)),
+        ("invalid_request", 400, (400, None, None, None)),
+        ("queue_full", 429, (429, "queue_full", None, 7.5)),
+        ("queue_timeout", 429, (429, "queue_full", None, 7.5)),
+        ("draining", 503, (503, "service_unavailable", None, 1.0)),
+        ("wrong_epoch", 409, (503, "service_unavailable", None, 1.0)),
+        ("payload_too_large", 413, (413, "request_too_large", None, None)),
+        ("deadline", None, (504, "timeout", None, None)),
+        ("of a newer worker", 400, (400, None, None, None)),
+        ("of a newer worker", 429, (429, "queue_full", None, 1.0)),
+        ("of a newer worker", 503, (503, "service_unavailable", None, 1.0)),
+        ("of a newer worker", 500, (500, "internal_error", None, None)),
+        ("internal_error", None, (500, "internal_error", None, None)),
+    ],
+)
+def test_a_workers_words_are_openais(code: str, status: int | None, expected: tuple[Any, ...]) -> None:
+    error = error_of(Failed(code, "at /secret", retryable=False, retry_after_s=7.5), PARAMS, status)
+    assert (error.status, error.code, error.param, error.retry_after_s) == expected
+    if error.code == "internal_error":
+        assert "secret" not in error.message
+
+
+@pytest.mark.parametrize(("contended", "status"), [(True, 429), (False, 503)])
+def test_without_a_worker_it_is_the_load_or_the_fleet(contended: bool, status: int) -> None:
+    policy = RetryPolicy(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    error = policy.no_worker(
+        SimpleNamespace(params=PARAMS),  # type: ignore[arg-type]
+        AttemptHistory(),
+        NoWorkerError("none", contended=contended, retry_after_s=3.0),
+    )
+    assert (error.status, error.retry_after_s) == (status, 3.0)
+
+
+def member(name: str = "w") -> WorkerMember:
+    return WorkerMember(WorkerId(name), Epoch("e"), "http://w", "m", "n", "cpu", 16, 4096, protocol=1)
+
+
+def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefused:
+    return WorkerRefused(status, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
+
+
+def test_two_workers_that_die_while_they_compute_it_are_enough() -> None:
+    history = AttemptHistory()
+    assert history.lost(member(), Stage.SENT) is None
+    assert not history.is_poison_candidate, "it never had the request"
+    assert history.lost(member(), Stage.ACCEPTED) is None
+    assert history.is_poison_candidate
+    assert history.lost(member(), Stage.ACCEPTED) is None, "its prefill is announced before it is computed"
+    assert isinstance(history.lost(member(), Stage.PREFILLING), InternalError)
+
+
+def test_a_token_clears_a_request() -> None:
+    history = AttemptHistory()
+    for _ in range(MAX_LOSSES - 1):
+        assert history.lost(member(), Stage.PREFILLING) is None
+        history.answered()
+        assert not history.is_poison_candidate
+    assert isinstance(history.lost(member(), Stage.ANSWERED), WorkerLostError), "and yet there is an end"
+
+
+def test_refusals_are_passed_over_so_many_times_and_the_soonest_is_reported() -> None:
+    history = AttemptHistory()
+    for retry_after_s in (5.0, 2.0, 9.0):
+        assert history.refused(member(), refusal(retry_after_s=retry_after_s))
+    assert history.soonest_refusal is not None
+    assert history.soonest_refusal.failed.retry_after_s == 2.0
+    assert [history.refused(member(), refusal()) for _ in range(MAX_REFUSALS - 2)] == [True] * (MAX_REFUSALS - 3) + [
+        False
+    ]
+
+
+def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None:
+    history = AttemptHistory()
+    history.refused(member("a"), refusal(409))
+    assert history.excluded == set()
+    history.refused(member("a"), refusal(409))
+    assert history.excluded == {("a", "e")}
+
+
+def test_a_connection_that_had_ended_is_no_loss_once() -> None:
+    history = AttemptHistory()
+    assert [history.excuse_stale(), history.excuse_stale()] == [True, False]
+
+
+def test_the_lost_have_a_second_chance_unless_the_request_is_poison_candidate() -> None:
+    history = AttemptHistory()
+    assert not history.readmit_lost(), "no worker was lost"
+    history.lost(member("a"), Stage.ANSWERED)
+    for _ in range(MAX_READMISSIONS):
+        assert history.readmit_lost()
+        assert history.excluded == set()
+    assert not history.readmit_lost()
+    candidate = AttemptHistory()
+    candidate.lost(member("a"), Stage.PREFILLING)
+    assert not candidate.readmit_lost()
+
+
+@pytest.mark.parametrize(("is_lost", "num_waits"), [(False, MAX_WAITS), (True, 0)])
+def test_a_request_without_losses_waits_for_a_worker_for_a_while(is_lost: bool, num_waits: int) -> None:
+    history = AttemptHistory()
+    if is_lost:
+        history.lost(member(), Stage.ANSWERED)
+    assert [history.may_wait() for _ in range(MAX_WAITS + 1)].count(True) == num_waits
 
 
 def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() -> None:
@@ -21,3 +160,25 @@ def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() ->
     for _ in range(1000):
         budget.earn()
     assert num_allowed() == MAX_BALANCE
+
+
+def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
+    now_s = 0.0
+    cache = PoisonCache(clock=lambda: now_s)
+
+    def spec(ids: list[int], root: bytes = b"r" * 16, max_tokens: int = 5) -> Any:
+        return SimpleNamespace(root=root, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens))
+
+    assert spec([1, 2]) not in cache
+    cache.add(spec([1, 2]))
+    assert spec([1, 2]) in cache
+    for other in (spec([1, 2, 3]), spec([1, 2], max_tokens=6), spec([1, 2], root=b"s" * 16)):
+        assert other not in cache
+    for number in range(MAX_POISON_ENTRIES):
+        cache.add(spec([number]))
+    assert len(cache) == MAX_POISON_ENTRIES
+    assert spec([1, 2]) not in cache, "the oldest made room"
+    assert spec([1]) in cache
+    now_s += POISON_TTL_S + 1
+    assert not any(spec([number]) in cache for number in range(MAX_POISON_ENTRIES))
+    assert len(cache) == 0

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from server.errors import InvalidRequestError
-from server.schema.types import ChatRequest, decode
+from server.schema.requests import CHAT, ChatRequest
 from server.text.chat_template import ChatTemplate, TemplateError
 from tests.server.conftest import CHATML
 
 
 def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
-    return decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}), ChatRequest)
+    return CHAT.decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}))
 
 
 def template(source: str) -> ChatTemplate:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import client_offsets, render_chat
 from server.models import ModelOptions, ServedModel, build_model
-from server.schema.types import ChatRequest, decode
+from server.schema.requests import CHAT, ChatRequest
 from server.text import template_sandbox
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import PART_CHARS
@@ -103,7 +103,7 @@ def model(template: str = "chatml", kind: str = "plain", *, control: bool = Fals
 
 
 def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
-    return decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}), ChatRequest)
+    return CHAT.decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}))
 
 
 def plain_way(asked: ChatRequest, served: ServedModel) -> list[int]:

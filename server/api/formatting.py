@@ -1,0 +1,148 @@
+"""What the routes' formatters share: JSON in parts, the head of every chunk, and log probabilities."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+from server.errors import ApiError
+from server.http.stream import DONE, sse
+from server.request.choice import ChoiceDelta, TokenEntry
+from server.request.response import ResponseStream
+from server.schema.fields import SamplingFields
+from server.text.detokenizer import TokenBytes
+from worker.wire import TokenLogprobs
+
+MIN_LOGPROB: Final = -9999.0
+"""JSON has no infinity."""
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class Spread(dict[str, Any]):
+    """A JSON object that is written field by field: it holds iterators, which become arrays, or other such objects."""
+
+
+def json_parts(value: object) -> Iterator[bytes]:
+    """Write a value as JSON, in parts that take little time each where it is a `Spread` or an iterator."""
+    if isinstance(value, Spread):
+        mark = b"{"
+        for key, item in value.items():
+            yield mark + encode_json(key) + b":"
+            yield from json_parts(item)
+            mark = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):
+        mark = b"["
+        for item in value:
+            yield mark
+            yield from json_parts(item)
+            mark = b","
+        yield b"[]" if mark == b"[" else b"]"
+    else:
+        yield encode_json(value)
+
+
+class ResponseFormatter(ABC):
+    """Writes one request's response in its route's shapes. Stateful: one formatter, one response."""
+
+    @abstractmethod
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        """Write the unstreamed response, in parts where it may be long."""
+
+    @abstractmethod
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        """Write server-sent events for what is new, in parts where they may be long; may be empty."""
+
+    @abstractmethod
+    def last_events(self, response: ResponseStream) -> bytes:
+        """Write everything after the last delta."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Write the last event of a response that broke in mid-stream; no [DONE] follows."""
+        return sse(encode_json({"error": error.fields()}))
+
+
+class ChunkFormatter(ResponseFormatter):
+    """The part that chats and completions share: the fields of every chunk, and the usage at the end."""
+
+    def __init__(self, id_: str, kind: str, request: SamplingFields, pieces: TokenBytes) -> None:
+        options = request.stream_options
+        self._head = {"id": id_, "object": kind, "created": int(time.time()), "model": request.model}
+        self._pieces = pieces
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._token_ids = bool(request.return_token_ids)
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._usage_in_chunks = self._include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def last_events(self, response: ResponseStream) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return sse(encode_json({**self._fields(response), "choices": [], "usage": self._usage(response)})) + DONE
+
+    def _fields(self, response: ResponseStream) -> dict[str, Any]:
+        worker = response.first.worker
+        fingerprint = None if worker is None else system_fingerprint(worker.namespace, worker.numerics)
+        return {**self._head, "system_fingerprint": fingerprint}
+
+    def _chunk_fields(self, response: ResponseStream, choices: object) -> dict[str, Any]:
+        fields = self._fields(response)
+        fields["choices"] = choices
+        if self._include_usage:
+            fields["usage"] = self._usage(response) if self._usage_in_chunks else None
+        return fields
+
+    def _usage(self, response: ResponseStream) -> dict[str, Any]:
+        return response.usage()
+
+
+def response_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(16)
+
+
+@lru_cache
+def system_fingerprint(namespace: str, numerics: str) -> str:
+    """Hash the model's namespace and the worker's numerics: with equal seed and parameters, tokens are equal."""
+    return "fp_" + blake2b(f"{namespace}/{numerics}".encode(), digest_size=6).hexdigest()
+
+
+def token_text(pieces: TokenBytes, token_id: int) -> str:
+    return pieces[token_id].decode("utf-8", "replace")
+
+
+def json_logprob(logprob: float) -> float:
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # also for NaN
+
+
+def chat_logprobs(pieces: TokenBytes, entries: Iterable[TokenEntry], num_top: int) -> Iterator[dict[str, Any]]:
+    """Yield the items of `choices[].logprobs.content` of a chat."""
+    for entry in entries:
+        top = [_chat_token(pieces, token_id, logprob) for token_id, logprob in entry.logprobs.top[:num_top]]
+        yield {**_chat_token(pieces, entry.token_id, entry.logprobs.logprob), "top_logprobs": top}
+
+
+def _chat_token(pieces: TokenBytes, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": token_text(pieces, token_id), "logprob": json_logprob(logprob), "bytes": list(pieces[token_id])}
+
+
+def prompt_logprobs(
+    pieces: TokenBytes, prompt_ids: Sequence[int], positions: Iterable[TokenLogprobs | None], num_top: int
+) -> Iterator[dict[str, Any] | None]:
+    """Yield vLLM's `prompt_logprobs`: by token id, the prompt's own token and the best; null for the first."""
+    for token_id, logprobs in zip(prompt_ids, positions, strict=False):
+        if logprobs is None:
+            yield None
+            continue
+        ranked = {id_: (value, rank) for rank, (id_, value) in enumerate(logprobs.top[:num_top], 1)}
+        ranked.setdefault(token_id, (logprobs.logprob, 0))
+        yield {
+            str(id_): {"logprob": json_logprob(value), "rank": rank or None, "decoded_token": token_text(pieces, id_)}
+            for id_, (value, rank) in ranked.items()
+        }

@@ -1,0 +1,104 @@
+"""POST /tokenize and /detokenize, as vLLM has them: the tokens that the model would see, and the text of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from server.api.chat import client_offsets, render_chat
+from server.api.formatting import encode_json, token_text
+from server.api.sampling import check_vocabulary
+from server.auth.identity import Identity
+from server.errors import ContextLengthError, InvalidRequestError
+from server.models import Models, ServedModel
+from server.pace import Pace
+from server.schema.decoding import decode_json, inspect
+from server.schema.fields import TokenId
+from server.schema.requests import CHAT
+from server.text.tokenizer import TooManyTokensError
+
+MAX_TOKENS: Final = 1 << 16
+"""Of one text to or from ids, or the model's context where that is more."""
+
+
+class TokenizeText(Struct, kw_only=True):
+    prompt: str
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
+_TEXT: Final = msgspec.json.Decoder(TokenizeText)
+_IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class TokenizeApi:
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def tokenize(self, body: bytes, identity: Identity) -> bytes:
+        """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
+        inspected = await inspect(body, self._models.max_text_bytes)
+        fields = decode_json(body, _OBJECT.decode, inspected=inspected)
+        if "messages" in fields:
+            if fields.get("model") is None:
+                fields["model"] = self._model(None, identity).name
+            chat = await CHAT.read(encode_json(fields), lambda: None, "messages")
+            model = self._models.allowed(chat.model, identity)
+            rendered = await render_chat(chat, model)
+            ids = await _encode(rendered.text, model, "messages", client_offsets=client_offsets(rendered, model))
+            with_texts = bool(fields.get("return_token_strs"))
+        else:
+            del fields
+            request: TokenizeText = decode_json(body, _TEXT.decode, inspected=inspected)
+            model = self._model(request.model, identity)
+            ids = await _encode(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
+            with_texts = bool(request.return_token_strs)
+        texts, pace = [], Pace()
+        for number, id_ in enumerate(ids if with_texts else (), 1):
+            texts.append(token_text(model.tokenizer.token_bytes, id_))
+            if number % 1024 == 0:
+                await pace.rest()
+        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+        return encode_json({**answer, "token_strs": texts if with_texts else None})
+
+    async def detokenize(self, body: bytes, identity: Identity) -> bytes:
+        """Return the text of ids, special tokens included. Raises ApiError."""
+        inspected = await inspect(body, self._models.max_text_bytes)
+        request: DetokenizeRequest = decode_json(body, _IDS.decode, inspected=inspected)
+        model = self._model(request.model, identity)
+        if len(request.tokens) > (limit := max(MAX_TOKENS, model.max_model_len)):
+            message = f"tokens holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts."
+            raise InvalidRequestError(message, param="tokens")
+        check_vocabulary(request.tokens, model, "tokens")
+        return encode_json({"prompt": model.tokenizer.decode(request.tokens, skip_special=False)})
+
+    def _model(self, name: str | None, identity: Identity) -> ServedModel:
+        """Return the model named, or the only one that this key may use."""
+        if name is not None:
+            return self._models.allowed(name, identity)
+        models = {id(model): model for alias, model in self._models.names() if identity.may_use(alias, model.name)}
+        if len(models) != 1:
+            raise InvalidRequestError("model is required.", param="model")
+        return next(iter(models.values()))
+
+
+async def _encode(
+    text: str, model: ServedModel, param: str, *, add_bos: bool = False, client_offsets: Collection[int] | None = None
+) -> list[int]:
+    """Tokenise a text that may be longer than a context. Raises ContextLengthError."""
+    limit = max(MAX_TOKENS, model.max_model_len)
+    try:
+        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=limit)
+    except TooManyTokensError:
+        message = f"At most {limit} tokens are counted in one request; this text has more: send it in parts."
+        raise ContextLengthError(message, param=param) from None

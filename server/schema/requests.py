@@ -1,0 +1,310 @@
+"""The bodies of /v1/chat/completions, /v1/completions and /v1/responses, checked field by field.
+
+`null` equals absent. A wrong type or range is a 400 that names the field. A known field that would change the answer
+and is not offered is a 400 too, unless it is empty or false and so says nothing; hints that cannot change it are
+accepted; unknown fields are ignored. docs/api.md lists every field, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from server.errors import InvalidRequestError
+from server.schema.decoding import BodyDecoder, unsupported
+from server.schema.fields import (
+    MAX_TOOLS,
+    NOT_OFFERED,
+    Count,
+    FormatType,
+    Message,
+    ModelFields,
+    PositiveCount,
+    ReasoningEffort,
+    SamplingFields,
+    TextPart,
+    TokenId,
+    Tool,
+    ToolChoice,
+    TopLogprobs,
+)
+
+MAX_MESSAGES: Final = 65_536
+OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
+"""The value of `include` in /v1/responses that asks for log probabilities."""
+
+ToolMode = Literal["none", "auto", "required", "named"]
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    modalities: list[str] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    prediction: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """None: no log probabilities are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tool_mode(self) -> ToolMode:
+        """What the model has to do with `usable_tools`."""
+        choice = self.tool_choice
+        if not self.tools or choice == "none":
+            return "none"
+        if not isinstance(choice, ToolChoice):
+            return "required" if choice == "required" else "auto"
+        return "named" if choice.allowed_tools is None else choice.allowed_tools.mode
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model sees: all, or those that tool_choice allows."""
+        if self.tool_mode == "none":
+            return []
+        choice, tools = self.tool_choice, self.tools or []
+        if not isinstance(choice, ToolChoice) or choice.allowed_tools is None:
+            return tools
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools if tool.function is not None}
+        return [tool for tool in tools if tool.name in allowed]
+
+    @property
+    def named_tool(self) -> Tool:
+        """The one function that has to be called, in the mode `named`."""
+        assert isinstance(self.tool_choice, ToolChoice)
+        assert self.tool_choice.function is not None, "checked with the request"
+        name = self.tool_choice.function.name
+        return next(tool for tool in self.tools or () if tool.name == name)
+
+    def check(self) -> None:
+        SamplingFields.check(self)
+        for field, limit in (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens)):
+            if limit == 0:
+                raise InvalidRequestError(f"{field} must be at least 1.", param=field)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise unsupported("modalities", "can only be ['text']: this server makes text")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other."
+            raise InvalidRequestError(message, param="continue_final_message")
+        for index, message_ in enumerate(self.messages):
+            try:
+                message_.check()
+            except InvalidRequestError as error:
+                error.param = f"messages[{index}].{error.param}"
+                raise
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            message = "continue_final_message needs a last message of the assistant."
+            raise InvalidRequestError(message, param="continue_final_message")
+        if self.tools is not None or self.tool_choice is not None:
+            self._check_tools()
+
+    def _check_tools(self) -> None:
+        for index, tool in enumerate(self.tools or ()):
+            if tool.type != "function" or tool.function is None:
+                raise unsupported(f"tools[{index}].type", "can only be function")
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            if not {tool.name for tool in self.tools or ()}.issuperset(_chosen_names(choice)):
+                text = "tool_choice names a function that is not among the tools."
+                raise InvalidRequestError(text, param="tool_choice")
+        elif choice not in (None, "none", "auto", "required"):
+            text = "tool_choice is none, auto, required, one function or allowed_tools."
+            raise InvalidRequestError(text, param="tool_choice")
+        elif choice in ("auto", "required") and not self.tools:
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        if self.structured_outputs is not None and self.tool_mode != "none":
+            text = (
+                "structured_outputs would keep the model from calling tools: use response_format or tool_choice none."
+            )
+            raise InvalidRequestError(text, param="structured_outputs")
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: str | list[Any] | None = None
+    best_of: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def token_limit(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def check(self) -> None:
+        SamplingFields.check(self)
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens can be 0 only with echo: true.", param="max_tokens")
+        if self.best_of is not None and self.best_of > 0:
+            if self.best_of < self.num_choices:
+                raise InvalidRequestError("best_of must be at least n.", param="best_of")
+            if self.stream and self.best_of > self.num_choices:
+                raise InvalidRequestError("best_of is not available with stream: true.", param="best_of")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
+        match self.prompt:
+            case str(text) if text:
+                return [text]
+            case [int(), *_]:
+                return [_token_ids(self.prompt, "prompt")]
+            case [_, *_]:
+                return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(self.prompt)]
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+
+
+class InputItem(Struct, kw_only=True):
+    type: str = "message"
+    role: str | None = None
+    content: str | list[TextPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextPart] | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionTool(Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(Struct, kw_only=True):
+    type: str
+    name: str | None = None
+
+
+class ResponsesToolChoice(Struct, kw_only=True):
+    """One function (`type` function), or some of the tools (`type` allowed_tools)."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ChosenTool] | None = None
+
+
+class TextFormat(Struct, kw_only=True):
+    type: FormatType
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(Struct, kw_only=True):
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(ModelFields, kw_only=True):
+    """`max_output_tokens` and `text.format` are max_completion_tokens and response_format in chats."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: PositiveCount | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: list[str] | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """None: no log probabilities are asked for."""
+        asked = self.top_logprobs is not None or OUTPUT_LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if asked else None
+
+    def check(self) -> None:
+        self.check_fields()
+        if self.truncation == "auto":
+            raise unsupported("truncation", "can only be disabled")
+
+
+def _one_prompt(item: object, param: str) -> str | list[int]:
+    match item:
+        case str(text) if text:
+            return text
+        case [_, *_]:
+            return _token_ids(item, param)
+    raise InvalidRequestError("a prompt is a non-empty string or a non-empty list of token ids.", param=param)
+
+
+def _token_ids(items: object, param: str) -> list[int]:
+    try:
+        return msgspec.convert(items, list[TokenId])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"a prompt of token ids holds integers from 0: {error}.", param=param) from None
+
+
+def _chosen_names(choice: ToolChoice) -> list[str]:
+    match choice.type:
+        case "function" if choice.function is not None:
+            return [choice.function.name]
+        case "allowed_tools" if choice.allowed_tools is not None:
+            return [tool.function.name if tool.function else "" for tool in choice.allowed_tools.tools]
+    raise unsupported("tool_choice.type", "can only be function or allowed_tools")
+
+
+CHAT: Final = BodyDecoder(
+    ChatRequest,
+    {
+        **NOT_OFFERED,
+        "add_special_tokens": "is not offered: the chat template writes them",
+        "audio": "is not offered: this server makes text",
+        "chat_template": "is not accepted from a request",
+        "documents": "is not offered",
+        "echo": "is not offered: use /v1/completions",
+        "function_call": "is deprecated: use tool_choice",
+        "functions": "is deprecated: use tools",
+        "input_ids": "is not offered: use /v1/completions with a prompt of token ids",
+        "mm_processor_kwargs": "is not offered: this model reads text",
+        "web_search_options": "is not offered",
+    },
+)
+COMPLETION: Final = BodyDecoder(
+    CompletionRequest, {**NOT_OFFERED, "suffix": "is not offered: the model does not fill in the middle"}
+)
+RESPONSES: Final = BodyDecoder(
+    ResponsesRequest,
+    {
+        **NOT_OFFERED,
+        "background": "needs stored responses, which this server does not keep",
+        "context_management": "is not offered: send what the model shall see",
+        "conversation": "needs stored conversations, which this server does not keep: send the whole input",
+        "max_tool_calls": "concerns built-in tools, which are not offered",
+        "previous_response_id": "needs stored responses, which this server does not keep: send the whole input",
+        "prompt": "needs stored prompts, which this server does not keep: send instructions and input",
+    },
+)
