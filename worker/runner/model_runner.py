@@ -24,8 +24,7 @@ from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
-from worker.sampling.logprobs import LogprobRows, token_logprobs
-from worker.sampling.sampler import SamplerOutput, sample
+from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
 
 logger = logging.getLogger(__name__)
 

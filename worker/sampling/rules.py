@@ -1,12 +1,15 @@
-"""What a request says about tokens, as arrays and tensors: made at its first draw, shared by its choices and steps.
+"""The rules of a request about single tokens: what is forbidden, penalised or biased.
 
-A draw then costs at most a pass over the vocabulary, however long the lists are that the client has sent.
+The lists of a request become tensors at its first sampling, which all its choices and steps share. Applying them costs
+at most a pass over the vocabulary, however long the lists are.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,169 +18,193 @@ from torch import Tensor
 
 from worker.device import to_device
 from worker.engine.step import SamplingRow
-from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]
+_FORBIDDEN: Final = float("-inf")
+
+
+def has_rules(row: SamplingRow) -> bool:
+    """Tell whether `TokenRules.apply` would change the row's logits."""
+    params = row.params
+    return bool(
+        row.allowed is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words
+        or len(row.output_ids) < params.min_tokens
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logit_bias
+    )
 
 
 class TokenRules:
-    """The parts that a request does not use are None."""
+    """The rules of one request as tensors. Those that it does not use are None."""
 
-    __slots__ = ("bad_words", "biases", "forbidden", "prompt_ids", "stop_ids")
+    __slots__ = ("_bad_words", "_biases", "_forbidden", "_prompt_ids", "_stop_ids")
 
-    def __init__(
-        self, params: SamplingParams, prompt_ids: Sequence[int], eos_token_ids: Sequence[int], like: Tensor
-    ) -> None:
-        """`like`: a row of logits."""
-        vocab_size, device = len(like), like.device
+    def __init__(self, row: SamplingRow, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        params = row.params
         single = [word[0] for word in params.bad_words if len(word) == 1]
         longer = [word for word in params.bad_words if len(word) > 1]
-        self.bad_words = BadWords(longer) if longer else None
-        self.forbidden: Tensor | None = None
-        """(vocab_size,) bool: what is never drawn."""
+        self._bad_words = _BadWords(longer) if longer else None
+        self._forbidden: Tensor | None = None
+        """(vocab_size,) bool"""
         if params.allowed_token_ids is not None or single:
             forbidden = np.zeros(vocab_size, dtype=np.bool_)
             if params.allowed_token_ids is not None:
                 forbidden[:] = True
                 forbidden[_distinct(params.allowed_token_ids, vocab_size)] = False
             forbidden[_distinct(single, vocab_size)] = True
-            self.forbidden = to_device(torch.from_numpy(forbidden), torch.bool, device)
-        self.biases: tuple[Tensor, Tensor] | None = None
-        """Distinct tokens, int64, and what is added to their logits, float32."""
+            self._forbidden = to_device(torch.from_numpy(forbidden), torch.bool, device)
+        self._biases: tuple[Tensor, Tensor] | None = None
+        """Distinct tokens, int64, and their biases, float32."""
         if params.logit_bias:
-            ids, biases = _sums(params.logit_bias, vocab_size)
-            self.biases = (
-                to_device(torch.from_numpy(ids), torch.int64, device),
-                to_device(torch.from_numpy(biases), torch.float32, device),
-            )
-        self.stop_ids: Tensor | None = None
-        """What may not be drawn before min_tokens."""
+            ids, biases = _sum_by_id(params.logit_bias, vocab_size)
+            self._biases = (_ids_to_device(ids, device), to_device(torch.from_numpy(biases), torch.float32, device))
+        self._stop_ids: Tensor | None = None
+        """Tokens that are forbidden before min_tokens."""
         if params.min_tokens > 0:
-            stop_ids = _distinct((*eos_token_ids, *params.stop_token_ids), vocab_size)
-            self.stop_ids = to_device(torch.from_numpy(stop_ids), torch.int64, device)
-        self.prompt_ids: Tensor | None = None
-        """Distinct tokens that the repetition penalty is about, beside those of the output."""
+            self._stop_ids = _ids_to_device(_distinct((*eos_token_ids, *params.stop_token_ids), vocab_size), device)
+        self._prompt_ids: Tensor | None = None
+        """Distinct tokens for the repetition penalty."""
         if params.repetition_penalty != 1.0:
-            ids = _distinct(prompt_ids, vocab_size)
-            self.prompt_ids = to_device(torch.from_numpy(ids), torch.int64, device)
+            self._prompt_ids = _ids_to_device(_distinct(row.prompt_ids, vocab_size), device)
+
+    @classmethod
+    def of(cls, row: SamplingRow, eos_token_ids: Sequence[int], logits: Tensor) -> TokenRules:
+        """Return the rules of the row's request, which are made at its first row."""
+        rules = row.request_cache.value
+        if not isinstance(rules, TokenRules):
+            rules = row.request_cache.value = cls(row, eos_token_ids, len(logits), logits.device)
+        return rules
+
+    def apply(self, logits: Tensor, row: SamplingRow) -> None:
+        """Change the logits (vocab_size,) of one row in place."""
+        self._forbid(logits, row)
+        self._penalise(logits, row)
+        if self._biases is not None:
+            logits.index_add_(0, *self._biases)
+
+    def _forbid(self, logits: Tensor, row: SamplingRow) -> None:
+        """Set forbidden logits to -inf. min_tokens yields if it leaves no other token."""
+        if row.allowed is not None:
+            allowed = to_device(_unpack_bits(row.allowed, len(logits)), torch.bool, logits.device)
+            logits.masked_fill_(~allowed, _FORBIDDEN)
+        if self._forbidden is not None:
+            logits.masked_fill_(self._forbidden, _FORBIDDEN)
+        if self._bad_words is not None:
+            completions = self._bad_words.completions(row.output_ids)
+            if completions:
+                logits[_ids_to_device(_distinct(completions, len(logits)), logits.device)] = _FORBIDDEN
+        if self._stop_ids is not None and len(row.output_ids) < row.params.min_tokens:
+            kept = logits[self._stop_ids]
+            logits[self._stop_ids] = _FORBIDDEN
+            logits[self._stop_ids] = torch.where(logits.isfinite().any(), _FORBIDDEN, kept)
+
+    def _penalise(self, logits: Tensor, row: SamplingRow) -> None:
+        """Apply penalties: repetition to prompt and output, frequency and presence to the output, as OpenAI does.
+
+        Source: CTRL, arXiv 1909.05858, section 4.1, for the repetition penalty.
+        """
+        params = row.params
+        if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
+            return
+        seen, counts = OutputCounts.of(row, len(logits)).tensors(logits.device)
+        if self._prompt_ids is not None:
+            # A token of both is penalised once, as each of them writes the same value.
+            prompt_logits = _repetition(logits[self._prompt_ids], params.repetition_penalty)
+            output_logits = _repetition(logits[seen], params.repetition_penalty)
+            logits[self._prompt_ids] = prompt_logits
+            logits[seen] = output_logits
+        if params.frequency_penalty or params.presence_penalty:
+            logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-class BadWords:
+class _BadWords:
     """Words of several tokens: the last of each may not follow the others."""
 
-    __slots__ = ("_distances", "_heads", "_last_heads", "_lasts", "_longest", "_starts")
+    __slots__ = ("_lasts", "_lengths")
 
-    def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """The heads, all tokens but the last, lie end to end. E.g. (1, 2, 9), (5, 9), (2, 3, 8):
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        self._lasts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for word in words:
+            self._lasts[tuple(word[:-1])].append(word[-1])
+        self._lengths = sorted({len(head) for head in self._lasts})
 
-        heads      1 2 | 5 | 2 3        starts  0 2 3        lasts  9 9 8
-        distances  2 1 | 1 | 2 1        from the end of the output
-        """
-        lengths = np.fromiter((len(word) - 1 for word in words), dtype=np.int64, count=len(words))
-        ends = lengths.cumsum()
-        self._starts = ends - lengths
-        self._heads: Ids = np.fromiter(chain.from_iterable(word[:-1] for word in words), np.int64, count=int(ends[-1]))
-        self._distances = np.repeat(ends, lengths) - np.arange(ends[-1])
-        self._last_heads = self._heads[ends - 1]
-        self._lasts = np.fromiter((word[-1] for word in words), dtype=np.int64, count=len(words))
-        self._longest = int(lengths.max())
-
-    def completions(self, output_ids: Sequence[int], vocab_size: int) -> Ids | None:
-        """The last tokens of the words whose other tokens end the output; None: of none."""
-        if not output_ids or not (self._last_heads == output_ids[-1]).any():
-            return None
-        tail = np.asarray(output_ids[-self._longest :], dtype=np.int64)
-        at_distance = np.full(self._longest + 1, -1, dtype=np.int64)
-        at_distance[1 : len(tail) + 1] = tail[::-1]
-        matches = np.logical_and.reduceat(at_distance[self._distances] == self._heads, self._starts)
-        return _inside(self._lasts[matches], vocab_size) if matches.any() else None
+    def completions(self, output_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens of the words whose other tokens end the output."""
+        heads = (tuple(output_ids[-length:]) for length in self._lengths)
+        return [token_id for head in heads for token_id in self._lasts.get(head, ())]
 
 
-class Tally:
-    """The distinct tokens of one choice's output, and how often each was drawn. Every token is counted once, however
-    many draws follow it."""
+class OutputCounts:
+    """The distinct tokens of one choice's output and their counts. An output token is counted once, not per step."""
 
-    __slots__ = ("_counts", "_ids", "_num_counted", "_num_distinct", "_places", "_vocab_size")
-
-    _MANY = 64
-    """So many new tokens are counted as a whole."""
+    __slots__ = ("_counts", "_ids", "_num_counted", "_places", "_vocab_size")
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._places: dict[int, int] = {}
-        self._ids: Ids = np.empty(16, dtype=np.int64)
-        self._counts = np.empty(16, dtype=np.float32)
-        self._num_distinct = 0
+        self._ids: Ids = np.zeros(16, dtype=np.int64)
+        self._counts = np.zeros(16, dtype=np.float32)
         self._num_counted = 0
 
-    def count(self, output_ids: Sequence[int]) -> None:
-        """`output_ids` are those of the last call, and perhaps more."""
-        new = output_ids[self._num_counted :]
-        if len(new) >= self._MANY:
-            self._count_all(output_ids)
-        else:
-            for token_id in new:
-                if 0 <= token_id < self._vocab_size:
-                    self._count_one(token_id)
+    @classmethod
+    def of(cls, row: SamplingRow, vocab_size: int) -> OutputCounts:
+        """Return the counts of the row's choice, with all of its output."""
+        counts = row.choice_cache.value
+        if not isinstance(counts, OutputCounts):
+            counts = row.choice_cache.value = cls(vocab_size)
+        counts.update(row.output_ids)
+        return counts
+
+    def update(self, output_ids: Sequence[int]) -> None:
+        """Count the tokens that the output has gained since the last call."""
+        for token_id in output_ids[self._num_counted :]:
+            if 0 <= token_id < self._vocab_size:
+                self._count_one(token_id)
         self._num_counted = len(output_ids)
 
-    def seen(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tokens, int64, and their counts, float32; to be used before the next call of `count`."""
-        ids = torch.from_numpy(self._ids[: self._num_distinct])
-        counts = torch.from_numpy(self._counts[: self._num_distinct])
-        return to_device(ids, torch.int64, device), to_device(counts, torch.float32, device)
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the tokens, int64, and their counts, float32. Valid until the next `update`."""
+        num_distinct = len(self._places)
+        counts = torch.from_numpy(self._counts[:num_distinct])
+        return _ids_to_device(self._ids[:num_distinct], device), to_device(counts, torch.float32, device)
 
     def _count_one(self, token_id: int) -> None:
-        place = self._places.get(token_id)
-        if place is not None:
-            self._counts[place] += 1
-            return
-        place = self._places[token_id] = self._num_distinct
+        place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-        self._ids[place], self._counts[place] = token_id, 1
-        self._num_distinct += 1
-
-    def _count_all(self, output_ids: Sequence[int]) -> None:
-        ids, counts = np.unique(_inside(_array(output_ids), self._vocab_size), return_counts=True)
-        self._num_distinct = len(ids)
-        self._places = dict(zip(ids.tolist(), range(len(ids)), strict=True))
-        self._ids = np.concatenate((ids, np.empty(16, dtype=np.int64)))
-        self._counts = np.concatenate((counts.astype(np.float32), np.empty(16, dtype=np.float32)))
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[place] = token_id
+        self._counts[place] += 1
 
 
-def rules_of(draw: SamplingRow, row: Tensor, eos_token_ids: Sequence[int]) -> TokenRules:
-    """Those of the draw's request, made with its first draw."""
-    rules = draw.request_cache.value
-    if not isinstance(rules, TokenRules):
-        rules = draw.request_cache.value = TokenRules(draw.params, draw.prompt_ids, eos_token_ids, row)
-    return rules
+def _repetition(logits: Tensor, penalty: float) -> Tensor:
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
 
 
-def tally_of(draw: SamplingRow, vocab_size: int) -> Tally:
-    """That of the draw's choice, with the whole of its output counted."""
-    tally = draw.choice_cache.value
-    if not isinstance(tally, Tally):
-        tally = draw.choice_cache.value = Tally(vocab_size)
-    tally.count(draw.output_ids)
-    return tally
+def _unpack_bits(words: object, vocab_size: int) -> Tensor:
+    """int32 words, lowest bit first -> (vocab_size,) bool. Tokens beyond the mask are False."""
+    array = np.ascontiguousarray(np.asarray(words).reshape(-1)).view(np.uint8)
+    bits = np.unpackbits(array, bitorder="little")[:vocab_size].view(np.bool_)
+    allowed = np.zeros(vocab_size, dtype=np.bool_)
+    allowed[: len(bits)] = bits
+    return torch.from_numpy(allowed)
 
 
-def _array(token_ids: Sequence[int]) -> Ids:
-    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
-
-
-def _inside(ids: Ids, vocab_size: int) -> Ids:
-    return ids[(ids >= 0) & (ids < vocab_size)]
+def _ids_to_device(ids: Ids, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(ids), torch.int64, device)
 
 
 def _distinct(token_ids: Sequence[int], vocab_size: int) -> Ids:
-    return np.unique(_inside(_array(token_ids), vocab_size))
+    ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
 
 
-def _sums(pairs: Sequence[tuple[int, float]], vocab_size: int) -> tuple[Ids, NDArray[np.float32]]:
-    """Distinct ids, and the sum of what each is given."""
+def _sum_by_id(pairs: Sequence[tuple[int, float]], vocab_size: int) -> tuple[Ids, NDArray[np.float32]]:
+    """Return the distinct ids, and the sum of each one's values."""
     flat: Iterable[float] = chain.from_iterable(pairs)
     both = np.fromiter(flat, dtype=np.float64, count=2 * len(pairs)).reshape(-1, 2)
     both = both[(both[:, 0] >= 0) & (both[:, 0] < vocab_size)]

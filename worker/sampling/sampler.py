@@ -1,14 +1,14 @@
-"""One token for every row of logits: a pure function of (logits, params, seed, position, the token ids so far).
+"""Sampling: one token for every row of logits, a pure function of (logits, params, seed, position, the tokens so far).
 
     raw logits -> logprobs (reported)
-               -> constraints -> penalties, bias -> best token                       greedy
-                                                 -> / temperature -> truncation -> inverse of the distribution function
+               -> rules: constraints, penalties, bias -> best token                       greedy
+                                                      -> / temperature -> truncation -> inverse transform sampling
 
-The distribution function runs in the order of token ids, not of probabilities: rounding that swaps two nearly equal
-tokens then moves no boundary by more than their difference. A row's result does not depend on the other rows.
+The distribution is cumulated in the order of token ids, not of probabilities: rounding that swaps two nearly equal
+tokens moves no boundary by more than their difference. A row's result does not depend on the other rows.
 
-All of it is queued on the device of the logits, and nothing here looks at a result: whether there was a token to draw
-is found out by who reads the tokens.
+All work is queued on the device of the logits, and nothing here waits for a result. Errors are found when the tokens
+are read.
 """
 
 from __future__ import annotations
@@ -25,61 +25,117 @@ from torch import Tensor
 from worker.device import to_device, to_host
 from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
 from worker.kernels.cpu import kernels_for
-from worker.sampling.constraints import constrain, is_constrained
-from worker.sampling.logprobs import LogprobRows, token_logprobs
-from worker.sampling.penalties import is_penalised, penalise
-from worker.sampling.rules import rules_of
+from worker.sampling.rules import TokenRules, has_rules
 from worker.sampling.truncation import truncate
+from worker.wire import TokenLogprobs
 
 _MASK: Final = (1 << 64) - 1
 _PERSON: Final = b"headstart-draw"
 _MANTISSA_BITS: Final = 53
 _MIN_TEMPERATURE: Final = 1e-5
-"""Below it a draw is greedy in effect, and dividing by less would overflow."""
+"""A lower temperature is greedy in effect, and dividing by it would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log probabilities of the model's own distribution, before any penalty, temperature or truncation, as tensors."""
+
+    chosen: Tensor
+    """(rows,)"""
+    values: Tensor
+    """(rows, max of num_top), best first"""
+    ids: Tensor
+    """The tokens of `values`."""
+    num_top: Sequence[int]
+
+    def to_host(self) -> LogprobRows:
+        """Queue the copies to the host."""
+        return LogprobRows(to_host(self.chosen), to_host(self.values), to_host(self.ids), self.num_top)
+
+    def rows(self) -> list[TokenLogprobs]:
+        """Read the tensors. Raises NonFiniteLogits: one logit that is NaN or infinite makes the whole row NaN."""
+        if broken := self.chosen.isnan().nonzero().flatten().tolist():
+            raise NonFiniteLogits("the model's logits are not finite", broken)
+        ids, values = self.ids.tolist(), self.values.tolist()
+        return [
+            TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+            for row, (value, count) in enumerate(zip(self.chosen.tolist(), self.num_top, strict=True))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What was drawn, still tensors."""
+    """Sampled tokens as tensors."""
 
     token_ids: Tensor
     """(rows,)"""
-    highest: tuple[Tensor, ...]
-    """(rows,) each: the best logit as the model gives it and, if that is not all, as constraints and penalties leave
-    it. Where it is not finite there was nothing to draw."""
+    best_logits: tuple[Tensor, ...]
+    """(rows,) each: the best raw logit and, if any row has rules, the best after them. Where it is not finite there is
+    no token to sample."""
     logprobs: LogprobRows | None
     logprob_rows: Sequence[int]
-    """The rows that `logprobs` belongs to."""
+    """The rows that `logprobs` belong to."""
 
     def to_host(self) -> SamplerOutput:
-        """Not to be read before the device is done with what is queued now."""
+        """Queue the copies to the host."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return SamplerOutput(to_host(self.token_ids), tuple(map(to_host, self.highest)), logprobs, self.logprob_rows)
+        return SamplerOutput(
+            to_host(self.token_ids), tuple(map(to_host, self.best_logits)), logprobs, self.logprob_rows
+        )
 
     def tokens(self) -> list[SampledToken]:
-        """Of tensors on the host. Raises NonFiniteLogits when the model's output is not a number, NoTokenLeft when a
-        draw forbids every token."""
-        for stage, highest in enumerate(self.highest):
-            _check(highest, is_adjusted=stage > 0)
+        """Read the tensors. Raises NonFiniteLogits for the model's fault, NoTokenLeft for the request's."""
+        for stage, best_logits in enumerate(self.best_logits):
+            _check(best_logits, has_rules=stage > 0)
         found = [] if self.logprobs is None else self.logprobs.rows()
         logprobs = dict(zip(self.logprob_rows, found, strict=True))
         return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
 
 
-def sample(logits: Tensor, draws: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplerOutput:
-    """Sample from row i of (len(draws), vocab_size) logits as draws[i] says. Calculates in float32; the logits stay as
-    they are."""
-    token_ids, highest = _best(logits)
-    found = [highest]
-    adjusted, rows = logits, _adjusted_rows(draws)
-    if rows:
-        adjusted = _adjust(logits, draws, rows, eos_token_ids)
-        token_ids, highest = _best(adjusted)
-        found.append(highest)
-    if sampled := [row for row, draw in enumerate(draws) if not draw.params.greedy]:
-        token_ids[to_device(sampled, torch.int64, logits.device)] = _sample_rows(adjusted, draws, sampled)
-    rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
-    return SamplerOutput(token_ids, tuple(found), _logprobs(logits, draws, rows, token_ids), rows)
+def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplerOutput:
+    """Sample from row i of (len(rows), vocab_size) logits as rows[i] says. Computes in float32, on a copy."""
+    token_ids, best_logit = _best(logits)
+    best_logits = [best_logit]
+    adjusted = logits
+    if any(map(has_rules, rows)):
+        adjusted = apply_rules(logits, rows, eos_token_ids)
+        token_ids, best_logit = _best(adjusted)
+        best_logits.append(best_logit)
+    if random := [index for index, row in enumerate(rows) if not row.params.greedy]:
+        token_ids[to_device(random, torch.int64, logits.device)] = _sample_random(adjusted, rows, random)
+    logprobs, with_logprobs = None, [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    if with_logprobs:
+        index = to_device(with_logprobs, torch.int64, logits.device)
+        num_top = [rows[row].params.logprobs or 0 for row in with_logprobs]
+        logprobs = token_logprobs(logits[index], token_ids[index], num_top)
+    return SamplerOutput(token_ids, tuple(best_logits), logprobs, with_logprobs)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LogprobRows:
+    """For row i of (rows, vocab_size) logits, compute the logprob of token_ids[i] and the num_top[i] best."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
+    best = logprobs.topk(min(max(num_top, default=0), logits.shape[1]), dim=-1)
+    return LogprobRows(chosen, best.values, best.indices, num_top)
+
+
+def apply_rules(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> Tensor:
+    """Return a copy of the logits in float32 with the rules of each row applied."""
+    adjusted = logits.to(torch.float32, copy=True)
+    for row_logits, row in zip(adjusted, rows, strict=True):
+        if has_rules(row):
+            TokenRules.of(row, eos_token_ids, row_logits).apply(row_logits, row)
+    return adjusted
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) for the token at `position` of a sequence. Seeds count modulo 2**64.
+
+    It keeps no state, so that a resumed stream samples the same tokens.
+    """
+    counter = (seed & _MASK).to_bytes(8, "little") + position.to_bytes(8, "little")
+    digest = blake2b(counter, digest_size=8, person=_PERSON).digest()
+    return (int.from_bytes(digest, "little") >> (64 - _MANTISSA_BITS)) / (1 << _MANTISSA_BITS)
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,58 +150,25 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, logits.gather(1, best[:, None]).squeeze(1)
 
 
-def _check(highest: Tensor, *, is_adjusted: bool) -> None:
-    """-inf is the request's doing once its limits have been applied, and the model's before."""
-    if not bool(highest.isfinite().all()):
-        values = highest.tolist()
-        empty = [row for row, value in enumerate(values) if value == float("-inf")]
-        if empty and is_adjusted:
-            raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw", empty)
-        raise NonFiniteLogits(
-            "the model's logits are not finite", [row for row, value in enumerate(values) if not isfinite(value)]
-        )
-
-
-def _adjusted_rows(draws: Sequence[SamplingRow]) -> list[int]:
-    return [row for row, draw in enumerate(draws) if is_constrained(draw) or is_penalised(draw)]
-
-
-def _adjust(logits: Tensor, draws: Sequence[SamplingRow], rows: Sequence[int], eos_token_ids: Sequence[int]) -> Tensor:
-    """A copy of the logits in float32 with constraints and penalties applied to `rows`."""
-    adjusted = logits.to(torch.float32, copy=True)
-    for row in rows:
-        rules = rules_of(draws[row], adjusted[row], eos_token_ids)
-        if is_constrained(draws[row]):
-            constrain(adjusted[row], draws[row], rules)
-        if is_penalised(draws[row]):
-            penalise(adjusted[row], draws[row], rules)
-    return adjusted
-
-
-def _sample_rows(logits: Tensor, draws: Sequence[SamplingRow], rows: Sequence[int]) -> Tensor:
-    device, params = logits.device, [draws[row].params for row in rows]
+def _sample_random(logits: Tensor, rows: Sequence[SamplingRow], indices: Sequence[int]) -> Tensor:
+    device, params = logits.device, [rows[index].params for index in indices]
     temperatures = to_device([max(p.temperature, _MIN_TEMPERATURE) for p in params], torch.float32, device)
-    scaled = logits[to_device(rows, torch.int64, device)].float() / temperatures[:, None]
+    scaled = logits[to_device(indices, torch.int64, device)].float() / temperatures[:, None]
     truncate(scaled, params)
-    uniforms = [uniform(draws[row].seed, draws[row].position) for row in rows]
+    uniforms = [uniform(rows[index].seed, rows[index].position) for index in indices]
     cumulated = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = to_device(uniforms, torch.float64, device)[:, None] * cumulated[:, -1:]
     # right=True: the first token whose cumulated share exceeds the target, so never one of probability 0.
-    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
-    return drawn.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not numbers
+    tokens = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    return tokens.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not finite
 
 
-def _logprobs(
-    logits: Tensor, draws: Sequence[SamplingRow], rows: Sequence[int], token_ids: Tensor
-) -> LogprobRows | None:
-    if not rows:
-        return None
-    index = to_device(rows, torch.int64, logits.device)
-    return token_logprobs(logits[index], token_ids[index], [draws[row].params.logprobs or 0 for row in rows])
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for the token at `position` of a sequence. Seeds count modulo 2**64."""
-    counter = (seed & _MASK).to_bytes(8, "little") + position.to_bytes(8, "little")
-    digest = blake2b(counter, digest_size=8, person=_PERSON).digest()
-    return (int.from_bytes(digest, "little") >> (64 - _MANTISSA_BITS)) / (1 << _MANTISSA_BITS)
+def _check(best_logits: Tensor, *, has_rules: bool) -> None:
+    """Blame the request for -inf after its rules, and the model for -inf before them or any other value."""
+    if not bool(best_logits.isfinite().all()):
+        values = best_logits.tolist()
+        empty = [row for row, value in enumerate(values) if value == float("-inf")]
+        if empty and has_rules:
+            raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw", empty)
+        broken = [row for row, value in enumerate(values) if not isfinite(value)]
+        raise NonFiniteLogits("the model's logits are not finite", broken)

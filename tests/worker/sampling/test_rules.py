@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_reference(data: st.DataObject) -> None:
             for c, i in enumerate(owners)
         ]
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
-        got = sampler._adjust(logits, draws, range(3), EOS)
+        got = sampler.apply_rules(logits, draws, EOS)
         expected = [reference(row, draw) for row, draw in zip(logits.tolist(), draws, strict=True)]
         np.testing.assert_array_max_ulp(got.numpy(), np.array(expected, dtype=np.float32), maxulp=2)
         for output in outputs:
@@ -158,23 +158,24 @@ def test_lists_are_read_once_a_request(fields: dict[str, Any]) -> None:
 
 def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counter()
-    count_one = rules.Tally._count_one
-    monkeypatch.setattr(rules.Tally, "_count_one", lambda self, t: (counted.update([id(self)]), count_one(self, t))[1])
-    monkeypatch.setattr(rules.Tally, "_count_all", lambda self, output_ids: pytest.fail("counted as a whole"))
+    count_one = rules.OutputCounts._count_one
+    monkeypatch.setattr(
+        rules.OutputCounts, "_count_one", lambda self, t: (counted.update([id(self)]), count_one(self, t))[1]
+    )
     engine = HandEngine(num_blocks=400, runner=SamplingRunner(), max_num_seqs=4)
     engine.submit(generate([1, 2, 3], 100, 4, repetition_penalty=1.2))
     engine.finish()
     assert list(counted.values()) == 4 * [99]
 
 
-def test_a_tally_of_many_is_that_of_one_after_the_other() -> None:
+def test_counts_of_a_long_output_equal_those_of_its_parts() -> None:
     output = [int(token) for token in np.random.default_rng(1).integers(0, 60, 500)]
-    tally, whole = rules.Tally(50), rules.Tally(50)
+    parts, whole = rules.OutputCounts(50), rules.OutputCounts(50)
     for stop in range(0, 501, 7):
-        tally.count(output[:stop])
-    tally.count(output)
-    whole.count(output)
+        parts.update(output[:stop])
+    parts.update(output)
+    whole.update(output)
     expected = {token: float(count) for token, count in Counter(output).items() if token < 50}
-    for one in (tally, whole):
-        ids, counts = one.seen(torch.device("cpu"))
-        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == expected
+    for counts in (parts, whole):
+        ids, values = counts.tensors(torch.device("cpu"))
+        assert dict(zip(ids.tolist(), values.tolist(), strict=True)) == expected

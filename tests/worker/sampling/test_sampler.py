@@ -13,8 +13,7 @@ from torch import Tensor
 
 from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
 from worker.sampling import sampler, truncation
-from worker.sampling.logprobs import token_logprobs
-from worker.sampling.sampler import sample, uniform
+from worker.sampling.sampler import sample, token_logprobs, uniform
 from worker.sampling.truncation import truncate
 from worker.wire import SamplingParams
 
