@@ -14,7 +14,7 @@ from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.engine.step import SequenceStep, Step
 from worker.model.load import LoadedModel
-from worker.runner.batch import build_batch
+from worker.runner.model_runner import build_batch
 
 
 class PagedSequence:

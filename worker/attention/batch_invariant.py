@@ -1,11 +1,11 @@
-"""Paged attention whose result for a token does not depend on what else is in the batch, bit for bit.
+"""Batch-invariant paged attention: a token's result does not depend on the rest of the batch, bit for bit.
 
-Kernels of different shapes round differently. Here a token at position p always goes through a product of the shape
-that p alone decides, in the row that p alone decides, however its sequence was cut into steps:
+Kernels of different shapes round differently. Here the position p of a token alone decides the shape of its product,
+and its row in it, however the sequence was cut into steps:
 
     tile t = p // 16    queries 16 t .. 16 t + 15 (absent ones are zero)    keys 0 .. 16 t + 15 (later ones are masked)
 
-It costs many small calls, so it is for `--deterministic` only.
+It needs many small calls, so it is for `--deterministic` only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Rows first..stop-1 of the batch are rows offset.. of tile number `number`."""
+    """Rows first..stop-1 of the batch, which are rows offset.. of tile `number`."""
 
     first: int
     stop: int
@@ -37,7 +37,7 @@ class _Tile:
 @dataclass(frozen=True, slots=True)
 class _SpanPlan:
     blocks: Tensor
-    """All blocks of the sequence, padded with the null block to whole tiles"""
+    """The blocks of the sequence, padded with the null block to whole tiles."""
     tiles: tuple[_Tile, ...]
 
 
@@ -89,7 +89,7 @@ class InvariantAttention:
         return show_nonfinite(out.flatten(1), query)
 
     def _mask(self, layer: int, tile: int) -> Tensor:
-        """(TILE, keys) additive: what each position of the tile sees."""
+        """Return (TILE, keys) additive: -inf where a position of the tile must not look."""
         age = torch.arange(tile * TILE, (tile + 1) * TILE)[:, None] - torch.arange((tile + 1) * TILE)[None, :]
         window = self._shape.window(layer)
         hidden = age < 0 if window is None else (age < 0) | (age >= window)

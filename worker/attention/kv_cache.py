@@ -1,10 +1,9 @@
-"""The memory behind the block ids: per layer one pool of keys and one of values.
+"""The KV cache: per layer one pool of keys and one of values, addressed by block id.
 
 keys[layer]   (num_blocks, block_size, kv_heads, head_dim)     slot = block id * block_size + offset
 
-Every entry is finite whenever no step runs. A step looks at what it has written once it has written all of it, in all
-layers at once (`find_extremes`); if any of it is not finite, the step fails and its slots are cleared (`clear`). So
-nothing that is not finite is ever committed, and whoever gets the blocks next may read the rest of them as padding.
+Every entry is finite whenever no step runs, so that blocks may be read as padding. A step checks what it has written
+(`find_extremes`); if that is not finite, the step fails and its slots are cleared (`clear`).
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from cache.block_table import BlockCopy
 from worker.attention.base import AttentionShape
 
 _CHECKED_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Of written entries that are gathered at a time: on a CPU what stays in its cache, on a GPU few launches."""
+"""Written entries that are checked at a time: what fits a CPU's cache, and few launches on a GPU."""
 
 
 class NonFiniteKV(RuntimeError):
-    """A step has written keys or values that are not numbers, or has read some."""
+    """A step has written or read keys or values that are NaN or infinite."""
 
 
 class KVCache:
-    """Owner of the pools. Block 0 is the null block: it pads block tables and is never a real sequence's."""
+    """Owns the pools. Block 0 is the null block, which pads block tables and belongs to no sequence."""
 
     __slots__ = ("_rows", "block_size", "keys", "num_blocks", "values")
 
@@ -41,7 +40,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         pool = (2 * shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        # Zeroed: padding is masked by a weight of 0, and 0 * NaN of uninitialised memory would not be 0.
+        # Zeroed: padding has a weight of 0, but 0 times a NaN of uninitialised memory is NaN.
         pools = torch.zeros(pool, dtype=dtype, device=device)
         self._rows = pools.view(len(pools), num_blocks * block_size, -1)
         """(2 * layers, slots, kv_heads * head_dim): the same memory"""
@@ -51,7 +50,7 @@ class KVCache:
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor, query: Tensor | None = None) -> None:
         """Store (num_tokens, kv_heads, head_dim) at `slots` (num_tokens,).
 
-        On a GPU a `query` (num_tokens, heads, head_dim) that is not finite makes the key that is stored NaN.
+        On a GPU, where `query` (num_tokens, heads, head_dim) is not finite, the stored key becomes NaN.
         """
         keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
         if keys.is_cuda:
@@ -63,13 +62,13 @@ class KVCache:
             values.index_copy_(0, slots, value)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """In the order given: a later copy may read what an earlier one wrote."""
+        """Copy blocks in the order given: a later copy may read what an earlier one wrote."""
         for copy in copies:
             for pool in (*self.keys, *self.values):
                 pool[copy.destination] = pool[copy.source]
 
     def find_extremes(self, slots: Tensor) -> Tensor:
-        """(any number,) the lowest and highest entries at `slots`, over all layers: finite only if all entries are."""
+        """Return (any number,) the lowest and highest entries at `slots`, over all layers."""
         row_bytes = self._rows[:, 0].nbytes
         part = max(1, _CHECKED_BYTES.get(slots.device.type, 4 << 20) // row_bytes)
         found = [self._rows.index_select(1, some).aminmax() for some in torch.split(slots, part)]

@@ -1,4 +1,4 @@
-"""Which attention kernel serves a model on its device."""
+"""Selects the attention backend that serves a model on its device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.cpu import attends, kernels_for
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bool) -> Attention:
-    """xformers' kernel on CUDA, compiled decodes on a CPU in bfloat16 for heads of an even size, torch elsewhere, and
-    where xformers' kernel cannot serve (which is logged).
+    """Select xformers on CUDA, compiled decodes on a CPU in bfloat16 for heads of an even size, and torch elsewhere.
 
     Raises RuntimeError on CUDA without xformers: a GPU must not run slow code unnoticed.
     """
@@ -33,6 +32,6 @@ def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bo
     except ImportError as error:
         raise RuntimeError(f"device=cuda needs xformers: pip install 'headstart[cuda]' ({error})") from error
     if reason := unsupported(shape, dtype, cache.block_size):
-        _log.warning("attention runs in plain torch, which is slow on a GPU: %s", reason)
+        logger.warning("attention runs in plain torch, which is slow on a GPU: %s", reason)
         return TorchPagedAttention(shape, cache)
     return XformersPagedAttention(shape, cache)

@@ -1,14 +1,14 @@
-"""Paged attention in plain torch: the CPU's kernel, and the oracle that other kernels are compared with.
+"""Paged attention in plain torch: for CPUs, and the reference that other backends are compared with.
 
 Decodes are grouped by context length. A group's pages are gathered into one padded rectangle and go through one fused
-call; the queries that share a KV head stand as rows of one small matrix, so nothing is repeated for GQA. A prefill
-chunk attends to its own tokens causally and, when tokens come before it, to their gathered pages without a mask; the
-two are merged by their log-sum-exps (flash decoding's merge), so no (chunk x context) mask is ever built.
+call; the queries that share a KV head are rows of one small matrix, so nothing is repeated for GQA. A prefill chunk
+attends causally to its own tokens, and without a mask to the gathered pages before it; the two parts are merged by
+their log-sum-exps (as in flash decoding), so that no (chunk x context) mask is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,31 +16,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span, merge_partials, show_nonfinite
+from worker.attention.base import AttentionShape, ForwardBatch, Span, num_leading_decodes, show_nonfinite
 from worker.attention.kv_cache import KVCache
 from worker.device import to_device
 
 _MAX_PADDING: Final = 1.25
-"""A group of decodes may read this much more than its sequences hold; a tighter bound means more, smaller calls."""
+"""A group of decodes may read this many times what its sequences hold. A lower bound means more and smaller calls."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Rows first..stop-1 of the batch: their pages, and what hides the padding."""
+    """Rows first..stop-1 of the batch: their pages, and the mask of the padding."""
 
     first: int
     stop: int
     blocks: Tensor | slice
-    """(rows * blocks per row,) int64, or a run of consecutive blocks, which can be read where they lie"""
+    """(rows * blocks per row,) int64, or a run of consecutive blocks, which is read in place"""
     num_keys: int
     mask: Tensor | None
-    """(rows, 1, 1, num_keys) additive, or None when there is nothing to hide"""
+    """(rows, 1, 1, num_keys) additive, or None when nothing is padded"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows first..stop-1 are one sequence's; `blocks` hold what it may see of the tokens before them."""
+    """Rows first..stop-1 of the batch are one sequence's. `blocks` hold the tokens before them that they may see."""
 
     first: int
     stop: int
@@ -49,11 +49,13 @@ class _Chunk:
     """Keys of the first block that lie before the window."""
     num_prefix: int
     mask: Tensor | None
-    """(chunk, prefix + chunk) additive; where a window hides more than causality does, or partials are missing."""
+    """(chunk, prefix + chunk) additive, where a window hides more than causality does, or merging is not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
+    """The groups and chunks of a step, for one width of window."""
+
     decodes: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
 
@@ -72,24 +74,23 @@ class TorchPagedAttention:
         self._scratch: dict[str, Tensor] = {}
 
     def plan(self, spans: Sequence[Span]) -> dict[int | None, PagedPlan]:
-        """One plan for each width of window that the model's layers have."""
+        """Plan once for each width of window that the model's layers have."""
         windows = set(self._shape.windows) or {None}
         return {window: self._plan(spans, window) for window in windows}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        self._write(layer, batch, key, value)
+        self._cache.write(layer, batch.slots, key, value)
         plan = batch.plan[self._shape.window(layer)]  # type: ignore[index]
-        outputs = self._decode_all(layer, query, plan)
+        outputs = [self._decode(layer, query, group) for group in plan.decodes]
         outputs += [self._prefill(layer, query, key, value, chunk) for chunk in plan.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _write(self, layer: int, batch: ForwardBatch, key: Tensor, value: Tensor) -> None:
-        self._cache.write(layer, batch.slots, key, value)
-
     def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
-        num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
-        groups = _group_by_length([_visible(span, window, self._cache.block_size) for span in spans[:num_decodes]])
-        decodes = tuple(self._plan_group(spans[start:stop], start, window) for start, stop in groups)
+        num_decodes, size = num_leading_decodes(spans), self._cache.block_size
+        lows = [0 if window is None else max(0, span.stop - window) for span in spans[:num_decodes]]
+        num_gathered = [span.stop - low // size * size for span, low in zip(spans[:num_decodes], lows, strict=True)]
+        groups = _group_by_length(num_gathered)
+        decodes = tuple(self._plan_group(spans[start:stop], lows[start:stop], start) for start, stop in groups)
         return PagedPlan(decodes, self._plan_chunks(spans, num_decodes, window))
 
     def _plan_chunks(self, spans: Sequence[Span], num_decodes: int, window: int | None) -> tuple[_Chunk, ...]:
@@ -99,25 +100,22 @@ class TorchPagedAttention:
             first += span.num_tokens
         return tuple(chunks)
 
-    def _plan_group(self, spans: Sequence[Span], first: int, window: int | None) -> _DecodeGroup:
+    def _plan_group(self, spans: Sequence[Span], lows: Sequence[int], first: int) -> _DecodeGroup:
+        """Plan decodes that see keys low..stop-1 each."""
         size = self._cache.block_size
-        lows = [0 if window is None else max(0, span.stop - window) for span in spans]
+        begins = [low % size for low in lows]
+        ends = [span.stop - low // size * size for span, low in zip(spans, lows, strict=True)]
         tables = [
             list(span.block_table[low // size : -(-span.stop // size)]) for span, low in zip(spans, lows, strict=True)
         ]
-        width = max(map(len, tables))
+        width, num_keys = max(map(len, tables)), max(ends)
         padded = [block for table in tables for block in table + [0] * (width - len(table))]
-        begins = [low % size for low in lows]
-        ends = [span.stop - low // size * size for span, low in zip(spans, lows, strict=True)]
-        num_keys = max(ends)
-        hidden = _outside(begins, ends, num_keys) if len(spans) > 1 or begins[0] else None
-        return _DecodeGroup(
-            first=first,
-            stop=first + len(spans),
-            blocks=self._indices(padded),
-            num_keys=num_keys,
-            mask=None if hidden is None else self._additive(hidden)[:, None, None, :],
-        )
+        mask = None
+        if len(spans) > 1 or begins[0]:
+            columns = torch.arange(num_keys)
+            hidden = (columns < torch.tensor(begins)[:, None]) | (columns >= torch.tensor(ends)[:, None])
+            mask = self._additive(hidden)[:, None, None, :]
+        return _DecodeGroup(first, first + len(spans), self._indices(padded), num_keys, mask)
 
     def _plan_chunk(self, span: Span, first: int, window: int | None) -> _Chunk:
         size = self._cache.block_size
@@ -125,7 +123,7 @@ class TorchPagedAttention:
         blocks = list(span.block_table[low // size : -(-span.start // size)])
         mask = None
         hides_more = window is not None and span.stop - low > window
-        if hides_more or (span.start and self._device.type != "cpu"):  # partial attentions exist on CPU alone
+        if hides_more or (span.start and self._device.type != "cpu"):  # `_flash` exists on a CPU only
             age = torch.arange(span.start, span.stop)[:, None] - torch.arange(low, span.stop)[None, :]
             mask = self._additive((age < 0) | (age >= (window or span.stop)))
         return _Chunk(
@@ -137,9 +135,6 @@ class TorchPagedAttention:
             mask=mask,
         )
 
-    def _decode_all(self, layer: int, query: Tensor, plan: PagedPlan) -> list[Tensor]:
-        return [self._decode(layer, query, group) for group in plan.decodes]
-
     def _decode(self, layer: int, query: Tensor, group: _DecodeGroup) -> Tensor:
         shape, rows = self._shape, group.stop - group.first
         keys, values = self._gather(layer, group.blocks)
@@ -149,34 +144,34 @@ class TorchPagedAttention:
             for pages in (keys, values)
         )
         grouped = query[group.first : group.stop].reshape(rows, shape.num_kv_heads, -1, shape.head_dim)
-        out = functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=group.mask, scale=self._shape.scale
-        )
+        out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask, scale=shape.scale)
         return show_nonfinite(out.reshape(rows, shape.num_heads * shape.head_dim), query[group.first : group.stop])
 
     def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, chunk: _Chunk) -> Tensor:
-        rows = slice(chunk.first, chunk.stop)
+        rows, scale = slice(chunk.first, chunk.stop), self._shape.scale
         # (1, heads, tokens, head_dim)
         queries, keys, values = (states[rows].transpose(0, 1).unsqueeze(0) for states in (query, key, value))
-        if chunk.mask is not None:
-            if chunk.blocks is not None:
-                earlier = self._prefix(layer, chunk)
-                keys, values = torch.cat((earlier[0], keys), dim=2), torch.cat((earlier[1], values), dim=2)
-            out = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=chunk.mask, scale=self._shape.scale, enable_gqa=True
-            )
-        elif chunk.num_prefix == 0:
-            out = functional.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=self._shape.scale, enable_gqa=True
-            )
-        else:
-            own = _flash(queries, keys, values, 0.0, True, scale=self._shape.scale)
-            earlier = _flash(queries, *self._prefix(layer, chunk), 0.0, False, scale=self._shape.scale)
+        if chunk.mask is None and chunk.num_prefix > 0:
+            own = _flash(queries, keys, values, 0.0, True, scale=scale)
+            earlier = _flash(queries, *self._prefix(layer, chunk), 0.0, False, scale=scale)
             out = merge_partials(*own, *earlier)
+        else:
+            if chunk.blocks is not None:
+                prefix = self._prefix(layer, chunk)
+                keys, values = torch.cat((prefix[0], keys), dim=2), torch.cat((prefix[1], values), dim=2)
+            out = functional.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
         return show_nonfinite(out.squeeze(0).transpose(0, 1).flatten(1), query[rows])
 
     def _prefix(self, layer: int, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-        """Keys and values before the chunk, (1, kv_heads, num_prefix, head_dim)."""
+        """Gather the keys and values before the chunk, (1, kv_heads, num_prefix, head_dim)."""
         assert chunk.blocks is not None
         keys, values = self._gather(layer, chunk.blocks)
         first, stop = chunk.skip, chunk.skip + chunk.num_prefix
@@ -184,7 +179,7 @@ class TorchPagedAttention:
         return keys, values
 
     def _gather(self, layer: int, blocks: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """The pages of `blocks`: a run in place, others copied into scratch memory that the next call overwrites."""
+        """Return the pages of `blocks`: a run in place, others as a copy that the next call overwrites."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         if isinstance(blocks, slice):
             return keys[blocks], values[blocks]
@@ -193,18 +188,18 @@ class TorchPagedAttention:
             torch.index_select(values, 0, blocks, out=self._buffer("values", values, len(blocks))),
         )
 
-    def _indices(self, blocks: Sequence[int]) -> Tensor | slice:
-        first = blocks[0]
-        if all(block == first + place for place, block in enumerate(blocks)):
-            return slice(first, first + len(blocks))
-        return to_device(blocks, torch.int64, self._device)
-
     def _buffer(self, name: str, pool: Tensor, num_blocks: int) -> Tensor:
         buffer = self._scratch.get(name)
         if buffer is None or len(buffer) < num_blocks:
-            room = 1 << (num_blocks - 1).bit_length()
-            buffer = self._scratch[name] = pool.new_empty(room, *pool.shape[1:])
+            capacity = 1 << (num_blocks - 1).bit_length()
+            buffer = self._scratch[name] = pool.new_empty(capacity, *pool.shape[1:])
         return buffer[:num_blocks]
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor | slice:
+        first = blocks[0]
+        if all(block == first + index for index, block in enumerate(blocks)):
+            return slice(first, first + len(blocks))
+        return to_device(blocks, torch.int64, self._device)
 
     def _additive(self, hidden: Tensor) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype)
@@ -215,26 +210,22 @@ class TorchPagedAttention:
         return self._cache.keys[0].device
 
 
-def _visible(span: Span, window: int | None, block_size: int) -> int:
-    """Keys that are gathered for a decode."""
-    low = 0 if window is None else max(0, span.stop - window)
-    return span.stop - low // block_size * block_size
+def merge_partials(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Merge attention over two disjoint sets of keys: outputs (..., head_dim), log-sum-exps (...) float32.
+
+    Source: FlashDecoding's reduction, out = sum of out_i * exp(lse_i - lse).
+    """
+    share = torch.sigmoid(other_lse.float() - one_lse.float()).unsqueeze(-1)
+    return torch.lerp(one.float(), other.float(), share).to(one.dtype)
 
 
-def _group_by_length(lengths: Sequence[int]) -> Iterable[tuple[int, int]]:
+def _group_by_length(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Cut consecutive decodes into runs [start, stop) whose padded rectangle wastes little."""
     start, total, longest = 0, 0, 0
     for row, length in enumerate(lengths):
-        longest_with, total_with = max(longest, length), total + length
-        if row > start and longest_with * (row + 1 - start) > _MAX_PADDING * total_with:
+        longest, total = max(longest, length), total + length
+        if row > start and longest * (row + 1 - start) > _MAX_PADDING * total:
             yield start, row
-            start, total_with, longest_with = row, length, length
-        total, longest = total_with, longest_with
+            start, total, longest = row, length, length
     if lengths:
         yield start, len(lengths)
-
-
-def _outside(begins: Sequence[int], ends: Sequence[int], num_keys: int) -> Tensor:
-    """(rows, num_keys) bool: True outside of [begin, end)."""
-    columns = torch.arange(num_keys)
-    return (columns < torch.tensor(begins)[:, None]) | (columns >= torch.tensor(ends)[:, None])

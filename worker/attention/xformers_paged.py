@@ -1,16 +1,15 @@
 """Paged attention through xformers' kernels, for CUDA. The only module that imports xformers.
 
-A decode reads its pages where they lie, through the Triton split-K kernel, in one of a few shapes (see `shapes`). The
-chunks of a prefill go through flash attention together. Where tokens come before a chunk, all of its keys are gathered
-from their pages first: that is a copy of what flash attention then reads for every query, and takes little beside it.
+Decodes read their pages in place, through the Triton split-K kernel, padded to a few shapes (`base.ROWS`, `CONTEXTS`).
+Chunks go through flash attention together. For resumed chunks, all keys are first gathered from their pages, which is
+cheap next to the attention itself.
 
     queries             |  d0 d1 d2 -  |  c0 c0 c0 c0  |  c1 c1 c1        |
     keys                   their pages    its own         |<- pages ->| c1 c1 c1      gathered: 0..stop-1
     kernel                 split-K        flash, causal   flash, causal from the bottom right
 
-Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page, so that
-pages of 16 and 32 tokens take a subclass with a smaller tile. The tests run it on a CPU in Triton's interpreter, with
-torch in the place of the flash kernel.
+Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page, so
+pages of 16 and 32 tokens take a subclass with a smaller tile.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from torch.nn import functional
 from xformers.ops.fmha import attn_bias, flash, triton_splitk
 from xformers.ops.fmha.common import Inputs
 
-from worker.attention.base import CONTEXTS, ROWS, AttentionShape, ForwardBatch, Span, padded
+from worker.attention.base import CONTEXTS, ROWS, AttentionShape, ForwardBatch, Span, num_leading_decodes, padded
 from worker.attention.kv_cache import KVCache
 from worker.device import to_device
 
 HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 MAX_GATHERED: Final = 1 << 16
-"""Keys that are gathered at a time, unless one sequence has more: it bounds what chunks of many take of the memory."""
+"""Keys that are gathered at a time, unless one sequence has more: bounds the memory of many chunks."""
 _TILE: Final = 64
 _FULL: Final = 1024
-"""Programs that a GPU works on at once, about: until there are so many, more splits make a step shorter."""
+"""About the number of programs that a GPU runs at once. Up to it, more splits make a step shorter."""
 _MAX_SPLITS: Final = 64
 
 
@@ -48,7 +47,7 @@ class _Chunks:
     first: int
     stop: int
     slots: Tensor | None
-    """(keys,) int64: of all tokens of each sequence up to the end of its chunk. None: the chunks' own are all."""
+    """(keys,) int64: all tokens of each sequence up to the end of its chunk. None: the chunks start at 0."""
     bias: Any
 
 
@@ -56,12 +55,12 @@ class _Chunks:
 class _Plan:
     num_decodes: int
     decodes: Any
-    """The bias of decodes, of as many rows or more; None without decodes."""
+    """The bias of the decodes, padded to more rows; None without decodes."""
     chunks: tuple[_Chunks, ...]
 
 
 class XformersPagedAttention:
-    """A `worker.attention.base.Attention` bound to one pool. Raises ValueError for what the kernel cannot do."""
+    """A `worker.attention.base.Attention` bound to one pool. Raises ValueError if the kernel does not support it."""
 
     __slots__ = ("_cache", "_op", "_shape")
 
@@ -75,7 +74,7 @@ class XformersPagedAttention:
         self._op: Any = _paged_split_k(min(_TILE, cache.block_size))
 
     def plan(self, spans: Sequence[Span]) -> _Plan:
-        num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
+        num_decodes = num_leading_decodes(spans)
         decodes = None
         if num_decodes:
             longest = padded(max(span.stop for span in spans[:num_decodes]), CONTEXTS)
@@ -84,7 +83,7 @@ class XformersPagedAttention:
         return _Plan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
 
     def static_plan(self, num_rows: int, num_blocks: int) -> _Plan:
-        """As `worker.runner.graphs` asks for it: the kernel reads lengths and tables from the device anew each time."""
+        """See `worker.runner.graphs`. Each replay reads lengths and tables from the device."""
         return _Plan(num_rows, self._decodes(num_rows, num_blocks), ())
 
     def refill(self, plan: object, spans: Sequence[Span]) -> None:
@@ -114,13 +113,13 @@ class XformersPagedAttention:
         return attended.reshape(len(query), -1)
 
     def _over_pages(self, layer: int, queries: Tensor, bias: Any) -> Tensor:
-        """(rows, kv_heads, reps, head_dim) of attention without a mask over each row's pages."""
-        shape, (num_rows, _, reps, _) = self._shape, queries.shape
+        """Attend to each row's pages without a mask -> (rows, kv_heads, group_size, head_dim)."""
+        shape, (num_rows, _, group_size, _) = self._shape, queries.shape
         if missing := len(bias.block_tables) - num_rows:
             queries = functional.pad(queries, (0, 0, 0, 0, 0, 0, 0, missing))
-        # (1, num_blocks * block_size, kv_heads, reps, head_dim): no copy, each kv head stands for its queries
+        # (1, num_blocks * block_size, kv_heads, group_size, head_dim): no copy, each kv head stands for its queries
         keys, values = (
-            pool[layer].view(1, -1, shape.num_kv_heads, 1, shape.head_dim).expand(-1, -1, -1, reps, -1)
+            pool[layer].view(1, -1, shape.num_kv_heads, 1, shape.head_dim).expand(-1, -1, -1, group_size, -1)
             for pool in (self._cache.keys, self._cache.values)
         )
         inputs = Inputs(queries.unsqueeze(0), keys, values, attn_bias=bias, scale=shape.scale)
@@ -128,15 +127,15 @@ class XformersPagedAttention:
         return out.reshape(queries.shape)[:num_rows]
 
     def _flash(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Any) -> Tensor:
-        """Causal attention within each sequence of `bias` -> (tokens, kv_heads, reps, head_dim)."""
-        reps = queries.shape[2]
-        keys, values = (states.unsqueeze(2).expand(-1, -1, reps, -1).unsqueeze(0) for states in (keys, values))
+        """Attend causally within each sequence of `bias` -> (tokens, kv_heads, group_size, head_dim)."""
+        group_size = queries.shape[2]
+        keys, values = (states.unsqueeze(2).expand(-1, -1, group_size, -1).unsqueeze(0) for states in (keys, values))
         inputs = Inputs(queries.unsqueeze(0), keys, values, attn_bias=bias, scale=self._shape.scale)
         out: Tensor = flash.FwOp.apply(inputs, needs_gradient=False)[0]
         return out[0]
 
     def _decodes(self, num_rows: int, num_blocks: int) -> Any:
-        """Of decodes over at most `num_blocks` blocks each; every row sees the null block's first token."""
+        """Return the bias of decodes over at most `num_blocks` blocks each. All see the null block's first token."""
         size = self._cache.block_size
         bias = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
             q_seqlen=[1] * num_rows,
@@ -149,8 +148,10 @@ class XformersPagedAttention:
         return bias
 
     def _fill(self, bias: Any, spans: Sequence[Span]) -> None:
-        """Let the first rows be these decodes, and the others see the null block's first token. What tables name behind
-        a row's last block is never read."""
+        """Set the first rows to these decodes. The others see the null block's first token.
+
+        Table entries beyond a row's last block are never read.
+        """
         held = [-(-span.stop // self._cache.block_size) for span in spans]
         tables = np.zeros((len(bias.block_tables), max(held)), dtype=np.int32)
         lengths = np.ones(len(tables), dtype=np.int32)
@@ -162,7 +163,7 @@ class XformersPagedAttention:
 
     def _plan_chunks(self, spans: Sequence[Span], first: int) -> Iterator[_Chunks]:
         for is_resumed, run in groupby(spans, key=lambda span: span.start > 0):
-            for part in _bounded(list(run)) if is_resumed else [list(run)]:
+            for part in _runs_that_fit(list(run)) if is_resumed else [list(run)]:
                 stop = first + sum(span.num_tokens for span in part)
                 bias = attn_bias.BlockDiagonalCausalFromBottomRightMask.from_seqlens(
                     [span.num_tokens for span in part], [span.stop for span in part], device=self._device
@@ -183,8 +184,8 @@ class XformersPagedAttention:
         return self._cache.keys[0].device
 
 
-def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Consecutive spans of together at most MAX_GATHERED keys; one that has more stands alone."""
+def _runs_that_fit(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Cut spans into runs of at most MAX_GATHERED keys, or of one span with more."""
     part: list[Span] = []
     for span in spans:
         if part and sum(each.stop for each in part) + span.stop > MAX_GATHERED:
@@ -195,16 +196,16 @@ def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _paged_split_k(tile: int) -> Any:
-    """xformers' kernel with a tile of so many keys."""
+    """Return xformers' kernel with a tile of `tile` keys."""
 
     class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc]
         BLOCK_N = tile
         MAX_BLOCK_M = 1
-        """Partial results of as many queries as there are; xformers keeps room for 32 a row, of which these use few."""
+        """Room for the partial results of one query per row; xformers' default is 32."""
 
         @classmethod
         def get_split_k(cls, B: int, G: int, H: int, Mk: int, *rest: Any, **options: Any) -> int:
-            """Theirs, which counts on a tile of 64, and as many times that as keep a GPU busy."""
+            """Double xformers' number, which assumes tiles of 64, until the GPU is busy."""
             num_splits: int = super().get_split_k(B, G, H, Mk, *rest, **options)
             while 2 * num_splits <= min(_MAX_SPLITS, _FULL // (B * G * H), Mk // tile):
                 num_splits *= 2
@@ -214,7 +215,7 @@ def _paged_split_k(tile: int) -> Any:
 
 
 def unsupported(shape: AttentionShape, dtype: torch.dtype, block_size: int) -> str | None:
-    """Why this kernel cannot serve a model, or None."""
+    """Return why this kernel cannot serve a model, or None."""
     if dtype not in DTYPES:
         return f"dtype {dtype} is neither float16 nor bfloat16"
     if shape.head_dim not in HEAD_DIMS:

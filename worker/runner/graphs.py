@@ -1,8 +1,8 @@
-"""Decode steps of fixed shapes, recorded once and replayed: on a GPU a small step is as long as its kernels' launches.
+"""Recorded decode steps of fixed shapes: on a GPU, launching the kernels of a small step takes as long as running them.
 
 A recording reads the same memory at every replay, so each step is first copied into buffers of the recorded shape:
 
-    rows         | d0 d1 d2 | -  -  -  -  - |     of 8: the unused ones write to the null block and see its first token
+    rows         | d0 d1 d2 | -  -  -  -  - |     of 8: unused ones write to the null block and see its first token
     block table  | 4 9 2  0  0  0  0  0 ... |     of all blocks that a context of the recorded length has
 
 There is one recording for each number of rows and context length in `worker.attention.base.ROWS` and `CONTEXTS`; a step
@@ -25,26 +25,24 @@ from worker.model.decoder import Decoder
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]
-"""From a function without arguments to one that does the same on the same memory, and returns the same tensor."""
+"""Turns a function without arguments into one that does the same on the same memory, and returns the same tensor."""
 
 _WARM_UP_RUNS: Final = 2
 
 
 @runtime_checkable
 class RecordableAttention(Attention, Protocol):
-    """An attention whose plan of a given shape can be filled again, in place."""
+    """An attention whose plan of a given shape can be refilled in place."""
 
     def static_plan(self, num_rows: int, num_blocks: int) -> object:
-        """A plan for `num_rows` decodes over at most `num_blocks` blocks each; every row sees the null block's first
-        token."""
+        """Plan `num_rows` decodes over at most `num_blocks` blocks each. All see the null block's first token."""
 
     def refill(self, plan: object, spans: Sequence[Span]) -> None:
-        """Let the first rows be these decodes, and the others see the null block's first token."""
+        """Set the first rows to these decodes. The others see the null block's first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    num_rows: int
     inputs: Tensor
     """(3, num_rows) int64: token ids, positions, slots"""
     plan: object
@@ -52,7 +50,7 @@ class _Recording:
 
 
 class DecodeGraphs:
-    """The recordings of one decoder over one pool. Recorded when made, which takes some seconds on a GPU."""
+    """The recordings of one decoder over one pool. Making them takes some seconds on a GPU."""
 
     __slots__ = ("_attention", "_decoder", "_device", "_lengths", "_max_model_len", "_recordings", "_rows")
 
@@ -68,14 +66,13 @@ class DecodeGraphs:
         record: Recorder,
     ) -> None:
         self._decoder = decoder
-        self._rows = [num_rows for num_rows in ROWS if num_rows <= padded(max_rows, ROWS)]
         self._attention = attention
-        self._max_model_len = max_model_len
         self._device = device
+        self._max_model_len = max_model_len
+        self._rows = [num_rows for num_rows in ROWS if num_rows <= padded(max_rows, ROWS)]
+        shorter = {length for length in CONTEXTS if length < max_model_len}
+        self._lengths = sorted(shorter | {padded(max_model_len, CONTEXTS)})
         self._recordings: dict[tuple[int, int], _Recording] = {}
-        self._lengths = sorted(
-            {*(length for length in CONTEXTS if length < max_model_len), padded(max_model_len, CONTEXTS)}
-        )
         for length in reversed(self._lengths):  # the largest first: later ones find room in its memory
             for num_rows in reversed(self._rows):
                 inputs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
@@ -85,14 +82,14 @@ class DecodeGraphs:
                 def run(batch: ForwardBatch = batch) -> Tensor:
                     return decoder.forward(batch, attention)
 
-                self._recordings[num_rows, length] = _Recording(num_rows, inputs, plan, record(run))
+                self._recordings[num_rows, length] = _Recording(inputs, plan, record(run))
 
     def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """(sequences, vocab_size), and the slots written (sequences,); None: no recording holds this step.
+        """Return (sequences, vocab_size) logits and the slots written (sequences,). None: no recording fits the step.
 
-        `token_ids` (sequences,), if given, are the tokens, and what the sequences say is not.
+        `token_ids` (sequences,), if given, replace those of the sequences.
         """
-        if any(len(sequence.token_ids) != 1 for sequence in sequences) or len(sequences) > self._rows[-1]:
+        if not sequences or len(sequences) > self._rows[-1] or any(len(s.token_ids) != 1 for s in sequences):
             return None
         longest = max(sequence.start for sequence in sequences) + 1
         if longest > self._max_model_len:
@@ -110,20 +107,22 @@ class DecodeGraphs:
 
 
 def rerun(run: Replay) -> Replay:
-    """Records nothing, but compiles kernels: what a decoder does on the host has to be done anew each time."""
+    """Record nothing, but compile the kernels: for decoders that do work on the host at every step."""
     run()
     return run
 
 
 def cuda_recorder() -> Recorder:
-    """Records CUDA graphs of the current device that share one pool of memory, and one stream, as each stream that runs
-    products has a workspace of its own."""
+    """Record CUDA graphs of the current device.
+
+    They share one memory pool, and one stream, as libraries keep a workspace per stream.
+    """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(run: Replay) -> Replay:
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is made at the first call must not be made within the recording
+        with torch.cuda.stream(stream):  # first calls allocate and compile, which a recording must not
             for _ in range(_WARM_UP_RUNS):
                 run()
         torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,4 @@
-"""How many blocks of KV the device has room for."""
+"""Memory: how many blocks of KV a device has room for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
 _MEMINFO: Final = Path("/proc/meminfo")
 _FIXED_BYTES: Final = 512 << 20
-"""Workspaces of the libraries, compiled kernels, recorded graphs."""
+"""Workspaces of libraries, compiled kernels, recorded graphs."""
 _BYTES_PER_LOGIT: Final = 64
 """Logits in two dtypes, adjusted, scaled, sorted with their indices, cumulated in float64."""
 _BYTES_PER_QUERY: Final = 64 * 4
@@ -23,12 +23,12 @@ _BYTES_PER_QUERY: Final = 64 * 4
 
 
 def block_bytes(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, keys and values."""
+    """Return the size of one block over all layers, keys and values."""
     return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, dtype: torch.dtype) -> int:
-    """Blocks in `num_bytes`. Raises ValueError when not even one sequence of one block fits beside the null block."""
+    """Return the blocks in `num_bytes`. Raises ValueError if that is less than the null block and one more."""
     num_blocks = num_bytes // block_bytes(shape, block_size, dtype)
     if num_blocks < 2:
         raise ValueError(
@@ -38,20 +38,20 @@ def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, 
 
 
 def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, dtype: torch.dtype) -> int:
-    """What the largest step of a worker may take beside weights and pool; an estimate from above."""
+    """Estimate from above what the largest step takes in addition to weights and pool."""
     hidden, inner = config.hidden_size, config.intermediate_size or 4 * config.hidden_size
     projections = config.query_size + 2 * config.kv_size
     states = max_step_tokens * (4 * hidden + 2 * projections + 3 * inner)
     gathered = max(config.max_model_len, max_step_tokens) * 2 * config.kv_size  # of one layer, for a resumed prefill
-    drawing = max_num_seqs * config.vocab_size * _BYTES_PER_LOGIT
+    sampling = max_num_seqs * config.vocab_size * _BYTES_PER_LOGIT
     partial = max_num_seqs * config.query_size * _BYTES_PER_QUERY
-    return (states + gathered) * dtype.itemsize + drawing + partial + _FIXED_BYTES
+    return (states + gathered) * dtype.itemsize + sampling + partial + _FIXED_BYTES
 
 
 def free_memory_bytes(device: torch.device, num_sharing: int = 1) -> int:
-    """Memory that a pool could take now: of the GPU, or of this machine within its cgroup's limit.
+    """Return the memory that a pool can take: of the GPU, or of this machine within its cgroup's limit.
 
-    Of a GPU with several workers each has its part of the whole, as what is free depends on how far the others are.
+    Workers that share a GPU have equal parts of it, as the free memory depends on what the others have allocated.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -65,7 +65,7 @@ def free_memory_bytes(device: torch.device, num_sharing: int = 1) -> int:
 
 
 def _available_bytes() -> int:
-    """MemAvailable counts the page cache that would give way; the plain count of free pages is for other systems."""
+    """Read MemAvailable, which counts reclaimable page cache. Systems without it report their free pages."""
     try:
         lines = _MEMINFO.read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,7 +1,7 @@
-"""Runs steps: block copies, one forward over all sequences, logits where they are needed, and the draws.
+"""The model runner: block copies, one forward over all sequences of a step, logits where needed, and sampling.
 
-launch:   inputs -> model -> logits -> draws, extremes of what was written -> to the host     queued on the device
-collect:  wait -> check -> one result a sequence                                              here results are looked at
+launch:   inputs -> model -> logits -> samples, extremes of the written KV -> to the host     queued on the device
+collect:  wait -> check -> one result per sequence                                            results are read only here
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
 from worker.device import DeviceStream, current_device, default_stream, to_device, to_host
 from worker.engine.step import Launch, SequenceResult, SequenceStep, Step
 from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
-from worker.runner.batch import Batch, BatchedSequence, build_batch
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
 
@@ -37,13 +37,13 @@ class ModelRunner:
 
     __slots__ = (
         "_attention",
-        "_cache",
         "_decoder",
         "_device",
         "_eos_token_ids",
         "_graphs",
         "_last",
         "_stream",
+        "cache",
         "numerics",
     )
 
@@ -57,109 +57,65 @@ class ModelRunner:
         max_num_seqs: int = 64,
         stream: DeviceStream | None = None,
     ) -> None:
-        """`eos_token_ids` are hidden from draws before min_tokens. Allocates the pool of `num_blocks` blocks. Steps of
-        more than `max_num_seqs` decodes may be slower. They are queued on `stream` if it is given, else as the device
-        does it."""
+        """Allocate the pool of `num_blocks` blocks, and record graphs for steps of up to `max_num_seqs` decodes.
+
+        `eos_token_ids` are not sampled before min_tokens. Steps are queued on `stream`, if given.
+        """
         self._decoder = model.decoder
         self._device = model.device
         self._stream = stream or default_stream(model.device)
-        self._last: _Outputs | None = None
-        """Of the step queued last, for one that follows it; None: it has raised, or none will follow."""
+        self._last: _StepOutput | None = None
+        """The output of the step queued last, for one that follows it. None: it raised, or none can follow."""
         self._eos_token_ids = tuple(eos_token_ids)
         shape = model.config.attention
-        self._cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
-        self._attention = select_attention(shape, self._cache, deterministic=model.options.deterministic)
+        self.cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
+        self._attention = select_attention(shape, self.cache, deterministic=model.options.deterministic)
         max_model_len = min(model.config.max_model_len, (num_blocks - 1) * block_size)
         self._graphs = self._record(model, max_num_seqs, max_model_len)
         self.numerics = f"{model.numerics}/{self._attention.name}"
-
-    @property
-    def cache(self) -> KVCache:
-        return self._cache
 
     @property
     def overlaps(self) -> bool:
         return self._stream.overlaps
 
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        """Results: one per sequence of the step, in its order. To collect them may raise SamplingError, and NonFiniteKV
-        whether the step draws or not."""
-        with _cleared_if_raises(self._cache, step):
-            return _StepLaunch(self._cache, step, self._stream.enqueue(partial(self._compute, step)))
+        """Queue the step. Collecting may raise SamplingError and NonFiniteKV."""
+        with _cleared_if_raises(self.cache, step):
+            return _StepLaunch(self.cache, step, self._stream.enqueue(partial(self._compute, step)))
 
     def run(self, step: Step) -> list[SequenceResult]:
         return self.launch(step).collect()
 
     @torch.inference_mode()
-    def _compute(self, step: Step) -> _Outputs:
-        """Queue the whole of a step."""
+    def _compute(self, step: Step) -> _StepOutput:
         last, self._last = self._last, None
-        self._cache.copy_blocks(step.copies)
-        outputs = self._outputs(step, last)
+        self.cache.copy_blocks(step.copies)
+        token_ids = _followed_token_ids(step, last)
+        output = self._replay(step.sequences, token_ids) or self._forward(step, token_ids)
         if self._stream.overlaps:
-            self._last = outputs
-        return outputs
+            self._last = output
+        return output
 
-    def _outputs(self, step: Step, last: _Outputs | None) -> _Outputs:
-        token_ids = _followed(step, last)
+    def _forward(self, step: Step, token_ids: Tensor | None) -> _StepOutput:
+        """Run the model over any step. `token_ids` (sequences,), if given, replace those of its decodes."""
         if not step.sequences:
-            return _Outputs((), None, None, (), None)
-        if (replayed := self._replay(step.sequences, token_ids)) is not None:
-            tokens, slots = replayed
-            places = [(place, sequence) for place, sequence in enumerate(step.sequences)]
-            extremes = to_host(self._cache.find_extremes(slots))
-            return _Outputs(places, tokens.token_ids, tokens.to_host(), [()] * len(places), extremes)
-        batch = build_batch(step, self._attention, self._device, self._cache.block_size)
+            return _StepOutput((), None, None, (), None)
+        batch = build_batch(step, self._attention, self._device, self.cache.block_size)
         if token_ids is not None:
             order = to_device([sequence.index for sequence in batch.sequences], torch.int64, self._device)
             batch.forward.token_ids.copy_(token_ids[order])
         hidden = self._decoder.forward(batch.forward, self._attention)
-        drawn = self._draw(batch, hidden)
-        return _Outputs(
+        sampled = self._sample(batch, hidden)
+        return _StepOutput(
             [(sequence.index, sequence.step) for sequence in batch.sequences],
-            None if drawn is None else drawn.token_ids,
-            None if drawn is None else drawn.to_host(),
+            None if sampled is None else sampled.token_ids,
+            None if sampled is None else sampled.to_host(),
             [self._prompt_logprobs(sequence, hidden) for sequence in batch.sequences],
-            to_host(self._cache.find_extremes(batch.forward.slots)),
+            to_host(self.cache.find_extremes(batch.forward.slots)),
         )
 
-    def _draw(self, batch: Batch, hidden: Tensor) -> SamplerOutput | None:
-        """The draws of each sequence, from the logits of its last token."""
-        drawing = [sequence for sequence in batch.sequences if sequence.step.sampling_rows]
-        if not drawing:
-            return None
-        if len(drawing) < len(hidden):
-            hidden = hidden[to_device([sequence.stop - 1 for sequence in drawing], torch.int64, self._device)]
-        logits = self._decoder.logits(hidden)
-        draws = [draw for sequence in drawing for draw in sequence.step.sampling_rows]
-        if len(draws) > len(drawing):
-            rows = [row for row, sequence in enumerate(drawing) for _ in sequence.step.sampling_rows]
-            logits = logits[to_device(rows, torch.int64, self._device)]
-        return sample(logits, draws, self._eos_token_ids)
-
-    def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
-        """Decodes on a GPU. Models that are not our own may do on the host what a recording would not repeat."""
-        if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
-            return None
-        try:
-            with current_device(self._device), torch.inference_mode():
-                return DecodeGraphs(
-                    model.decoder,
-                    self._attention,
-                    self._device,
-                    block_size=self._cache.block_size,
-                    max_rows=max_rows,
-                    max_model_len=max_model_len,
-                    record=cuda_recorder() if isinstance(model.decoder, LlamaDecoder) else rerun,
-                )
-        except RuntimeError as error:
-            logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
-            return None
-
-    def _replay(
-        self, sequences: Sequence[SequenceStep], token_ids: Tensor | None
-    ) -> tuple[SamplerOutput, Tensor] | None:
-        """A step of decodes alone through its recording, and the slots that it writes; None: it has to be run."""
+    def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> _StepOutput | None:
+        """Run a step of decodes through its recording. None: there is none."""
         if self._graphs is None or any(
             len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None for s in sequences
         ):
@@ -167,7 +123,25 @@ class ModelRunner:
         if (replayed := self._graphs.logits(sequences, token_ids)) is None:
             return None
         logits, slots = replayed
-        return sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids), slots
+        sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
+        extremes = to_host(self.cache.find_extremes(slots))
+        return _StepOutput(
+            list(enumerate(sequences)), sampled.token_ids, sampled.to_host(), [()] * len(sequences), extremes
+        )
+
+    def _sample(self, batch: Batch, hidden: Tensor) -> SamplerOutput | None:
+        """Sample every row of each sequence from the logits of its last token."""
+        sampling = [sequence for sequence in batch.sequences if sequence.step.sampling_rows]
+        if not sampling:
+            return None
+        if len(sampling) < len(hidden):
+            hidden = hidden[to_device([sequence.stop - 1 for sequence in sampling], torch.int64, self._device)]
+        logits = self._decoder.logits(hidden)
+        rows = [row for sequence in sampling for row in sequence.step.sampling_rows]
+        if len(rows) > len(sampling):
+            sources = [source for source, sequence in enumerate(sampling) for _ in sequence.step.sampling_rows]
+            logits = logits[to_device(sources, torch.int64, self._device)]
+        return sample(logits, rows, self._eos_token_ids)
 
     def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> Sequence[LogprobRows]:
         num_top = sequence.step.num_prompt_logprobs
@@ -182,50 +156,123 @@ class ModelRunner:
             found.append(rows.to_host())
         return found
 
+    def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
+        """Record decodes on a GPU. Models that are not our own may do on the host what a recording would not repeat."""
+        if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
+            return None
+        try:
+            with current_device(self._device), torch.inference_mode():
+                return DecodeGraphs(
+                    model.decoder,
+                    self._attention,
+                    self._device,
+                    block_size=self.cache.block_size,
+                    max_rows=max_rows,
+                    max_model_len=max_model_len,
+                    record=cuda_recorder() if isinstance(model.decoder, LlamaDecoder) else rerun,
+                )
+        except RuntimeError as error:
+            logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
+            return None
+
 
 @dataclass(frozen=True, slots=True)
-class _Outputs:
-    """What a step leaves on the host, in the order of the batch."""
+class BatchedSequence:
+    """Sequence `index` of the step; its tokens are rows first..stop-1 of the batch."""
+
+    step: SequenceStep
+    first: int
+    stop: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The inputs of one forward."""
+
+    sequences: tuple[BatchedSequence, ...]
+    forward: ForwardBatch
+
+
+def build_batch(step: Step, attention: Attention, device: torch.device, block_size: int) -> Batch:
+    """Lay the step's sequences end to end, in the order that `worker.attention.base` asks for."""
+    order = sorted(range(len(step.sequences)), key=lambda index: _sort_key(step.sequences[index]))
+    sequences, first = [], 0
+    for index in order:
+        sequence = step.sequences[index]
+        stop = first + len(sequence.token_ids)
+        sequences.append(BatchedSequence(sequence, first, stop, index))
+        first = stop
+    parts = [batched.step for batched in sequences]
+    plan = attention.plan([_span(part, block_size) for part in parts])
+    token_ids = [token_id for part in parts for token_id in part.token_ids]
+    positions = [position for part in parts for position in range(part.start, part.start + len(part.token_ids))]
+    slots = [slot for part in parts for slot in part.slots]
+    tensors = to_device((token_ids, positions, slots), torch.int64, device)
+    return Batch(tuple(sequences), ForwardBatch(tensors[0], tensors[1], tensors[2], plan))
+
+
+def _sort_key(sequence: SequenceStep) -> tuple[int, int]:
+    """Sort decodes first, by context length. Chunks keep their order, as sorting is stable."""
+    is_decode = len(sequence.token_ids) == 1
+    return (0, sequence.start) if is_decode else (1, 0)
+
+
+def _span(part: SequenceStep, block_size: int) -> Span:
+    """Repeat a table that is shorter than the sequence (see `cache.allocators.plain`).
+
+    Its blocks are overwritten in turn; what they held before lies outside every layer's window.
+    """
+    table, stop = part.block_table, part.start + len(part.token_ids)
+    num_blocks = -(-stop // block_size)
+    if len(table) < num_blocks:
+        table = [table[index % len(table)] for index in range(num_blocks)]
+    return Span(part.start, len(part.token_ids), table)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepOutput:
+    """A step's output on the host, in the order of the batch."""
 
     sequences: Sequence[tuple[int, SequenceStep]]
-    """Each with its place in the step."""
+    """Each with its index in the step."""
     token_ids: Tensor | None
-    """What was drawn, on the device."""
+    """The sampled tokens, on the device."""
     sampled: SamplerOutput | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
     extremes: Tensor | None
-    """Of the keys and values that were written."""
+    """Of the written keys and values."""
 
-    def rows(self) -> dict[int, int]:
-        """For each place in the step the row of `token_ids` with its first token."""
+    def first_rows(self) -> dict[int, int]:
+        """Return the row of `token_ids` with the first token of each sequence, by its index in the step."""
         rows, row = {}, 0
-        for place, sequence in self.sequences:
-            rows[place] = row
+        for index, sequence in self.sequences:
+            rows[index] = row
             row += len(sequence.sampling_rows)
         return rows
 
     def results(self) -> list[SequenceResult]:
-        """Raises SamplingError, NonFiniteKV."""
+        """Read the tensors. Raises SamplingError, NonFiniteKV."""
         tokens = iter(() if self.sampled is None else self.sampled.tokens())
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
             raise NonFiniteKV("keys or values of the step are not finite")
         results = [SequenceResult()] * len(self.sequences)
-        for (place, sequence), logprobs in zip(self.sequences, self.prompt_logprobs, strict=True):
-            drawn = tuple(next(tokens) for _ in sequence.sampling_rows)
-            results[place] = SequenceResult(drawn, tuple(token for rows in logprobs for token in rows.rows()))
+        for (index, sequence), logprobs in zip(self.sequences, self.prompt_logprobs, strict=True):
+            sampled = tuple(next(tokens) for _ in sequence.sampling_rows)
+            results[index] = SequenceResult(sampled, tuple(token for rows in logprobs for token in rows.rows()))
         return results
 
 
-def _followed(step: Step, last: _Outputs | None) -> Tensor | None:
-    """(sequences,) the tokens of decodes that follow the last step, as it has drawn them; None: these do not."""
-    places = [sequence.follows for sequence in step.sequences if sequence.follows is not None]
-    if not places:
+def _followed_token_ids(step: Step, last: _StepOutput | None) -> Tensor | None:
+    """Return (sequences,) the tokens that the last step sampled for decodes that follow it. None: these do not."""
+    indices = [sequence.follows for sequence in step.sequences if sequence.follows is not None]
+    if not indices:
         return None
-    assert len(places) == len(step.sequences), "a part of a step follows another"
+    assert len(indices) == len(step.sequences), "only a part of the step follows another"
     if last is None or last.token_ids is None:
         raise RuntimeError("there is no step to follow")
-    rows = last.rows()
-    return last.token_ids[to_device([rows[place] for place in places], torch.int64, last.token_ids.device)]
+    rows = last.first_rows()
+    return last.token_ids[to_device([rows[index] for index in indices], torch.int64, last.token_ids.device)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +281,7 @@ class _StepLaunch:
 
     cache: KVCache
     step: Step
-    work: Launch[_Outputs]
+    work: Launch[_StepOutput]
 
     def is_done(self) -> bool:
         return self.work.is_done()
@@ -246,11 +293,10 @@ class _StepLaunch:
 
 @contextmanager
 def _cleared_if_raises(cache: KVCache, step: Step) -> Iterator[None]:
-    """Zeroes what the step was to write when it raises, for whatever reason: it may have written some of it, and the
-    blocks' next owner may read it as padding. What the step has only read is not touched."""
+    """Zero the slots that the step writes if it raises, as the next owner of their blocks may read them as padding."""
     try:
         yield
     except Exception:
-        with suppress(RuntimeError):  # of a device that is gone
+        with suppress(RuntimeError):  # the device may be lost
             cache.clear([slot for sequence in step.sequences for slot in sequence.slots])
         raise
