@@ -42,6 +42,7 @@ from server.auth.limits import AuthThrottle, RateLimits
 from server.background import keep_running
 from server.cli.index.report import index_report
 from server.config import GatewayConfig, parse
+from server.errors import NotFoundError, UnavailableError
 from server.http.front import Listener
 from server.http.middleware import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
@@ -61,9 +62,8 @@ from server.request.retry import RetryPolicy
 from server.request_context import add_ids
 from server.router.router import Router, RouterSettings
 from server.tracing import SERVICE
-from server.workers.actions import WorkerActions
-from server.workers.client import WorkerClient
-from server.workers.fleet import Fleet, FleetSettings, NoIndex, http_fetch
+from server.workers.client import WorkerClient, WorkerLost
+from server.workers.fleet import Fleet, FleetSettings, NoIndex
 from server.workers.networks import WorkerNetworks
 from server.workers.watch import StallWatch
 from worker.common.logs import configure_logging
@@ -104,8 +104,9 @@ class Gateway:
         self.models = Models(self._client, self._executor, options)
         self._index = self._open_index()
         settings = FleetSettings(workers=config.workers, cluster_secret=secret, networks=networks)
-        fetch = http_fetch(self._client.session)
-        self.fleet = Fleet(self._index, fetch, settings, clock=time.monotonic, namespaces=self.models.namespaces)
+        self.fleet = Fleet(
+            self._index, self._client.state, settings, clock=time.monotonic, namespaces=self.models.namespaces
+        )
         self._prefix_tree = PrefixTree(time.monotonic)
         self._decisions = DecisionLog()
         self.router = Router(
@@ -159,7 +160,7 @@ class Gateway:
                 index_report=lambda: index_report(self._index),
                 prefixes=self._prefixes,
                 drain=self.drain,
-                actions=WorkerActions(self._client.session, self.fleet.workers),
+                act=self._act,
                 feed=self.feed,
                 public=self.public,
                 key=config.ops_key(),
@@ -276,6 +277,16 @@ class Gateway:
             prefixes=self._prefixes,
             decisions=self._decisions,
         )
+
+    async def _act(self, worker_id: str, action: str) -> dict[str, Any]:
+        """Drain a worker, or purge its cache. Raises NotFoundError or UnavailableError."""
+        member = next((member for member in self.fleet.workers() if member.worker_id == worker_id), None)
+        if member is None:
+            raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
+        try:
+            return {"worker": worker_id, **await self._client.act(member.url, action)}
+        except WorkerLost as error:
+            raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
 
     def _prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
         return self._prefix_tree.top(self.fleet.live_workers(model), limit)

@@ -22,7 +22,8 @@ from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
 from server.router.placement import RouteRequest
 from server.router.router import Router, RouterSettings
-from server.workers.fleet import FetchError, Fleet
+from server.workers.client import WorkerLost
+from server.workers.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ async def measure_decision(url: str, client: RedisClient, count: int = 500) -> T
 
 
 async def _no_fetch(url: str) -> WorkerState:
-    raise FetchError(url)
+    raise WorkerLost(url)
 
 
 async def measure_during_rewrite(url: str, client: RedisClient) -> Timing:

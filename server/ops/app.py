@@ -33,10 +33,11 @@ from server.ops.pages import Pages
 from server.ops.prefix_tree import SharedPrefix
 from server.router.placement import RouteRequest
 from server.schema.decoding import decode_json, inspect
-from server.workers.actions import ACTIONS, WorkerActions
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000
+ACTIONS: Final = ("drain", "purge")
+"""What an operator may do with one worker."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,8 @@ class OpsServices:
     prefixes: Callable[[int, str | None], Sequence[SharedPrefix]]
     """At most so many, of one model or of all."""
     drain: Callable[[], None]
-    actions: WorkerActions
+    act: Callable[[str, str], Awaitable[dict[str, Any]]]
+    """Does one of ACTIONS at a worker."""
     feed: Feed
     public: ASGIApp
     key: bytes | None = None
@@ -133,7 +135,7 @@ class OpsApi:
 
     def _act(self, action: str) -> Callable[[Request], Awaitable[Response]]:
         async def act(request: Request) -> Response:
-            return json_response(await self._services.actions.act(request.path_params["worker_id"], action))
+            return json_response(await self._services.act(request.path_params["worker_id"], action))
 
         return act
 

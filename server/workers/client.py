@@ -12,14 +12,14 @@ import asyncio
 import ssl
 import time
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import aiohttp
 import msgspec
 
-from server.workers.connection import ConnectionBrokenError, ConnectionPool, HttpConnection
+from cache.records import WorkerState
+from server.workers.connection import ConnectionBrokenError, ConnectionPool, HttpConnection, loop_time_timeout
 from server.workers.networks import WorkerNetworks
-from server.workers.patience import patiently
 from worker.wire import (
     CONTENT_TYPE,
     Failed,
@@ -33,10 +33,11 @@ from worker.wire import (
 )
 
 MAX_REFUSAL_BYTES: Final = 64 * 1024
-MAX_ANSWER_BYTES: Final = 256 << 20
-"""Of what is no stream: a tokenizer bundle is the largest."""
+MAX_ANSWER_BYTES: Final = 256 * 1024
+MAX_BUNDLE_BYTES: Final = 256 << 20
 CONNECT_TIMEOUT_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 2.0
+ACTION_TIMEOUT_S: Final = 10.0
 BUNDLE_TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
 _HEADERS: Final = {"content-type": CONTENT_TYPE}
@@ -47,6 +48,8 @@ class WorkerError(Exception):
 
 
 class WorkerRefused(WorkerError):
+    """The worker answered with an error before it started."""
+
     def __init__(self, status: int, failed: Failed) -> None:
         super().__init__(f"{status} {failed.code}: {failed.message}")
         self.status = status
@@ -54,11 +57,11 @@ class WorkerRefused(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    pass
+    """The worker gave no answer, or a broken one."""
 
 
 class StaleConnection(WorkerLost):
-    pass
+    """A kept-alive connection ended before an answer."""
 
 
 class GenerateStream:
@@ -77,7 +80,7 @@ class GenerateStream:
         self.last_read_s = time.monotonic()
 
     async def __aenter__(self) -> Self:
-        """Sends the request. Raises WorkerRefused or WorkerLost."""
+        """Send the request. Raises WorkerRefused or WorkerLost."""
         try:
             connection = await self._pool.post(self.url, pack_request(self._request))
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: a URL that cannot be dialled
@@ -110,17 +113,17 @@ class GenerateStream:
             self._connection.close()
 
     def complete(self) -> None:
-        """The last frame was read: the connection may be used again."""
+        """Keep the connection for other requests: the last frame was read."""
         self.completed = True
 
     def give_up(self) -> None:
-        """Called by the watch over silent streams: whoever reads gets WorkerLost."""
+        """Raise WorkerLost in the task that reads. Called by the watch over silent streams."""
         self._given_up = True
         if self._connection is not None:
             self._connection.fail("silent and unreachable")
 
     async def read(self) -> list[Frame]:
-        """The frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends."""
+        """Return the frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends."""
         assert self._connection is not None, "not entered"
         frames: list[Frame] = []
         try:
@@ -136,18 +139,18 @@ class GenerateStream:
 
 
 class WorkerClient:
-    """Keep-alive connections to every worker. Owned by the gateway; `close` ends them."""
+    """Calls workers over keep-alive connections. Owned by the gateway, which closes it."""
 
     def __init__(self, session: aiohttp.ClientSession, pool: ConnectionPool) -> None:
-        self.session = session
-        """For everything but /generate."""
+        """`session` serves everything but /generate."""
+        self._session = session
         self._pool = pool
 
     @classmethod
     def open(cls, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None) -> Self:
-        """Call inside a running loop. `token` is shown to every worker; none outside of `networks` is dialled.
+        """Open a client inside a running loop. It shows `token` to every worker and dials none outside `networks`.
 
-        `tls`: how the certificates of https workers are checked; None: by the CAs of this machine.
+        `tls` checks the certificates of https workers; None: this machine's CAs do.
         """
         networks = networks or WorkerNetworks()
         connector = aiohttp.TCPConnector(
@@ -157,21 +160,21 @@ class WorkerClient:
             socket_factory=networks.open_socket,
             ssl=True if tls is None else tls,
         )
+        session = aiohttp.ClientSession(
+            connector=connector,
+            headers={"authorization": f"Bearer {token}"} if token else None,
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
         return cls(
-            aiohttp.ClientSession(
-                connector=connector,
-                headers={"authorization": f"Bearer {token}"} if token else None,
-                timeout=aiohttp.ClientTimeout(total=None),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            ),
-            ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls),
+            session, ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls)
         )
 
     async def close(self) -> None:
         self._pool.close()
-        await self.session.close()
+        await self._session.close()
 
     def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
         return GenerateStream(self._pool, url, request)
@@ -179,47 +182,59 @@ class WorkerClient:
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
         body = msgspec.msgpack.encode({"request_id": request_id, "choice": choice})
-        await self._exchange("POST", url + "/abort", body, PROBE_TIMEOUT_S)
+        await self._exchange("POST", url + "/abort", PROBE_TIMEOUT_S, body=body)
+
+    async def state(self, url: str) -> WorkerState:
+        """Return the worker's member and load. Raises WorkerLost."""
+        return _decoded(url, await self._exchange("GET", url + "/state", PROBE_TIMEOUT_S), WorkerState)
 
     async def bundle(self, url: str) -> TokenizerBundle:
-        """Raises WorkerLost."""
-        return _checked(url, await self._exchange("GET", url + "/bundle", None, BUNDLE_TIMEOUT_S), TokenizerBundle)
+        """Return the worker's tokenizer bundle. Raises WorkerLost."""
+        data = await self._exchange("GET", url + "/bundle", BUNDLE_TIMEOUT_S, max_bytes=MAX_BUNDLE_BYTES)
+        return _decoded(url, data, TokenizerBundle)
+
+    async def act(self, url: str, action: str) -> dict[str, Any]:
+        """Do an operator's action, "drain" or "purge", and return the worker's answer. Raises WorkerLost."""
+        data = await self._exchange("POST", f"{url}/{action}", ACTION_TIMEOUT_S)
+        try:
+            return msgspec.json.decode(data, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WorkerLost(f"{url}: {error}") from error
 
     async def is_alive(self, url: str) -> bool:
-        """Whether the worker answers and says that its engine lives."""
+        """Return whether the worker answers that its engine lives."""
         try:
-            await self._exchange("GET", url + "/health/live", None, PROBE_TIMEOUT_S)
+            await self._exchange("GET", url + "/health/live", PROBE_TIMEOUT_S)
         except WorkerLost:
             return False
         return True
 
-    async def _exchange(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
+    async def _exchange(
+        self, method: str, url: str, timeout_s: float, *, body: bytes | None = None, max_bytes: int = MAX_ANSWER_BYTES
+    ) -> bytes:
+        """Send a request and return the body of its answer. Raises WorkerLost."""
         try:
-            return await patiently(self._ask(method, url, body), timeout_s)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return await loop_time_timeout(self._ask(method, url, body, max_bytes), timeout_s)
+        except TimeoutError as error:
+            raise WorkerLost(f"{url}: no answer within {timeout_s:g} s") from error
+
+    async def _ask(self, method: str, url: str, body: bytes | None, max_bytes: int) -> bytes:
+        answer = bytearray()
+        request = self._session.request(method, url, data=body, headers=_HEADERS, allow_redirects=False)
+        try:
+            async with request as response:
+                async for part in response.content.iter_any():
+                    answer += part
+                    if len(answer) > max_bytes:
+                        raise WorkerLost(f"{url}: the answer has more than {max_bytes} bytes")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
-
-    async def _ask(self, method: str, url: str, body: bytes | None) -> bytes:
-        async with self.session.request(method, url, data=body, headers=_HEADERS, allow_redirects=False) as response:
-            data = await read_bounded(response.content, MAX_ANSWER_BYTES)
-            if response.status >= 300:
-                raise WorkerLost(f"{url}: status {response.status}")
-            return data
+        if response.status >= 300:
+            raise WorkerLost(f"{url}: status {response.status}")
+        return bytes(answer)
 
 
-async def read_bounded(content: aiohttp.StreamReader, limit_bytes: int) -> bytes:
-    """Read a whole body, in however many parts it comes. Raises WorkerLost past the limit."""
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in content.iter_any():
-        parts.append(part)
-        num_bytes += len(part)
-        if num_bytes > limit_bytes:
-            raise WorkerLost(f"the answer has more than {limit_bytes} bytes")
-    return b"".join(parts)
-
-
-def _checked(url: str, data: bytes, kind: type[T]) -> T:
+def _decoded(url: str, data: bytes, kind: type[T]) -> T:
     try:
         return unpack(data, kind)
     except WireError as error:
@@ -227,7 +242,7 @@ def _checked(url: str, data: bytes, kind: type[T]) -> T:
 
 
 async def _refusal(status: int, connection: HttpConnection) -> Failed:
-    """The Failed frame in the body of a refusal; a stand-in when the body is something else."""
+    """Return the Failed frame in the body of a refusal; a stand-in when the body is something else."""
     data = b""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -1,6 +1,6 @@
-"""The hot path's HTTP/1.1 client: keep-alive connections to workers, and no more than a POST and its streamed answer.
+"""The hot path's HTTP/1.1 client: keep-alive connections to workers, for a POST and its streamed answer.
 
-    idle --take--> [send, head, read ...] --give back--> idle          anything else: closed
+    idle -> send -> head -> read ... -> give back -> idle          anything else closes the connection
 
 A general client costs several times as much a request; everything that is not hot goes through aiohttp.
 """
@@ -10,32 +10,58 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, Final, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from server.workers.networks import WorkerNetworks
-from server.workers.patience import patiently
 
 HIGH_WATER_BYTES: Final = 256 * 1024
-"""Unread bytes at which the worker is told to wait: a slow client shall not fill our memory."""
+"""With so many unread bytes the worker must wait: a slow client shall not fill our memory."""
 MAX_IDLE_S: Final = 20.0
 MAX_IDLE_PER_WORKER: Final = 512
 LAST_CHUNK_TIMEOUT_S: Final = 2.0
+_TIMEOUT_SLICES: Final = 8
+T = TypeVar("T")
 
 
 class ConnectionBrokenError(Exception):
-    """The connection ended, or what came was no HTTP. `reused`: before any answer, on a kept-alive connection."""
+    """The connection ended, or the answer is not HTTP. `reused`: a kept-alive one ended before any answer."""
 
     def __init__(self, message: str, *, reused: bool = False) -> None:
         super().__init__(message)
         self.reused = reused
 
 
+async def loop_time_timeout(
+    work: Coroutine[Any, Any, T], timeout_s: float, discard: Callable[[T], object] = lambda result: None
+) -> T:
+    """Return the result of `work`, or raise TimeoutError. Only time counts during which this event loop has run.
+
+    `asyncio.timeout` compares clocks: a loop that was busy or stopped for longer finds the time over, although the
+    answer is in the socket. `discard` gets a result that comes as the time ends or as the caller is cancelled.
+    """
+    task = asyncio.create_task(work)
+    is_taken = False
+    try:
+        for _ in range(_TIMEOUT_SLICES):
+            done, _ = await asyncio.wait((task,), timeout=timeout_s / _TIMEOUT_SLICES)
+            if done:
+                is_taken = True
+                return task.result()
+    finally:
+        if not is_taken:
+            task.cancel()
+            await asyncio.wait((task,))
+            if not task.cancelled() and task.exception() is None:
+                discard(task.result())
+    raise TimeoutError
+
+
 class HttpConnection(asyncio.Protocol):
-    """One connection and at most one request on it. One task reads."""
+    """One connection, with at most one request at a time, read by one task."""
 
     __slots__ = (
         "_broken",
@@ -77,13 +103,13 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(request)
 
     async def head(self) -> int:
-        """The answer's status. Raises ConnectionBrokenError."""
+        """Return the answer's status. Raises ConnectionBrokenError."""
         while self._status is None:
             await self._wait()
         return self._status
 
     async def read(self) -> bytes:
-        """What has come of the body, b"" at its end. Raises ConnectionBrokenError."""
+        """Return what has arrived of the body, b"" at its end. Raises ConnectionBrokenError."""
         while not self._parts:
             if self._complete:
                 return b""
@@ -97,7 +123,7 @@ class HttpConnection(asyncio.Protocol):
         return data
 
     def release(self, give_back: Callable[[HttpConnection], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Nothing more is to be read: keep the connection once its answer has quite ended."""
+        """Call `give_back` when the answer has ended: the caller reads no more of it."""
         self._parts, self._size = [], 0
         if self._complete:
             give_back(self)
@@ -106,13 +132,13 @@ class HttpConnection(asyncio.Protocol):
             self._idle_timer = loop.call_later(LAST_CHUNK_TIMEOUT_S, self.close)
 
     def close(self) -> None:
-        """At once: the worker takes it for an abort."""
+        """Close at once: the worker takes it for an abort."""
         self.fail("closed")
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, why: str) -> None:
-        """Whoever reads gets ConnectionBrokenError."""
+        """Raise ConnectionBrokenError in the task that reads."""
         self._broken = self._broken or why
         self._wake()
 
@@ -121,7 +147,7 @@ class HttpConnection(asyncio.Protocol):
         return self._broken is None and self._complete
 
     def rest(self, loop: asyncio.AbstractEventLoop, expire: Callable[[HttpConnection], None]) -> None:
-        """Idle from now on, for a while."""
+        """Become idle, and call `expire` after a while."""
         self._reused = True
         self._idle_timer = loop.call_later(MAX_IDLE_S, expire, self)
 
@@ -137,7 +163,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._complete:
-            self.close()  # an answer that nobody asked for
+            self.close()  # an answer without a request
             return
         try:
             self._parser.feed_data(data)
@@ -182,8 +208,8 @@ class HttpConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
 
-class Target:
-    """A worker's address, taken apart once."""
+class WorkerAddress:
+    """A worker's parsed URL, and the head of every request to it up to its content length."""
 
     __slots__ = ("head", "host", "port", "tls")
 
@@ -200,7 +226,7 @@ class Target:
 
 
 class ConnectionPool:
-    """Idle connections by worker. Owned by the event loop; `close` ends them all."""
+    """Idle connections by worker. Owned by the event loop."""
 
     def __init__(
         self,
@@ -215,22 +241,25 @@ class ConnectionPool:
         self._networks = networks or WorkerNetworks()
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._idle: defaultdict[str, list[HttpConnection]] = defaultdict(list)
-        self._targets: dict[str, Target] = {}
+        self._addresses: dict[str, WorkerAddress] = {}
 
     async def post(self, url: str, body: bytes) -> HttpConnection:
         """Send `body` to the worker's /generate. Raises OSError or TimeoutError when there is no connection."""
-        target = self._targets.get(url)
-        if target is None:
-            target = self._targets[url] = Target(url, self._token)
-        connection = self._take(url) or await self._connect(target)
-        connection.send(b"%b%d\r\n\r\n%b" % (target.head, len(body), body))
+        address = self._addresses.get(url)
+        if address is None:
+            address = self._addresses[url] = WorkerAddress(url, self._token)
+        connection = self._take(url)
+        if connection is None:
+            connection = await loop_time_timeout(self._dial(address), self._connect_timeout_s, HttpConnection.close)
+        connection.send(b"%b%d\r\n\r\n%b" % (address.head, len(body), body))
         return connection
 
     def give_back(self, url: str, connection: HttpConnection) -> None:
-        """The whole answer has been read, or all of it that matters."""
-        connection.release(lambda rested: self._put(url, rested), asyncio.get_running_loop())
+        """Take a connection whose answer has been read, or all of it that matters."""
+        connection.release(lambda released: self._put(url, released), asyncio.get_running_loop())
 
     def close(self) -> None:
+        """Close every idle connection."""
         for connections in self._idle.values():
             for connection in list(connections):
                 connection.close()
@@ -257,17 +286,14 @@ class ConnectionPool:
             self._idle[url].remove(connection)
         if not self._idle[url]:
             del self._idle[url]
-            self._targets.pop(url, None)
+            self._addresses.pop(url, None)
         connection.close()
 
-    async def _connect(self, target: Target) -> HttpConnection:
-        return await patiently(self._dial(target), self._connect_timeout_s, HttpConnection.close)
-
-    async def _dial(self, target: Target) -> HttpConnection:
+    async def _dial(self, address: WorkerAddress) -> HttpConnection:
         loop = asyncio.get_running_loop()
-        tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": target.host} if target.tls else {}
+        tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": address.host} if address.tls else {}
         refused: OSError | None = None
-        for info in await self._networks.addresses(target.host, target.port):
+        for info in await self._networks.addresses(address.host, address.port):
             try:
                 _, connection = await loop.create_connection(HttpConnection, *info[4][:2], **tls)
                 return connection

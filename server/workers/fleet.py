@@ -1,14 +1,14 @@
-"""The workers this gateway knows, and which of them can be sent a request now.
+"""The workers that this gateway knows, and which of them can be sent a request now.
 
-Known from the registry and from `--workers`; each also answers GET /state itself. The list only grows by what is
-heard and shrinks by what workers themselves say or fail to say, so an empty registry empties nothing, and what somebody
-else has written into it displaces nobody. A registry entry without a lease is an address to ask, no more.
+Known from the registry and from `--workers`; each also answers GET /state itself. Only what workers themselves say, or
+fail to say, removes one: an empty registry removes none, and a forged entry displaces none. A registry entry without a
+lease is only an address to ask.
 
     lease in the registry   direct answer    the worker is
     alive                   any              a candidate with the match that the index says
     lapsed or unread        healthy          a candidate with match 0
     lapsed or unread        failing          gone
-    lapsed or unread        not asked yet    a candidate with match 0 for `grace_s` after it was last heard of
+    lapsed or unread        not asked yet    a candidate with match 0 for `grace_s` after it was last seen
 """
 
 from __future__ import annotations
@@ -16,33 +16,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import aiohttp
-
 from cache.records import Candidate, PrefixIndex, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, WorkerId
-from server.workers.client import WorkerLost, read_bounded
-from server.workers.networks import WorkerNetworks
-from server.workers.patience import patiently
-from server.workers.targets import check_target, urls_of
-from server.workers.verification import Vetting
-from worker.wire import WireError, unpack
+from server.workers.networks import WorkerNetworks, check_target, target_urls
+from server.workers.verification import MemberVerifier
 
 logger = logging.getLogger(__name__)
 
-Fetch = Callable[[str], Coroutine[Any, Any, WorkerState]]
-"""GET /state of a worker's base URL. Raises FetchError."""
-_MAX_STATE_BYTES: Final = 256 * 1024
-MAX_DENIED: Final = 16
+FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
+"""Asks the worker at a URL for its state: `WorkerClient.state`."""
+MAX_CONTRADICTED: Final = 16
 MAX_ASKING: Final = 64
 """Workers that are asked at a time: each takes a connection."""
-
-
-class FetchError(Exception):
-    """The worker did not answer, or not with a state."""
 
 
 class RegistryIndex(PrefixIndex, Protocol):
@@ -52,7 +41,7 @@ class RegistryIndex(PrefixIndex, Protocol):
 
 
 class NoIndex:
-    """For a gateway without Redis: it knows `--workers` alone, and routes by its own books and placements."""
+    """Stands in for the index of a gateway without Redis, which knows `--workers` alone."""
 
     async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
         return None
@@ -66,7 +55,6 @@ class FleetSettings:
     workers: tuple[str, ...] = ()
     """Base URLs, or dns:NAME:PORT for every address of a name."""
     poll_s: float = 1.0
-    fetch_timeout_s: float = 2.0
     grace_s: float = 5.0
     forget_s: float = 600.0
     first_break_s: float = 1.0
@@ -77,138 +65,128 @@ class FleetSettings:
     """Where workers may be."""
 
 
-class _Known:
-    """One worker and everything heard of it."""
+@dataclass(slots=True, eq=False)
+class FleetWorker:
+    """One worker and all that is known of it."""
 
-    __slots__ = (
-        "broken_until_s",
-        "denied",
-        "failed_s",
-        "heard_s",
-        "leased_s",
-        "load",
-        "load_s",
-        "member",
-        "num_failures",
-        "ok_s",
-    )
-
-    def __init__(self, member: WorkerMember, now_s: float) -> None:
-        self.member = member
-        self.heard_s = now_s
-        self.leased_s = -math.inf
-        self.ok_s = -math.inf
-        """The last direct answer."""
-        self.failed_s = -math.inf
-        """The last direct question without one."""
-        self.load = WorkerLoad()
-        self.load_s = now_s
-        self.num_failures = 0
-        self.broken_until_s = -math.inf
-        self.denied: list[Epoch] = []
-        """Epochs that the registry named and the worker itself has contradicted."""
+    member: WorkerMember
+    seen_s: float
+    """When it became known, or last had a lease."""
+    load_s: float
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    leased_s: float = -math.inf
+    answered_s: float = -math.inf
+    """When it last answered directly."""
+    unanswered_s: float = -math.inf
+    """When it was last asked directly and gave no answer."""
+    num_failures: int = 0
+    """Requests that failed there since it last produced a token."""
+    broken_until_s: float = -math.inf
+    """The circuit breaker is open until then."""
+    contradicted: list[Epoch] = field(default_factory=list)
+    """Epochs that the registry named and that the worker itself has contradicted."""
 
 
 class Fleet:
-    """Owned by the gateway's event loop: `run()` asks, everything else only looks."""
+    """Owned by the gateway's event loop. `run` asks the registry and the workers; everything else only looks."""
 
     def __init__(
         self,
         index: RegistryIndex,
-        fetch: Fetch,
+        fetch_state: FetchState,
         settings: FleetSettings | None = None,
         *,
         clock: Callable[[], float],
         namespaces: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`namespaces()` gives the namespace that each model's workers must announce, as far as it is known."""
+        """`namespaces` returns the namespace that each model's workers must announce, as far as it is known."""
         self._index = index
-        self._fetch = fetch
+        self._fetch_state = fetch_state
         self._settings = settings or FleetSettings()
         for target in self._settings.workers:
             check_target(target)
         self._clock = clock
         self._namespaces = namespaces
-        self._known: dict[WorkerId, _Known] = {}
-        self._vetting = Vetting(self._settings.cluster_secret, self._settings.networks)
+        self._workers: dict[WorkerId, FleetWorker] = {}
+        self._verifier = MemberVerifier(self._settings.cluster_secret, self._settings.networks)
         self._unreachable: set[str] = set()
         self.index_answered_s = -math.inf
-        """When a round last read the registry."""
+        """When a poll last read the registry."""
         self.on_forgotten: Callable[[WorkerId], None] = lambda worker_id: None
-        """Set by whoever keeps something for each worker: told of those that are gone for good."""
+        """Called for a worker that is gone for good; set by the router, which keeps something for each."""
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
     # --- for the router ---------------------------------------------------------------------------------------------
 
     def candidates(self, model: str, found: Sequence[Candidate] | None) -> list[Candidate]:
-        """What a lookup found, and beside it every other worker of the model that is not known to be gone."""
+        """Return what a lookup found, and every other worker of the model that is not known to be gone."""
         now_s = self._clock()
-        candidates = []
-        leased = set()
+        candidates, leased = [], set()
         namespaces = self._namespaces()
         for candidate in found or ():
-            if self._passes(candidate.member, namespaces) and self._lease(candidate, now_s):
-                leased.add(candidate.member.worker_id)
-                if candidate.member.model == model:
+            member = candidate.member
+            if self._accepts(member, namespaces) and self._lease(candidate, now_s):
+                leased.add(member.worker_id)
+                if member.model == model:
                     candidates.append(candidate)
-        for worker_id, known in self._known.items():
-            member = known.member
-            if worker_id in leased or member.model != model or not self._live(known, now_s):
+        for worker_id, worker in self._workers.items():
+            member = worker.member
+            if worker_id in leased or member.model != model or not self._is_live(worker, now_s):
                 continue
-            if self._passes(member, namespaces):
-                candidates.append(Candidate(member, known.load, 0, now_s - max(known.load_s, 0.0)))
+            if self._accepts(member, namespaces):
+                candidates.append(Candidate(member, worker.load, 0, now_s - max(worker.load_s, 0.0)))
         return candidates
 
     def broken(self, worker_id: WorkerId) -> bool:
-        """Requests to it failed a moment ago."""
-        known = self._known.get(worker_id)
-        return known is not None and known.broken_until_s > self._clock()
+        """Return whether the worker's circuit breaker is open: requests failed there a moment ago."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.broken_until_s > self._clock()
 
     def report_failure(self, worker_id: WorkerId) -> None:
-        """The HTTP side could not reach it, or lost it: leave it alone for a while, longer each time."""
-        known = self._known.get(worker_id)
-        if known is None:
+        """Open the breaker, for longer each time: the worker could not be reached, or was lost."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
             return
-        known.num_failures += 1
-        pause_s = self._settings.first_break_s * 2.0 ** min(known.num_failures - 1, 10)
-        known.broken_until_s = self._clock() + min(self._settings.max_break_s, pause_s)
+        worker.num_failures += 1
+        break_s = self._settings.first_break_s * 2.0 ** min(worker.num_failures - 1, 10)
+        worker.broken_until_s = self._clock() + min(self._settings.max_break_s, break_s)
         self._wake.set()
 
     def report_wrong_epoch(self, member: WorkerMember) -> None:
-        """The worker has refused the epoch that it is known with: ask it which it has, and use others meanwhile."""
-        known = self._known.get(member.worker_id)
-        if known is not None and known.member.epoch == member.epoch:
-            known.broken_until_s = self._clock() + self._settings.first_break_s
+        """Open the breaker and ask the worker for its epoch: it has refused the one that it is known with."""
+        worker = self._workers.get(member.worker_id)
+        if worker is not None and worker.member.epoch == member.epoch:
+            worker.broken_until_s = self._clock() + self._settings.first_break_s
             self._wake.set()
 
     def report_success(self, worker_id: WorkerId) -> None:
-        """It has produced a token."""
-        known = self._known.get(worker_id)
-        if known is not None and known.num_failures:
-            known.num_failures = 0
-            known.broken_until_s = -math.inf
+        """Close the breaker: the worker has produced a token."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.num_failures:
+            worker.num_failures = 0
+            worker.broken_until_s = -math.inf
 
     def workers(self, model: str | None = None) -> list[WorkerMember]:
-        """The workers known now, live ones first."""
+        """Return the workers known now, live ones first."""
         now_s = self._clock()
-        known = [k for k in self._known.values() if model is None or k.member.model == model]
-        known.sort(key=lambda k: not self._live(k, now_s))
-        return [k.member for k in known]
+        workers = [worker for worker in self._workers.values() if model in (None, worker.member.model)]
+        workers.sort(key=lambda worker: not self._is_live(worker, now_s))
+        return [worker.member for worker in workers]
 
     def live_workers(self, model: str | None = None) -> list[WorkerMember]:
-        """Those that a request could be sent to."""
+        """Return the workers that could be sent a request."""
         now_s = self._clock()
         return [
-            known.member
-            for known in self._known.values()
-            if (model is None or known.member.model == model) and self._live(known, now_s) and not known.load.draining
+            worker.member
+            for worker in self._workers.values()
+            if model in (None, worker.member.model) and self._is_live(worker, now_s) and not worker.load.draining
         ]
 
     # --- finding out ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look at the registry and ask workers directly, until cancelled."""
+        """Poll until cancelled."""
         while True:
             await self.poll()
             self._wake.clear()
@@ -219,42 +197,41 @@ class Fleet:
                 pass
 
     async def poll(self) -> None:
-        """One round: the registry's leases, then direct questions to all that the registry does not vouch for."""
+        """Read the registry's leases, then ask all workers for which it does not vouch."""
         found = await self._index.lookup([])
         now_s = self._clock()
         if found is not None:
             self.index_answered_s = now_s
         namespaces = self._namespaces()
         for candidate in found or ():
-            if self._passes(candidate.member, namespaces):
+            if self._accepts(candidate.member, namespaces):
                 self._lease(candidate, now_s)
-        urls = set(await urls_of(self._settings.workers, self._settings.networks.scheme))
-        urls.update(
-            known.member.url for known in self._known.values() if known.leased_s < now_s or known.broken_until_s > now_s
-        )
+        urls = set(await target_urls(self._settings.workers, self._settings.networks.scheme))
+        vouched = {
+            worker_id
+            for worker_id, worker in self._workers.items()
+            if worker.leased_s >= now_s and worker.broken_until_s <= now_s
+        }
+        urls.update(worker.member.url for worker_id, worker in self._workers.items() if worker_id not in vouched)
         urls.update(
             member.url
             for member in self._index.members()
-            if self._passes(member, namespaces) and not self._is_vouched_for(member, now_s)
+            if self._accepts(member, namespaces) and member.worker_id not in vouched
         )
         self._unreachable &= urls
         await asyncio.gather(*(self._ask(url) for url in urls))
         self._forget()
 
-    def _is_vouched_for(self, member: WorkerMember, now_s: float) -> bool:
-        """Whether the registry gives its worker a lease, and nothing speaks against that."""
-        known = self._known.get(member.worker_id)
-        return known is not None and known.leased_s >= now_s and known.broken_until_s <= now_s
-
     async def _ask(self, url: str) -> None:
-        epochs = {known.member.worker_id: known.member.epoch for known in self._at(url)}
+        """Ask the worker at `url` for its state."""
+        epochs = {worker.member.worker_id: worker.member.epoch for worker in self._at(url)}
         try:
             async with self._asking:
-                state = await patiently(self._fetch(url), self._settings.fetch_timeout_s)
+                state = await self._fetch_state(url)
         except Exception as error:  # also what a library raises at a URL from the registry
             now_s = self._clock()
-            for known in self._at(url):
-                known.failed_s = now_s
+            for worker in self._at(url):
+                worker.unanswered_s = now_s
             if url not in self._unreachable:
                 self._unreachable.add(url)
                 logger.warning("worker at %s does not answer: %s", url, str(error) or type(error).__name__)
@@ -262,90 +239,72 @@ class Fleet:
         self._unreachable.discard(url)
         now_s = self._clock()
         member = state.member
-        for known in self._at(url):
-            if known.member.worker_id != member.worker_id:
-                known.failed_s = now_s  # somebody else lives there now
-        if not self._passes(member, self._namespaces()):
-            self._known.pop(member.worker_id, None)
+        for worker in self._at(url):
+            if worker.member.worker_id != member.worker_id:
+                worker.unanswered_s = now_s  # another worker has its address
+        if not self._accepts(member, self._namespaces()):
+            self._workers.pop(member.worker_id, None)
             return
-        known = self._hear(member, now_s, denied=epochs.get(member.worker_id))
-        known.ok_s = now_s
-        if known.leased_s < now_s:
-            known.load, known.load_s = state.load, now_s
+        worker = self._update(member, now_s, asked_for=epochs.get(member.worker_id))
+        worker.answered_s = now_s
+        if worker.leased_s < now_s:
+            worker.load, worker.load_s = state.load, now_s
 
-    def _at(self, url: str) -> Iterable[_Known]:
-        return [known for known in self._known.values() if known.member.url.rstrip("/") == url.rstrip("/")]
+    def _at(self, url: str) -> list[FleetWorker]:
+        return [worker for worker in self._workers.values() if worker.member.url.rstrip("/") == url.rstrip("/")]
 
-    def _hear(self, member: WorkerMember, now_s: float, *, denied: Epoch | None = None) -> _Known:
-        """`member` is the worker from now on. `denied`: the epoch that it was asked about, if it is no more."""
-        known = self._known.get(member.worker_id)
-        if known is None:
+    def _update(self, member: WorkerMember, now_s: float, *, asked_for: Epoch | None = None) -> FleetWorker:
+        """Take `member` for the worker from now on. `asked_for`: the epoch known when the worker was asked."""
+        worker = self._workers.get(member.worker_id)
+        if worker is None:
             logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
-            known = self._known[member.worker_id] = _Known(member, now_s)
-        elif known.member != member:
-            if denied == known.member.epoch != member.epoch:
-                known.denied = [*known.denied[-MAX_DENIED:], denied]
-            known.member = member
-            known.load, known.load_s = WorkerLoad(), now_s
-            known.broken_until_s, known.num_failures = -math.inf, 0
-        return known
+            worker = self._workers[member.worker_id] = FleetWorker(member, seen_s=now_s, load_s=now_s)
+        elif worker.member != member:
+            if asked_for == worker.member.epoch != member.epoch:
+                worker.contradicted = [*worker.contradicted[-MAX_CONTRADICTED:], asked_for]
+            worker.member = member
+            worker.load, worker.load_s = WorkerLoad(), now_s
+            worker.broken_until_s, worker.num_failures = -math.inf, 0
+        return worker
 
     def _lease(self, candidate: Candidate, now_s: float) -> bool:
-        """Take what the registry says of a worker. False: the worker itself has said otherwise since."""
+        """Take what the registry says of a worker. Return False if the worker itself has contradicted it."""
         member = candidate.member
-        known = self._known.get(member.worker_id)
-        if known is None or known.member is not member:
-            if known is not None and self._settings.cluster_secret and _has_passed(member, known):
+        worker = self._workers.get(member.worker_id)
+        if worker is None or worker.member is not member:
+            if worker is not None and self._settings.cluster_secret and _is_replayed(member, worker):
                 return False
-            known = self._hear(member, now_s)
-            known.member = member
-        known.leased_s = known.heard_s = now_s
-        known.load, known.load_s = candidate.load, now_s - candidate.load_age_s
+            worker = self._update(member, now_s)
+            worker.member = member  # the object that the index hands out, so that `is` succeeds next time
+        worker.leased_s = worker.seen_s = now_s
+        worker.load, worker.load_s = candidate.load, now_s - candidate.load_age_s
         return True
 
-    def _live(self, known: _Known, now_s: float) -> bool:
-        """Whether a worker without a lease in hand may still be a candidate."""
-        if known.ok_s > known.failed_s and now_s - known.ok_s <= 3 * self._settings.poll_s:
+    def _is_live(self, worker: FleetWorker, now_s: float) -> bool:
+        """Return whether a worker without a present lease may still be a candidate."""
+        if worker.answered_s > worker.unanswered_s and now_s - worker.answered_s <= 3 * self._settings.poll_s:
             return True
-        if known.failed_s > max(known.ok_s, known.leased_s):
+        if worker.unanswered_s > max(worker.answered_s, worker.leased_s):
             return False
-        return now_s - max(known.heard_s, known.ok_s) <= self._settings.grace_s
+        return now_s - max(worker.seen_s, worker.answered_s) <= self._settings.grace_s
 
     def _forget(self) -> None:
+        """Drop workers that left the registry and have neither lease nor answer for long."""
         now_s = self._clock()
         registered = {member.worker_id for member in self._index.members()}
-        for worker_id, known in list(self._known.items()):
-            last_s = max(known.heard_s, known.leased_s, known.ok_s)
+        for worker_id, worker in list(self._workers.items()):
+            last_s = max(worker.seen_s, worker.answered_s)
             if worker_id not in registered and now_s - last_s > self._settings.forget_s:
-                del self._known[worker_id]
+                del self._workers[worker_id]
                 self.on_forgotten(worker_id)
                 logger.info("worker %s is forgotten", worker_id)
 
-    def _passes(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
-        return self._vetting.passes(member, namespaces.get(member.model))
+    def _accepts(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
+        return self._verifier.accepts(member, namespaces.get(member.model))
 
 
-def _has_passed(member: WorkerMember, known: _Known) -> bool:
-    """Whether the worker has left the epoch of `member`, as that of a replayed registry entry."""
-    if member.epoch == known.member.epoch:
+def _is_replayed(member: WorkerMember, worker: FleetWorker) -> bool:
+    """Return whether the worker has left the epoch of `member`: an old registry entry, written again."""
+    if member.epoch == worker.member.epoch:
         return False
-    return member.epoch_started_ms < known.member.epoch_started_ms or member.epoch in known.denied
-
-
-def http_fetch(session: aiohttp.ClientSession) -> Fetch:
-    """Asks workers over `session`."""
-
-    async def fetch(url: str) -> WorkerState:
-        try:
-            async with session.get(url + "/state", allow_redirects=False) as response:
-                body = await read_bounded(response.content, _MAX_STATE_BYTES)
-                if response.status != 200:
-                    raise FetchError(f"status {response.status}")
-        except (aiohttp.ClientError, OSError, ValueError, WorkerLost) as error:
-            raise FetchError(str(error) or type(error).__name__) from error
-        try:
-            return unpack(body, WorkerState)
-        except WireError as error:
-            raise FetchError(str(error)) from error
-
-    return fetch
+    return member.epoch_started_ms < worker.member.epoch_started_ms or member.epoch in worker.contradicted

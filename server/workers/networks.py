@@ -1,7 +1,8 @@
 """Where workers may be: the gateway dials no other address, whatever the registry says.
 
-Who can write to Redis could otherwise have prompts sent anywhere. The check is made on the address that is dialled, so
-that a name which resolves anew changes nothing. Link-local addresses (a cloud's metadata service) are no default.
+Without this check, whoever can write to Redis could have prompts sent anywhere. It applies to the address that is
+dialled, so a name that changes its address changes nothing. Link-local addresses (a cloud's metadata service) are not
+allowed by default.
 """
 
 from __future__ import annotations
@@ -9,29 +10,33 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+_DNS: Final = "dns:"
 _URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?/?")
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 
 
 class AddressRefusedError(OSError):
-    """The address is outside of the networks of workers."""
+    """The address is outside of the workers' networks."""
 
 
 class WorkerNetworks:
-    """Immutable."""
+    """The networks in which workers may be. Immutable."""
 
     def __init__(self, networks: Iterable[str] = DEFAULT_NETWORKS, *, tls_only: bool = False) -> None:
-        """`tls_only`: workers without TLS are none. Raises ValueError for what is no network."""
+        """`tls_only` refuses workers without TLS. Raises ValueError for an invalid network."""
         self.scheme = "https" if tls_only else "http"
-        """Of workers that are known by a name or an address alone."""
+        """For workers known by a name or an address alone."""
         self._tls_only = tls_only
         try:
             self._networks = [ipaddress.ip_network(text.strip()) for text in networks]
@@ -48,7 +53,7 @@ class WorkerNetworks:
         return any(ip.version == network.version and ip in network for network in self._networks)
 
     def objection(self, url: str) -> str | None:
-        """Why a worker's URL is not used, as far as can be told without resolving its name."""
+        """Return why a worker's URL must not be used, or None. Does not resolve names."""
         if not is_worker_url(url):
             return "its URL is not http://HOST:PORT or https://HOST:PORT"
         if self._tls_only and not url.startswith("https:"):
@@ -66,7 +71,7 @@ class WorkerNetworks:
             raise AddressRefusedError(errno.EACCES, f"{address} is outside of --worker-networks")
 
     async def addresses(self, host: str, port: int) -> list[AddressInfo]:
-        """What may be dialled for a host. Raises OSError, also when there is none."""
+        """Return the addresses that may be dialled for a host. Raises OSError, also when there is none."""
         try:
             family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         except ValueError:
@@ -81,7 +86,7 @@ class WorkerNetworks:
         return allowed
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
-        """For aiohttp: a socket for an address that it is about to dial. Raises AddressRefusedError."""
+        """Open a socket for an address that aiohttp is about to dial. Raises AddressRefusedError."""
         self.check(str(info[4][0]))
         opened = socket.socket(info[0], info[1], info[2])
         opened.setblocking(False)
@@ -89,7 +94,7 @@ class WorkerNetworks:
 
 
 async def resolve(host: str, port: int) -> list[AddressInfo]:
-    """The addresses of a name. Raises OSError, also for what is no name."""
+    """Return the addresses of a name. Raises OSError, also for an invalid name."""
     try:
         return list(await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except (UnicodeError, ValueError, OverflowError) as error:
@@ -97,7 +102,7 @@ async def resolve(host: str, port: int) -> list[AddressInfo]:
 
 
 def is_worker_url(url: str) -> bool:
-    """Whether a URL is http[s]://HOST[:PORT] of a name and a port that sockets take, instead of raising."""
+    """Return whether a URL is http[s]://HOST[:PORT] with a name and a port that sockets accept. Never raises."""
     match = _URL.fullmatch(url)
     if match is None or not (match[2] is None or 0 < int(match[2][1:]) < 65536):
         return False
@@ -109,3 +114,31 @@ def is_worker_url(url: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def check_target(target: str) -> None:
+    """Check one value of `--workers`: a base URL, or dns:NAME:PORT. Raises ValueError."""
+    if target.startswith(_DNS):
+        name, _, port = target.removeprefix(_DNS).rpartition(":")
+        if not is_worker_url(f"http://{name}:{port}"):
+            raise ValueError(f"--workers {target!r}: use dns:NAME:PORT")
+    elif not is_worker_url(target):
+        raise ValueError(f"--workers {target!r}: use http://HOST:PORT or dns:NAME:PORT")
+
+
+async def target_urls(targets: Iterable[str], scheme: str) -> list[str]:
+    """Return the URLs of all targets, one for every address of a name; `scheme` is that of named ones."""
+    urls: list[str] = []
+    for target in targets:
+        if target.startswith(_DNS):
+            name, _, port = target.removeprefix(_DNS).rpartition(":")
+            try:
+                found = await resolve(name, int(port))
+            except OSError as error:
+                logger.debug("%s does not resolve: %s", name, error)
+                continue
+            hosts = sorted({str(address[4][0]) for address in found})
+            urls += [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]
+        else:
+            urls.append(target.rstrip("/"))
+    return urls

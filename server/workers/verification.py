@@ -1,4 +1,4 @@
-"""Whether a worker that calls itself one of ours is."""
+"""Checks whether a member of the registry is one of this gateway's workers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MAX_VERIFIED: Final = 50_000
 MAX_COMPLAINTS: Final = 500
 
 
-class Vetting:
-    """Owned by the gateway's event loop. Remembers what it has verified, and what it has complained of."""
+class MemberVerifier:
+    """Verifies members by protocol, address, signature and namespace. Owned by the gateway's event loop."""
 
     def __init__(self, cluster_secret: bytes, networks: WorkerNetworks) -> None:
         self._cluster_secret = cluster_secret
         self._networks = networks
         self._complaints: set[tuple[str, str, str]] = set()
-        self._verified: dict[WorkerId, tuple[WorkerMember, str | None]] = {}
-        """What `_objection` said of the very same object, for it is asked at every decision."""
+        self._verified: dict[WorkerId, WorkerMember] = {}
+        """Members, by identity, whose address and signature are right: they are checked at every decision."""
 
-    def passes(self, member: WorkerMember, namespace: str | None) -> bool:
-        """False, and loudly so once, for a worker whose tokens, hashes or secret are not ours.
+    def accepts(self, member: WorkerMember, namespace: str | None) -> bool:
+        """Return whether to use the worker; log each reason against it once.
 
-        `namespace`: that of the member's model, as far as it is known.
+        `namespace` is that of the member's model, if it is known.
         """
         if shared_protocol(member) is None:
             reason = f"it speaks protocol {member.protocol}, this gateway {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
@@ -47,15 +47,14 @@ class Vetting:
         return False
 
     def _objection(self, member: WorkerMember) -> str | None:
-        """What speaks against its address or its signature."""
-        kept = self._verified.get(member.worker_id)
-        if kept is not None and kept[0] is member:
-            return kept[1]
-        objection = self._networks.objection(member.url)
+        """Return why the member's address or signature is wrong, or None."""
+        if self._verified.get(member.worker_id) is member:
+            return None
         if not hmac.compare_digest(member.secret_check.encode(), signature(self._cluster_secret, member).encode()):
-            objection = "its registration is not signed with this gateway's cluster secret"
+            return "its registration is not signed with this gateway's cluster secret"
+        objection = self._networks.objection(member.url)
         if objection is None:
             if len(self._verified) > MAX_VERIFIED:
                 self._verified.clear()
-            self._verified[member.worker_id] = (member, None)
+            self._verified[member.worker_id] = member
         return objection

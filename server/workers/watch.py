@@ -1,8 +1,8 @@
-"""Finds hung workers: a stream that is silent for long makes us ask its worker whether it still lives.
+"""Finds hung workers: when a stream is silent for long, asks its worker whether it still lives.
 
 Silence alone proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open. A worker
-that does not answer loses its streams when another lives that could take them. When none does, the fleet may be paused
-(a machine suspended, a network cut): the streams wait for `alone_s`, for nobody could do better.
+that does not answer loses its streams if another one lives that could resume them. If none does, the fleet may be
+paused (a machine suspended, a network cut), so the streams wait for `alone_s`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SILENT_S: Final = 5.0
 INTERVAL_S: Final = 1.0
 NUM_PROBES: Final = 2
 ALONE_S: Final = 60.0
-MAX_ASKED: Final = 8
-"""Of the workers that could take a stream, at a time."""
+MAX_PROBED: Final = 8
+"""Workers that could resume a stream and are probed at a time."""
 
 
 class StallWatch:
-    """Knows the open streams of this process. One task calls `run`."""
+    """The open streams of this gateway. One task calls `run`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StallWatch:
         interval_s: float = INTERVAL_S,
         alone_s: float = ALONE_S,
     ) -> None:
-        """`workers`: all that are known."""
+        """`workers` returns all known workers."""
         self._client = client
         self._workers = workers
         self._alone_s = alone_s
@@ -48,7 +48,7 @@ class StallWatch:
 
     @contextmanager
     def watching(self, stream: GenerateStream) -> Iterator[GenerateStream]:
-        """From before it is entered: a worker may hang before its headers."""
+        """Watch a stream from before it is entered: a worker may hang before its headers."""
         self._streams.add(stream)
         try:
             yield stream
@@ -56,37 +56,33 @@ class StallWatch:
             self._streams.discard(stream)
 
     async def run(self) -> None:
-        """For ever: probe the workers of silent streams, and give up those streams whose worker does not answer."""
+        """Probe the workers of silent streams, for ever, and give up the streams of workers that do not answer."""
         while True:
             await asyncio.sleep(self._interval_s)
-            silent = self._silent()
+            before_s = time.monotonic() - self._silent_s
+            silent: defaultdict[str, list[GenerateStream]] = defaultdict(list)
+            for stream in self._streams:
+                if stream.last_read_s < before_s:
+                    silent[stream.url].append(stream)
             if silent:
                 await asyncio.gather(*(self._check(url, streams) for url, streams in silent.items()))
-
-    def _silent(self) -> dict[str, list[GenerateStream]]:
-        before_s = time.monotonic() - self._silent_s
-        by_url: defaultdict[str, list[GenerateStream]] = defaultdict(list)
-        for stream in self._streams:
-            if stream.last_read_s < before_s:
-                by_url[stream.url].append(stream)
-        return by_url
 
     async def _check(self, url: str, streams: list[GenerateStream]) -> None:
         for _ in range(NUM_PROBES):
             if await self._client.is_alive(url):
                 return
         before_s = time.monotonic() - self._alone_s
-        has_heir = await self._any_lives(self._heirs(url))
+        can_resume = await self._any_lives(self._successors(url))
         for stream in streams:
-            if has_heir or stream.last_read_s < before_s:
+            if can_resume or stream.last_read_s < before_s:
                 stream.give_up()
 
-    def _heirs(self, url: str) -> list[str]:
-        """Those that could go on with a stream of the worker at `url`."""
+    def _successors(self, url: str) -> list[str]:
+        """Return workers that could resume a stream of the worker at `url`."""
         workers = self._workers()
         kinds = {(worker.model, worker.numerics) for worker in workers if worker.url == url}
-        heirs = [worker.url for worker in workers if worker.url != url and (worker.model, worker.numerics) in kinds]
-        return random.sample(heirs, min(len(heirs), MAX_ASKED))
+        urls = [worker.url for worker in workers if worker.url != url and (worker.model, worker.numerics) in kinds]
+        return random.sample(urls, min(len(urls), MAX_PROBED))
 
     async def _any_lives(self, urls: Sequence[str]) -> bool:
         checks = [asyncio.create_task(self._client.is_alive(url)) for url in urls]

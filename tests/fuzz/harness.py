@@ -24,7 +24,7 @@ import uvloop
 from redis.exceptions import RedisError
 
 from cache.redis_index import RedisDownError
-from server.workers.fleet import FetchError
+from server.workers.client import WorkerLost
 
 SEED: Final = int(os.environ.get("FUZZ_SEED", "1"))
 CASE: Final = os.environ.get("FUZZ_CASE")
@@ -149,7 +149,7 @@ def _named_task(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any],
 def _note_end(task: asyncio.Task[Any], ended: list[str]) -> None:
     if not task.cancelled() and (error := task._exception) is not None:  # exception() would take it for seen
         error = _innermost(error)
-        if not isinstance(error, (OSError, RedisError, RedisDownError, FetchError)):
+        if not isinstance(error, (OSError, RedisError, RedisDownError, WorkerLost)):
             ended.append(f"{task.get_name()} ended with {error!r:.200} at {_place(error)}")
 
 

@@ -30,7 +30,7 @@ from server.models import ModelOptions, Models, namespace_of
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import Router, RouterSettings
 from server.workers.client import WorkerClient
-from server.workers.fleet import Fetch, Fleet, FleetSettings
+from server.workers.fleet import FetchState, Fleet, FleetSettings
 from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
 from worker.engine.publisher import Publisher, PublisherSettings
@@ -149,7 +149,7 @@ class Gateway:
     """The reading side, as `server.gateway` wires it."""
 
     def __init__(
-        self, url: str, prefix: str, secret: bytes, fetch: Fetch, client: WorkerClient, static: Sequence[str]
+        self, url: str, prefix: str, secret: bytes, fetch: FetchState, client: WorkerClient, static: Sequence[str]
     ) -> None:
         self.counts: Counter[str] = Counter()
         reader_settings = ReaderSettings(
@@ -158,9 +158,7 @@ class Gateway:
         self.index = RedisIndex(url, reader_settings, count=self._count)
         self.executor = ThreadPoolExecutor(1)
         self.models = Models(client, self.executor, ModelOptions())
-        settings = FleetSettings(
-            workers=tuple(static), cluster_secret=secret, networks=NETWORKS, forget_s=0.5, fetch_timeout_s=1.0
-        )
+        settings = FleetSettings(workers=tuple(static), cluster_secret=secret, networks=NETWORKS, forget_s=0.5)
         self.fleet = Fleet(
             self.index,
             fetch,
@@ -199,8 +197,8 @@ class Gateway:
     def _debug(self) -> str:
         now_s = time.monotonic()
         known = {
-            name: {slot: getattr(k, slot) - now_s for slot in ("heard_s", "leased_s", "ok_s", "failed_s")}
-            for name, k in self.fleet._known.items()
+            name: {slot: getattr(k, slot) - now_s for slot in ("seen_s", "leased_s", "answered_s", "unanswered_s")}
+            for name, k in self.fleet._workers.items()
         }
         return f"{known} members {self.index.members()} counts {self.counts}"
 

@@ -24,7 +24,6 @@ from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import schema
 from server.models import namespace_of
 from server.workers.client import WorkerClient, WorkerError
-from server.workers.fleet import http_fetch
 from tests.fuzz import garbage
 from tests.fuzz.answers import Answers
 from tests.fuzz.harness import LOOPS, run_cases, within
@@ -76,8 +75,7 @@ class ValuesLane:
         self.workers = [Worker(server.url, self.prefix, self.secret, member(f"w{n}", answers[n].url)) for n in range(2)]
         is_static = number % 4 < 2
         static = [answers[0].url, answers[1].url, self.ghost.url] if is_static else [self.ghost.url]
-        fetch = http_fetch(client.session)
-        self.gateway = Gateway(server.url, self.prefix, self.secret, fetch, client, static)
+        self.gateway = Gateway(server.url, self.prefix, self.secret, client.state, client, static)
         self.parts = Parts()
         self.asked_for: list[WorkerMember] = []
         self.touched: set[str] = set()

@@ -12,7 +12,8 @@ from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.router.placement import NoWorkerError, Placement, RouteRequest
 from server.router.router import Router, RouterSettings
-from server.workers.fleet import FetchError, Fleet, FleetSettings, RegistryIndex
+from server.workers.client import WorkerLost
+from server.workers.fleet import Fleet, FleetSettings, RegistryIndex
 from worker.wire import PROTOCOL_VERSION
 
 BLOCK = 16
@@ -99,7 +100,7 @@ class Fleets:
 
     async def fetch(self, url: str) -> WorkerState:
         if url not in self.states:
-            raise FetchError("refused")
+            raise WorkerLost("refused")
         return self.states[url]
 
     def run_fifo(self) -> None:
@@ -519,7 +520,7 @@ def test_an_unusable_workers_argument_is_refused(target: str) -> None:
     index: RegistryIndex = Index(Clock())
 
     async def fetch(url: str) -> WorkerState:
-        raise FetchError
+        raise WorkerLost
 
     with pytest.raises(ValueError, match="--workers"):
         Fleet(index, fetch, FleetSettings(workers=(target,)), clock=Clock())

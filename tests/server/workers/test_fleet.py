@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import WorkerId
-from server.workers.fleet import FetchError, Fleet, FleetSettings, http_fetch
+from server.workers.client import WorkerClient, WorkerLost
+from server.workers.fleet import Fleet, FleetSettings
 from server.workers.networks import WorkerNetworks
 from tests.running import listening
 from tests.server.router.test_router import Fleets, Index, member
@@ -108,7 +109,7 @@ class Signed:
 
     async def fetch(self, url: str) -> WorkerState:
         if not self.answers or url != self.epoch.url:
-            raise FetchError("refused")
+            raise WorkerLost("refused")
         return WorkerState(self.epoch, WorkerLoad(num_running=3))
 
     def epochs(self, found: Sequence[Candidate] | None = ()) -> list[tuple[str, int]]:
@@ -195,9 +196,9 @@ async def test_workers_are_asked_a_few_at_a_time() -> None:
         most = max(most, asking)
         await asyncio.sleep(0)
         asking -= 1
-        raise FetchError("refused")
+        raise WorkerLost("refused")
 
-    fleets.fleet._fetch = fetch
+    fleets.fleet._fetch_state = fetch
     fleets.index.members = lambda: [member(f"w{n}") for n in range(500)]  # type: ignore[method-assign]
     await fleets.fleet.poll()
     assert 1 < most <= 64
@@ -218,18 +219,27 @@ async def test_a_member_without_a_lease_is_an_address_to_ask() -> None:
 
 async def test_one_worker_whose_question_raises_hides_no_other() -> None:
     fleets = static()
-    real = fleets.fleet._fetch
+    real = fleets.fleet._fetch_state
 
     async def fetch(url: str) -> WorkerState:
         if "odd" in url:
             raise UnicodeError("label empty or too long")
         return await real(url)
 
-    fleets.fleet._fetch = fetch
+    fleets.fleet._fetch_state = fetch
     fleets.index.away = False
     fleets.index.registered["odd"] = member("odd", url="http://odd:1")
     await fleets.fleet.poll()
     assert names(fleets.fleet.candidates("m", None)) == {"z"}
+
+
+@asynccontextmanager
+async def opened_client() -> AsyncIterator[WorkerClient]:
+    client = WorkerClient.open()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 @pytest.mark.parametrize("cuts", [[1], [100], [50, 51, 52]])
@@ -245,8 +255,8 @@ async def test_a_state_may_come_in_parts(cuts: list[int]) -> None:
             await writer.drain()
             await asyncio.sleep(0.02)  # a segment of its own
 
-    async with listening(answer) as port, aiohttp.ClientSession() as session:
-        assert await http_fetch(session)(f"http://127.0.0.1:{port}") == state
+    async with listening(answer) as port, opened_client() as client:
+        assert await client.state(f"http://127.0.0.1:{port}") == state
 
 
 async def test_a_state_without_end_is_refused() -> None:
@@ -255,6 +265,6 @@ async def test_a_state_without_end_is_refused() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 20))
         await reader.read()
 
-    async with listening(answer) as port, aiohttp.ClientSession() as session:
-        with pytest.raises(FetchError, match="more than"):
-            await http_fetch(session)(f"http://127.0.0.1:{port}")
+    async with listening(answer) as port, opened_client() as client:
+        with pytest.raises(WorkerLost, match="more than"):
+            await client.state(f"http://127.0.0.1:{port}")

@@ -7,9 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.workers.client import WorkerClient, WorkerLost
-from server.workers.connection import Target
-from server.workers.networks import WorkerNetworks, is_worker_url, resolve
-from server.workers.targets import check_target
+from server.workers.connection import WorkerAddress
+from server.workers.networks import WorkerNetworks, check_target, is_worker_url, resolve
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams
 
 LABEL = st.text("ab0-_.", max_size=70)
@@ -32,10 +31,10 @@ REQUEST = GenerateRequest("r", "g", "e", bytes(16), [1], (ChoiceState(0, 1),), S
 def test_what_passes_can_be_taken_apart(host: str, port: str) -> None:
     url = f"http://{host}{port}"
     if WorkerNetworks().objection(url) is None:
-        target = Target(url)
-        assert target.host
-        assert 0 < target.port < 65536
-        target.host.encode("idna")
+        address = WorkerAddress(url)
+        assert address.host
+        assert 0 < address.port < 65536
+        address.host.encode("idna")
 
 
 @pytest.mark.parametrize(

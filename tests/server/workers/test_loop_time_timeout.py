@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from server.workers.patience import patiently
+from server.workers.connection import loop_time_timeout
 
 
 async def test_a_busy_loop_does_not_count_as_waiting() -> None:
@@ -13,7 +13,7 @@ async def test_a_busy_loop_does_not_count_as_waiting() -> None:
         await asyncio.sleep(0.05)
         return 7
 
-    task = asyncio.create_task(patiently(answer(), 0.2))
+    task = asyncio.create_task(loop_time_timeout(answer(), 0.2))
     await asyncio.sleep(0)
     time.sleep(0.4)  # noqa: ASYNC251 -- the loop is to stand still
     assert await task == 7
@@ -29,10 +29,10 @@ async def test_what_never_comes_ends_and_is_cancelled() -> None:
             ended.set()
 
     with pytest.raises(TimeoutError):
-        await patiently(silence(), 0.05)
+        await loop_time_timeout(silence(), 0.05)
     assert ended.is_set()
 
-    task = asyncio.create_task(patiently(silence(), 10))
+    task = asyncio.create_task(loop_time_timeout(silence(), 10))
     await asyncio.sleep(0)
     ended.clear()
     task.cancel()
@@ -46,7 +46,7 @@ async def test_errors_are_those_of_the_work() -> None:
         raise ConnectionRefusedError("no")
 
     with pytest.raises(ConnectionRefusedError):
-        await patiently(fail(), 1.0)
+        await loop_time_timeout(fail(), 1.0)
 
 
 async def test_what_comes_as_its_caller_gives_up_is_discarded() -> None:
@@ -56,7 +56,7 @@ async def test_what_comes_as_its_caller_gives_up_is_discarded() -> None:
         await ready.wait()
         return 7
 
-    task = asyncio.create_task(patiently(answer(), 10, discarded.append))
+    task = asyncio.create_task(loop_time_timeout(answer(), 10, discarded.append))
     for _ in range(3):
         await asyncio.sleep(0)
     ready.set()
