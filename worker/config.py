@@ -73,14 +73,13 @@ class WorkerConfig(SharedConfig):
         if self.prefix_cache not in PREFIX_CACHES:
             raise ValueError(f"--prefix-cache must be one of {', '.join(PREFIX_CACHES)}, got {self.prefix_cache!r}")
 
-    def limits(
-        self, *, max_model_len: int, default_batched_tokens: int, default_solo_prefill_tokens: int | None = None
-    ) -> BatchLimits:
-        """Return the scheduler's limits for a context of `max_model_len`."""
-        max_num_batched_tokens = self.max_num_batched_tokens or max(default_batched_tokens, self.max_num_seqs)
+    def limits(self, max_model_len: int, default_tokens: tuple[int, int | None]) -> BatchLimits:
+        """Return the scheduler's limits. `default_tokens` are those of `default_step_tokens`."""
+        batched_tokens, solo_tokens = default_tokens
+        max_num_batched_tokens = self.max_num_batched_tokens or max(batched_tokens, self.max_num_seqs)
         solo = self.max_solo_prefill_tokens
-        if solo is None and self.max_num_batched_tokens is None and default_solo_prefill_tokens is not None:
-            solo = max(default_solo_prefill_tokens, max_num_batched_tokens)
+        if solo is None and self.max_num_batched_tokens is None and solo_tokens is not None:
+            solo = max(solo_tokens, max_num_batched_tokens)
         return BatchLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -23,10 +23,9 @@ from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
-from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.tokenizer_bundle import build_bundle
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +45,12 @@ def build_engine(
     bound_primitives()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    options = _load_options(config)
     report("loading the model")
-    model = load_model(config.model, options, _LayerProgress(report))
+    model = load_model(config.model, _load_options(config), _layer_progress(report))
     num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
-    limits = _limits(config, model, max_model_len)
+    limits = config.limits(max_model_len, default_step_tokens(model.device.type, model.options.dtype))
     bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
     if config.served_model_name is not None:
         bundle = replace(bundle, model=config.served_model_name)
@@ -75,7 +73,7 @@ def build_engine(
         epoch=new_epoch(),
         url=url,
         model=bundle.model,
-        namespace=_namespace(bundle).fingerprint,
+        namespace=Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint,
         numerics=runner.numerics,
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -86,14 +84,7 @@ def build_engine(
     member = signed(config.cluster_secret(), member)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(
-        scheduler,
-        runner,
-        rate,
-        bundle,
-        member,
-        metrics,
-        async_scheduling=config.async_scheduling,
-        max_step_s=config.max_step_s,
+        scheduler, runner, rate, bundle, member, metrics, config.async_scheduling, max_step_s=config.max_step_s
     )
 
 
@@ -108,31 +99,27 @@ def bound_primitives() -> None:
         os.environ.setdefault(name, "128")
 
 
-class _LayerProgress:
-    """Reports every tenth of the layers."""
+def _layer_progress(report: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Return a function that reports every tenth of the layers."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._reported = -1
+    def on_layer(done: int, total: int) -> None:
+        if 10 * done // max(1, total) > 10 * (done - 1) // max(1, total):
+            report(f"loading layer {done} of {total}")
 
-    def __call__(self, done: int, total: int) -> None:
-        tenth = 10 * done // max(1, total)
-        if tenth > self._reported:
-            self._reported = tenth
-            self._report(f"loading layer {done} of {total}")
+    return on_layer
 
 
 def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
     """Run steps in the unused pool: they allocate what is allocated late, and measure the prefill rate."""
     block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
     slots = [block_size + i for i in range(num_tokens)]
-    draw = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
-    step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (draw,))])
+    row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
+    step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (row,))])
     runner.run(step)
     begun_s = time.monotonic()
     runner.run(step)
     rate = PrefillRate(num_tokens, time.monotonic() - begun_s)
-    runner.run(Step([SequenceStep([0], num_tokens - 1, block_table, slots[-1:], (draw,))]))  # decodes differ
+    runner.run(Step([SequenceStep([0], num_tokens - 1, block_table, slots[-1:], (row,))]))  # decodes differ
     return rate
 
 
@@ -172,22 +159,13 @@ def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
         num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
         num_bytes = min(num_bytes, _DEFAULT_POOL_BYTES.get(device.type, num_bytes))
         if device.type == "cuda":
-            limits = _limits(config, model, model.config.max_model_len)
+            step_tokens = default_step_tokens(device.type, model.options.dtype)
+            limits = config.limits(model.config.max_model_len, step_tokens)
             needed = working_bytes(model.config, limits.max_step_tokens, limits.max_num_seqs, model.dtype)
             num_bytes = max(0, min(num_bytes, free - needed))
     num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)
-    per_block = block_bytes(shape, config.block_size, model.dtype)
-    logger.info("KV pool: %d blocks of %d bytes", num_blocks, per_block)
+    logger.info("KV pool: %d blocks of %d bytes", num_blocks, block_bytes(shape, config.block_size, model.dtype))
     return num_blocks
-
-
-def _limits(config: WorkerConfig, model: LoadedModel, max_model_len: int) -> BatchLimits:
-    batched_tokens, solo_tokens = default_step_tokens(model.device.type, model.options.dtype)
-    return config.limits(
-        max_model_len=max_model_len,
-        default_batched_tokens=batched_tokens,
-        default_solo_prefill_tokens=solo_tokens,
-    )
 
 
 def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -> int:
@@ -199,7 +177,3 @@ def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -
     if wanted > pool_tokens:
         logger.warning("the context is cut from %d to %d tokens: the KV pool holds no more", wanted, pool_tokens)
     return min(wanted, pool_tokens)
-
-
-def _namespace(bundle: TokenizerBundle) -> Namespace:
-    return Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size)

@@ -34,7 +34,7 @@ from worker.engine.metrics import WorkerMetrics
 from worker.engine.publisher import Publisher
 from worker.http.app import make_app
 from worker.http.service import WorkerService
-from worker.http.streams import OutputDispatcher, QueueLimits
+from worker.http.streams import QueueLimits
 from worker.wire import gateway_token
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class Worker:
         self._config = config
         self._certificate = certificate
         self._metrics = WorkerMetrics()
-        self._service = WorkerService(self._metrics, tracing)
+        limits = QueueLimits(config.max_waiting_requests, config.max_queued_tokens, config.max_queue_s)
+        self._service = WorkerService(self._metrics, tracing, limits)
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._engine: EngineCore | None = None
@@ -153,12 +154,15 @@ class Worker:
             _say(f"cannot serve {self._config.model or 'the default model'}: {error}")
             self._exit_code = _REFUSED
             return
-        self._start(engine)
+        # Keep what is loaded out of the collector: a pass over its 750,000 objects stalls the streams for 0.35 s.
+        gc.collect()
+        gc.freeze()
+        self._service.start(engine, self._on_engine_death, self._publisher)
         member = engine.member
         _say(f"ready: {member.model} on {url}, {member.numerics}")
         _announce(event="ready", url=url, worker_id=worker_id, epoch=member.epoch, model=member.model)
         async with asyncio.TaskGroup() as group:
-            group.create_task(engine.exit_on_hang())
+            group.create_task(engine.watchdog.exit_on_hang(self._config.max_step_s))
             if self._publisher is not None:
                 group.create_task(self._publisher.run())
             if self._certificate is not None:
@@ -187,21 +191,6 @@ class Worker:
             self._service.index_problem = lambda: publisher.problem
         return engine
 
-    def _start(self, engine: EngineCore) -> None:
-        """Connect the engine to the streams and take requests."""
-        config, loop = self._config, asyncio.get_running_loop()
-        limits = QueueLimits(config.max_waiting_requests, config.max_queued_tokens, config.max_queue_s)
-        streams = OutputDispatcher(loop, limits)
-
-        def on_death(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self._die)
-
-        # Keep what is loaded out of the collector: a pass over its 750,000 objects stalls the streams for 0.35 s.
-        gc.collect()
-        gc.freeze()
-        engine.start(streams.deliver, on_death, self._publisher)
-        self._service.serve(engine, streams)
-
     async def _shut_down(self) -> None:
         """Drain within the grace and leave the registry. A second signal ends the wait."""
         self._stop.clear()
@@ -216,9 +205,8 @@ class Worker:
                 async with asyncio.timeout(_RETIRE_S):
                     await self._publisher.close()
 
-    def _die(self) -> None:
-        """End the process after the engine's death, so that its supervisor starts a new worker."""
-        self._service.fail_all()
+    def _on_engine_death(self) -> None:
+        """End the process, so that its supervisor starts a new worker."""
         self._exit_code = 1
         self._stop.set()
 

@@ -4,12 +4,9 @@
     POST /abort      {"request_id": str, "choice": int | None}
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
-A refusal before the stream is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429
-`queue_full`, 503 `draining`, 400 `invalid_request` (a request that no worker can serve), 400
-`invalid_grammar`. `max_tokens` and `min_tokens`
-count a resumed choice's `output_ids` too. Closing the connection aborts the request.
-A stream that ends without End or Failed is a dead worker. Frames are msgpack arrays whose first item is a tag; a
-reader feeds bytes to `FrameReader` as they arrive, however they are cut.
+A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
+400 `invalid_request` (no worker can serve it) or `invalid_grammar`. Closing the connection aborts the request. A stream
+that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's `output_ids`.
 """
 
 from __future__ import annotations
@@ -28,45 +25,45 @@ from msgspec import Struct
 from cache.records import WorkerMember
 
 PROTOCOL_VERSION: Final = 1
-"""The newest protocol that this side speaks. Optional fields need no new one: readers ignore what they do not know."""
+"""The newest protocol that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
 OLDEST_PROTOCOL: Final = 1
-"""The oldest that this side still speaks, so that gateways and workers can be upgraded one after the other."""
+"""The oldest that this side speaks: gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MAX_BAD_WORD_IDS: Final = 65_536
-"""Of all bad words of a request: they are compared with the end of every output."""
+"""Tokens of all bad words of a request, which are compared with the end of every output."""
 MAX_LISTED_IDS: Final = 1 << 26
-"""Ids in a request's lists times its choices. A vocabulary of 262,144 tokens allowed and biased, for 128 choices."""
+"""Ids in a request's lists times its choices: a vocabulary of 262,144 tokens, allowed and biased, for 128 choices."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 def gateway_token(cluster_secret: bytes) -> str:
-    """What a gateway shows to a worker, as `Authorization: Bearer`; empty without a secret: workers ask for none."""
+    """Derive the bearer token that a gateway sends to workers; empty without a secret, as they ask for none."""
     if not cluster_secret:
         return ""
     return hmac.digest(cluster_secret, b"headstart gateway to worker\0", "sha256").hex()
 
 
 def shared_protocol(member: WorkerMember) -> int | None:
-    """The newest protocol that this side and the worker both speak, or None."""
+    """Return the newest protocol that this side and the worker both speak, or None."""
     newest = min(PROTOCOL_VERSION, member.protocol)
     return newest if newest >= max(OLDEST_PROTOCOL, member.oldest_protocol or member.protocol) else None
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this protocol. The text names the field."""
+    """The bytes are no message of this protocol. The text names the field."""
 
 
 class Grammar(Struct, frozen=True):
-    """A constraint on the output: `text` is a JSON schema, a regex, a grammar or a JSON list of choices."""
+    """A constraint on the output. `text` is a JSON schema, a regex, a grammar or a JSON list of choices."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
     text: str
 
 
 class SamplingParams(Struct, frozen=True):
-    """How tokens are drawn. The token at a position is a function of (logits, params, seed, position) only."""
+    """How to sample. The token at a position is a function of (logits, params, seed, position) only."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -94,13 +91,13 @@ class SamplingParams(Struct, frozen=True):
 
     @property
     def reads_output(self) -> bool:
-        """Whether a draw depends on which tokens were drawn before, beside what the model makes of them."""
+        """Sampling depends on the output so far, apart from the logits."""
         penalises = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
 def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
-    """What is wrong with the lengths of a request's lists, by field; None: nothing."""
+    """Return what is wrong with the lengths of a request's lists, by field, or None."""
     lengths = {
         "allowed_token_ids": len(sampling.allowed_token_ids or ()),
         "logit_bias": len(sampling.logit_bias),
@@ -119,7 +116,7 @@ def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
 
 
 class ChoiceState(Struct, frozen=True):
-    """One of the n answers to a prompt; `output_ids` is not empty when a stream is resumed."""
+    """One of the n answers to a prompt, with its `output_ids` so far when a stream is resumed."""
 
     index: int
     seed: int
@@ -130,30 +127,30 @@ class GenerateRequest(Struct, frozen=True):
     request_id: str
     gateway_id: str
     epoch: str
-    """The epoch that the gateway routed to; a worker of another epoch answers 409. Empty: any."""
+    """The epoch that the gateway routed to; another one answers 409. Empty: any."""
     root: bytes
     prompt_ids: Sequence[int]
     choices: tuple[ChoiceState, ...]
     sampling: SamplingParams
     priority: int = 0
     traceparent: str = ""
-    """W3C trace context of the gateway's span, and below its vendors' part; empty: not traced."""
+    """W3C trace context of the gateway's span; empty: not traced."""
     tracestate: str = ""
     protocol: int = PROTOCOL_VERSION
     tenant: str = ""
-    """An opaque tag: requests of one tenant have the same. The worker shares its time out by it."""
+    """An opaque tag of the tenant, for a fair share of the worker."""
     deadline_s: float | None = None
-    """Seconds from now after which nobody wants the answer."""
+    """Seconds from now after which the answer is useless."""
     is_suspect: bool = False
-    """It was on a worker that died: its steps are run alone until its first token is out."""
+    """It was on a worker that died: it runs alone until its first token is out."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):
-    """Travels as an array of its tag and its fields; a newer worker may append fields."""
+    """A msgpack array of a tag and the fields; a newer worker may append fields."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Log probabilities of one position before any penalty or truncation: of the token, and of the best."""
+    """Log probabilities of one position, of the token and of the best, before any penalty or truncation."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -172,7 +169,7 @@ class Tokens(_Frame, frozen=True, tag=1):
 
 
 class Finished(_Frame, frozen=True, tag=2):
-    """The last word on one choice. `stop_token_id` is the token that ended it (it is also in the last Tokens)."""
+    """One choice has ended. `stop_token_id` is the token that ended it, also in the last Tokens."""
 
     choice: int
     reason: FinishReason
@@ -180,13 +177,13 @@ class Finished(_Frame, frozen=True, tag=2):
 
 
 class PromptLogprobs(_Frame, frozen=True, tag=3):
-    """Sent once after the prefill when asked for; entry i is the logprob of prompt token i (None for the first)."""
+    """Logprobs of the prompt, sent once after the prefill; entry i belongs to prompt token i (None for the first)."""
 
     positions: Sequence[TokenLogprobs | None]
 
 
 class End(_Frame, frozen=True, tag=4):
-    """Every choice is finished and the stream is complete."""
+    """Every choice has finished, and the stream is complete."""
 
     queue_s: float
     prefill_s: float
@@ -194,7 +191,7 @@ class End(_Frame, frozen=True, tag=4):
 
 
 class Failed(_Frame, frozen=True, tag=5):
-    """The request ended without an answer. `retryable`: another worker, or a later time, may do better."""
+    """The request has ended without an answer. `retryable`: another worker, or a later time, may give one."""
 
     code: str
     message: str
@@ -210,7 +207,7 @@ _FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogp
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBundle:
-    """All that a gateway needs to turn text into this model's tokens and back."""
+    """Everything a gateway needs to turn text into this model's tokens and back."""
 
     fingerprint: str
     model: str
@@ -235,12 +232,12 @@ _POSITIONS_AT_ONCE: Final = 256
 
 
 def pack(message: object) -> bytes:
-    """Any message of this module but a frame, or of `cache.records`, as msgpack."""
+    """Pack any message of this module or of `cache.records`, except a frame."""
     return _encode(message)
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
-    """The inverse of `pack`, with every field's type checked. Raises WireError."""
+    """Unpack a message and check the type of every field. Raises WireError."""
     try:
         return msgspec.convert(msgpack.unpackb(data), kind)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
@@ -248,7 +245,7 @@ def unpack(data: bytes, kind: type[T]) -> T:
 
 
 def pack_request(request: GenerateRequest) -> bytes:
-    """`pack` with the prompt as u32 little-endian bytes, so that its length costs next to nothing."""
+    """Pack a request with its prompt as u32 little-endian bytes, which is fast at any length."""
     prompt_ids = array("I", request.prompt_ids)
     if sys.byteorder == "big":
         prompt_ids.byteswap()
@@ -258,7 +255,7 @@ def pack_request(request: GenerateRequest) -> bytes:
 
 
 def unpack_request(data: bytes) -> GenerateRequest:
-    """The inverse of `pack_request`. Raises WireError, also when the peer speaks another protocol version."""
+    """Unpack a request. Raises WireError, also for another protocol version."""
     try:
         message = msgpack.unpackb(data)
         protocol = message.get("protocol")
@@ -279,13 +276,13 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 
 def pack_frame(frame: Frame) -> bytes:
-    if type(frame) is Failed and frame.retry_after_s is None:  # as a peer without that field has it
+    if type(frame) is Failed and frame.retry_after_s is None:  # a peer may not know the field
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     return _encode(frame)
 
 
 class PackedPositions(Sequence[TokenLogprobs | None]):
-    """The positions of PromptLogprobs, kept as msgpack: as objects they take ten times the room."""
+    """The positions of PromptLogprobs as msgpack: objects take ten times the memory."""
 
     __slots__ = ("_len", "_parts")
 
@@ -302,7 +299,6 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
         return self._len
 
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
-        """Quick in order; `[]` is not."""
         for part in self._parts:
             yield from _decode_positions(part)
 
@@ -320,7 +316,7 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
 
 
 class _PositionsReader:
-    """Reads the positions of one PromptLogprobs, megabytes of a long prompt, as they arrive."""
+    """Reads the positions of one PromptLogprobs, megabytes for a long prompt, as they arrive."""
 
     __slots__ = ("_num_fed", "_num_missing", "_unpacker", "positions")
 
@@ -331,7 +327,7 @@ class _PositionsReader:
         self.positions = PackedPositions()
 
     def feed(self, data: bytes) -> bytes | None:
-        """What follows the frame; None while it is incomplete."""
+        """Return the bytes behind the frame; None while it is incomplete."""
         self._num_fed += len(data)
         if self._num_fed > MAX_FRAME_BYTES:
             raise WireError("not a frame: PromptLogprobs without an end")
@@ -354,18 +350,18 @@ class _PositionsReader:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames: `feed` what has arrived, take what is complete. Raises WireError."""
+    """Cuts a byte stream into frames."""
 
     __slots__ = ("_num_fed", "_positions", "_unpacker")
 
     def __init__(self) -> None:
         self._unpacker: msgpack.Unpacker | None = None
-        """Kept only while a frame is incomplete: it takes 41 KB, and a thousand streams are open at once."""
+        """Only while a frame is incomplete: it takes 41 KB, and a thousand streams may be open."""
         self._num_fed = 0
         self._positions: _PositionsReader | None = None
-        """While a PromptLogprobs is incomplete."""
 
     def feed(self, data: bytes) -> list[Frame]:
+        """Take the next bytes, and return the frames that are complete. Raises WireError."""
         try:
             frames: list[Frame] = []
             if self._positions is not None:
@@ -398,7 +394,7 @@ class FrameReader:
 
 
 def _frame(message: Any) -> Frame:
-    if type(message) is tuple and len(message) == 4 and message[0] == 1 and message[3] is None:  # of every token
+    if type(message) is tuple and len(message) == 4 and message[0] == 1 and message[3] is None:  # the most frequent
         _, choice, token_ids, _ = message
         if type(choice) is int and type(token_ids) is tuple:
             return Tokens(choice, token_ids)

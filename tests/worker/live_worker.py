@@ -24,7 +24,7 @@ from worker.engine.metrics import WorkerMetrics
 from worker.engine.step import Runner
 from worker.http.app import make_app
 from worker.http.service import WorkerService
-from worker.http.streams import OutputDispatcher, QueueLimits
+from worker.http.streams import QueueLimits
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import FrameReader, GenerateRequest, TokenizerBundle, pack_request
@@ -42,7 +42,7 @@ class LiveWorker:
 
     async def settled(self) -> None:
         """Everything that reached the engine so far has been done."""
-        await asyncio.wrap_future(self.engine.call(lambda: None))
+        await asyncio.wrap_future(self.engine.mailbox.call(lambda: None))
 
     async def generate(self, request: GenerateRequest) -> tuple[int, Answer]:
         """The status and all frames."""
@@ -86,16 +86,13 @@ async def live_worker(
     **limits,
 ) -> AsyncIterator[LiveWorker]:
     metrics = WorkerMetrics()
-    service = WorkerService(metrics)
-    loop = asyncio.get_running_loop()
+    service = WorkerService(metrics, queue_limits=queue_limits)
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
-    streams = OutputDispatcher(loop, queue_limits or QueueLimits())
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
     engine = EngineCore(scheduler, runner, PrefillRate(1000, 1.0), bundle, member, metrics, max_step_s=60.0)
-    engine.start(streams.deliver, lambda error: loop.call_soon_threadsafe(service.fail_all) and None)
-    service.serve(engine, streams)
+    service.start(engine)
     try:
         async with serve(service) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             yield LiveWorker(url, service, scheduler, engine, http)

@@ -34,7 +34,7 @@ def test_every_option_reaches_the_config() -> None:
         ]
     )
     assert (config.model, config.port, config.num_blocks, config.prefix_cache) == ("m", 0, 7, "radix")
-    limits = config.limits(max_model_len=99, default_batched_tokens=2)
+    limits = config.limits(99, (2, None))
     assert (limits.waiting_served_ratio, limits.max_waiting_tokens) == (1.2, 9)
     assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (11, 12)
     assert limits.max_num_batched_tokens == 3  # a token for every running choice
@@ -47,19 +47,19 @@ def test_defaults_are_those_of_the_dataclass() -> None:
 
 
 def test_a_solo_prefill_has_what_was_asked_for_or_the_default_of_the_device() -> None:
-    defaults = {"max_model_len": 9, "default_batched_tokens": 128, "default_solo_prefill_tokens": 2048}
-    assert WorkerConfig().limits(**defaults).max_solo_prefill_tokens == 2048
-    assert WorkerConfig(max_solo_prefill_tokens=512).limits(**defaults).max_solo_prefill_tokens == 512
-    assert WorkerConfig(max_num_batched_tokens=64).limits(**defaults).max_solo_prefill_tokens is None
-    assert WorkerConfig().limits(max_model_len=9, default_batched_tokens=128).max_solo_prefill_tokens is None
+    defaults = (9, (128, 2048))
+    assert WorkerConfig().limits(*defaults).max_solo_prefill_tokens == 2048
+    assert WorkerConfig(max_solo_prefill_tokens=512).limits(*defaults).max_solo_prefill_tokens == 512
+    assert WorkerConfig(max_num_batched_tokens=64).limits(*defaults).max_solo_prefill_tokens is None
+    assert WorkerConfig().limits(9, (128, None)).max_solo_prefill_tokens is None
     with pytest.raises(ValueError, match="max_solo_prefill_tokens"):
-        WorkerConfig(max_solo_prefill_tokens=100).limits(**defaults)
+        WorkerConfig(max_solo_prefill_tokens=100).limits(*defaults)
 
 
 def test_waiting_for_a_prefix_needs_a_cache_that_finds_it() -> None:
-    assert WorkerConfig().limits(max_model_len=9, default_batched_tokens=64).await_prefixes
+    assert WorkerConfig().limits(9, (64, None)).await_prefixes
     off = WorkerConfig(prefix_cache="off")
-    assert not off.limits(max_model_len=9, default_batched_tokens=64).await_prefixes
+    assert not off.limits(9, (64, None)).await_prefixes
 
 
 @pytest.mark.parametrize(("text", "expected"), [("512", 512), ("2K", 2048), ("1.5G", 3 << 29), ("4GiB", 4 << 30)])

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch
 from cache.types import Epoch
@@ -52,7 +52,6 @@ POLL_INTERVAL_S: Final = 0.0005
 """How late the end of a prefill step may be noticed while commands are awaited."""
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
-T = TypeVar("T")
 
 
 def new_epoch() -> Epoch:
@@ -70,7 +69,6 @@ class EngineCore:
         bundle: TokenizerBundle,
         member: WorkerMember,
         metrics: WorkerMetrics,
-        *,
         async_scheduling: bool = True,
         max_step_s: float = 120.0,
     ) -> None:
@@ -84,7 +82,8 @@ class EngineCore:
         self._metrics = metrics
         self._async_scheduling = async_scheduling
         self._max_step_s = max_step_s
-        self._mailbox = Mailbox()
+        self.mailbox = Mailbox()
+        """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
         self._outputs = OutputBuffer(metrics)
         self._reporter = LoadReporter(scheduler, rate, metrics)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
@@ -113,7 +112,7 @@ class EngineCore:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         self._stopping = True
-        self._mailbox.put(lambda: None)
+        self.mailbox.put(lambda: None)
         self._thread.join(timeout_s)
 
     def refusal(self, request: GenerateRequest) -> Failed | None:
@@ -139,34 +138,27 @@ class EngineCore:
         def refuse(error: BaseException) -> None:
             self._outputs.deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
 
-        self._mailbox.put(lambda: self._submit(key, request, arrival_s, prepared, steps), refuse)
+        self.mailbox.put(lambda: self._submit(key, request, arrival_s, prepared, steps), refuse)
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
-        self._mailbox.put(lambda: self._abort(key, choice))
+        self.mailbox.put(lambda: self._abort(key, choice))
 
     def drain(self) -> None:
         self._reporter.draining = True
-        self._mailbox.put(self._reporter.report)
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine thread, where it may read the scheduler. A step may be in flight.
-
-        As with all futures of this class, it raises EngineDeadError when the thread has ended, or ends before.
-        """
-        return self._mailbox.call(function)
+        self.mailbox.put(self._reporter.report)
 
     def fail_all(self, failed: Failed) -> Future[None]:
-        return self._mailbox.call(lambda: self._fail_all(failed))
+        return self.mailbox.call(lambda: self._fail_all(failed))
 
     def purge(self) -> Future[Epoch]:
-        return self._mailbox.call(self._purge, before=self._in_flight.process_all)
+        return self.mailbox.call(self._purge, before=self._in_flight.process_all)
 
     def probe(self) -> Future[None]:
         """Compute one token in a new block now, ahead of the queue. The future fails when the device does."""
-        return self._mailbox.call(self._in_flight.probe, before=self._in_flight.process_all)
+        return self.mailbox.call(self._in_flight.probe, before=self._in_flight.process_all)
 
     def debug_state(self) -> Future[dict[str, Any]]:
-        return self._mailbox.call(lambda: debug_state(self._scheduler))
+        return self.mailbox.call(lambda: debug_state(self._scheduler))
 
     def health(self, max_step_s: float) -> str | None:
         """Return what is wrong with the engine, or None."""
@@ -190,10 +182,6 @@ class EngineCore:
                 problem = str(error)
         return problem
 
-    async def exit_on_hang(self) -> None:
-        """End the process when a step lasts longer than `max_step_s`."""
-        await self.watchdog.exit_on_hang(self._max_step_s)
-
     # --- on the engine thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -203,13 +191,13 @@ class EngineCore:
                 self._step()
             self._in_flight.process_all()
             self._outputs.flush()
-            self._mailbox.close(EngineDeadError("the engine has stopped"))
+            self.mailbox.close(EngineDeadError("the engine has stopped"))
         except BaseException as error:
             logger.critical("the engine died", exc_info=error)
             self._dead = error
             try:
                 self._outputs.flush()
-                self._mailbox.close(EngineDeadError(f"the engine died: {error}"))
+                self.mailbox.close(EngineDeadError(f"the engine died: {error}"))
             finally:
                 self._on_death(error)
 
@@ -226,7 +214,7 @@ class EngineCore:
             while self._in_flight.prefill_runs:  # decodes alone end before a wake-up would pay
                 self._run_housekeeping(wait_s=POLL_INTERVAL_S)
         self._in_flight.process_result()
-        self._mailbox.run()  # commands that came while the device worked join the next step
+        self.mailbox.run()  # commands that came while the device worked join the next step
         self._outputs.put(self._scheduler.expire(time.monotonic()))
         if self._scheduler.has_work and not self._in_flight:
             self._launch()
@@ -239,7 +227,7 @@ class EngineCore:
         """Do all that needs no token of the step in flight; wait up to `wait_s` for a command."""
         self._outputs.flush()
         self._reporter.report_if_due()
-        self._mailbox.run(wait_s=wait_s)
+        self.mailbox.run(wait_s=wait_s)
 
     def _launch(self) -> None:
         """Schedule a step and launch it."""

@@ -1,13 +1,10 @@
-"""Tells the shared index what this worker holds, off the engine's thread.
-
-The engine hands over events and its load after a step and goes on; nothing here ever makes it wait. The task nets what
-has come in (a block stored and dropped between two publishes is never sent), publishes at most every `interval_s`, and
-renews the lease when there is nothing to say.
+"""Publishes what this worker holds to the shared index, off the engine thread.
 
     engine thread: offer(events, load) -> inbox -> [event loop] held, stored, removed -> IndexWriter -> Redis
 
-`held` mirrors the pool, so a rewrite after any doubt asks nothing of the engine; the pool's size bounds it and
-everything else here, also while Redis is away.
+The engine appends events and load and goes on; it never waits for Redis. The task nets what has come in (a block stored
+and dropped between two publishes is never sent), and renews the lease without news. `held` mirrors the pool, so a
+rewrite after any doubt asks nothing of the engine; the pool's size bounds it, also while Redis is away.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from cache.types import IndexEntry
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 20_000
-"""Entries in one MULTI: more is published by several, in order."""
+"""Entries in one MULTI: more are published by several, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +38,14 @@ class PublisherSettings:
     retry_s: float = 0.1
     max_retry_s: float = 1.0
     rewrite_s: float = 0.5
-    """From one rewrite of the whole set to the next, at least."""
+    """The least time between two rewrites of the whole set."""
     silent_s: float = 5.0
-    """Without a publish for so long, `problem` says so."""
+    """The time without a publish after which `problem` reports it."""
     prune_s: float = 600.0
 
 
 class Changes:
-    """What a pool holds, and how the published set differs from it. One owner; no thread safety of its own."""
+    """The blocks of a pool, and how the published set differs from them. Has one owner; not thread-safe."""
 
     __slots__ = ("_removed", "_stored", "held")
 
@@ -59,63 +56,67 @@ class Changes:
         self._removed: dict[IndexEntry, None] = {}
 
     def apply(self, events: Sequence[BlockEvent]) -> bool:
-        """Take events in order. True: the pool was cleared, and only a rewrite can follow."""
+        """Apply events in order. True: the pool was cleared, and the set needs a rewrite."""
         cleared = False
         for event in events:
             match event:
                 case Stored(block_hash):
-                    self._store(index_entry(block_hash))
+                    entry = index_entry(block_hash)
+                    if entry not in self.held:
+                        self.held[entry] = None
+                        _move(entry, self._removed, self._stored)
                 case Removed(block_hash):
-                    self._remove(index_entry(block_hash))
+                    entry = index_entry(block_hash)
+                    if entry in self.held:
+                        del self.held[entry]
+                        _move(entry, self._stored, self._removed)
                 case Cleared():
                     self.clear()
                     cleared = True
         return cleared
-
-    def _store(self, entry: IndexEntry) -> None:
-        if entry in self.held:
-            return
-        self.held[entry] = None
-        if entry in self._removed:
-            del self._removed[entry]
-        else:
-            self._stored[entry] = None
-
-    def _remove(self, entry: IndexEntry) -> None:
-        if entry not in self.held:
-            return
-        del self.held[entry]
-        if entry in self._stored:
-            del self._stored[entry]
-        else:
-            self._removed[entry] = None
 
     def clear(self) -> None:
         self.held.clear()
         self.settle()
 
     def settle(self) -> None:
-        """The published set is what the pool holds."""
+        """Forget the differences: the published set is what the pool holds."""
         self._stored.clear()
         self._removed.clear()
 
     def take(self, limit: int) -> tuple[list[IndexEntry], list[IndexEntry]]:
-        """The next entries to store and to remove, at most `limit` together; they count as published."""
+        """Take the next entries to store and to remove, at most `limit` in all. They count as published."""
         removed = _take_first(self._removed, limit)
         stored = _take_first(self._stored, limit - len(removed))
         return stored, removed
 
     @property
     def num_published(self) -> int:
-        """Entries in the published set, all that was taken included."""
+        """Entries in the published set, including all that was taken."""
         return len(self.held) - len(self._stored) + len(self._removed)
 
     def __bool__(self) -> bool:
         return bool(self._stored or self._removed)
 
 
+def _move(entry: IndexEntry, undone: dict[IndexEntry, None], done: dict[IndexEntry, None]) -> None:
+    """Drop the entry from the opposite changes if it is there, else note the change."""
+    if entry in undone:
+        del undone[entry]
+    else:
+        done[entry] = None
+
+
+def _take_first(entries: dict[IndexEntry, None], limit: int) -> list[IndexEntry]:
+    """Remove and return the first `limit` entries."""
+    taken = [entry for entry, _ in zip(entries, range(limit), strict=False)]
+    for entry in taken:
+        del entries[entry]
+    return taken
+
+
 class Publisher:
-    """Runs in the worker's event loop; `offer` and `begin_epoch` may be called from any thread."""
+    """`worker.engine.protocol.EventListener` over an IndexWriter. Runs in the worker's event loop."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Publisher:
         writer_settings: WriterSettings | None = None,
         count: Callable[[str], None] = lambda event: None,
     ) -> None:
-        """`count(event)` feeds the metrics: the writer's events, and failed (a round of this task)."""
+        """`count(event)` feeds the metrics: the writer's events, and `failed` for a round of this task."""
         self._settings = settings or PublisherSettings()
         self._writer = IndexWriter(url, member, writer_settings, count=count)
         self._count = count
@@ -136,9 +137,9 @@ class Publisher:
         self._wake = asyncio.Event()
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pruned_at = 0.0
-        self._rewritten_at = -math.inf
-        self._published_at = time.monotonic()
+        self._pruned_s = 0.0
+        self._rewritten_s = -math.inf
+        self._published_s = time.monotonic()
         self._failure = ""
         self._closing = False
         self._ended = asyncio.Event()
@@ -148,14 +149,9 @@ class Publisher:
         return self._writer.client.up
 
     @property
-    def in_doubt(self) -> bool:
-        """The index does not say what this worker holds now, and a rewrite is due."""
-        return self._writer.in_doubt
-
-    @property
     def problem(self) -> str | None:
-        """Why the index does not know what this worker holds, or None. Requests are served all the same."""
-        silent_s = time.monotonic() - self._published_at
+        """Why the index does not know what this worker holds, or None. The worker serves all the same."""
+        silent_s = time.monotonic() - self._published_s
         if silent_s < self._settings.silent_s:
             return None
         reason = self._failure or ("publishing fails" if self.connected else "no connection to Redis")
@@ -166,19 +162,13 @@ class Publisher:
         return len(self._changes.held)
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
-        """What changed in the pool since the last call, in order, and the load now. Never blocks; any thread."""
-        self._inbox.append((events, load))
-        self._notify()
+        self._put((events, load))
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """The cache was cleared: the worker is `member`, with a new epoch and nothing held, from here on. Any thread.
+        self._put(member)
 
-        Call it in the order of `offer`: events offered before it belong to the old epoch.
-        """
-        self._inbox.append(member)
-        self._notify()
-
-    def _notify(self) -> None:
+    def _put(self, item: tuple[Sequence[BlockEvent], WorkerLoad] | WorkerMember) -> None:
+        self._inbox.append(item)
         loop = self._loop
         if self._woken or loop is None:
             return
@@ -186,7 +176,7 @@ class Publisher:
         try:
             loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:  # the loop has closed: the process ends
-            logger.debug("publisher is gone")
+            logger.debug("the publisher has ended")
 
     async def run(self) -> None:
         """Publish until cancelled or closed."""
@@ -206,34 +196,34 @@ class Publisher:
             self._ended.set()
 
     async def close(self) -> None:
-        """Leave the registry and end `run()`. A worker that dies without it is forgotten when its lease ends."""
+        """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""
         self._closing = True
         self._wake.set()
         if self._loop is not None:
             await self._ended.wait()
 
     async def _round(self) -> bool:
-        """Take what came in and bring the index up to date. False: try again soon, also after whatever was raised."""
+        """Apply what came in and bring the index up to date. False: retry soon, also after any exception."""
         try:
-            self._drain()
+            self._apply_inbox()
             if not await self._publish():
                 return False
             await self._prune()
         except Exception as error:
             self._count("failed")
             if not self._failure:
-                logger.exception("publishing failed; the index is written anew")
+                logger.exception("publishing failed; the index is rewritten")
             self._failure = f"{type(error).__name__}: {error!s:.200}"
             self._writer.in_doubt = True
             return False
         if self._failure:
-            logger.info("publishing goes on")
+            logger.info("publishing works again")
         self._failure = ""
-        self._published_at = time.monotonic()
+        self._published_s = time.monotonic()
         return True
 
-    def _drain(self) -> None:
-        """Take over what the engine has handed in. `_woken` first, so that a later offer wakes us again."""
+    def _apply_inbox(self) -> None:
+        """Apply what the engine has offered. Resets `_woken` first, so that a later offer wakes this task."""
         self._woken = False
         self._wake.clear()
         while self._inbox:
@@ -247,13 +237,13 @@ class Publisher:
                 self._writer.in_doubt = True
 
     async def _publish(self) -> bool:
-        """Bring the index up to date. False: it could not be done, try again soon."""
+        """Bring the index up to date. False: it failed, retry soon."""
         if self._closing or not self._writer.client.up:
             return False
         if self._writer.in_doubt:
-            if time.monotonic() < self._rewritten_at + self._settings.rewrite_s:
+            if time.monotonic() < self._rewritten_s + self._settings.rewrite_s:
                 return False
-            self._rewritten_at = time.monotonic()
+            self._rewritten_s = time.monotonic()
             if not await self._writer.rewrite(list(self._changes.held), self._load):
                 return False
             self._changes.settle()
@@ -266,10 +256,9 @@ class Publisher:
                 return True
 
     async def _pause(self, minimum_s: float) -> None:
-        """At least `minimum_s`, then until there is news or a heartbeat is due.
+        """Wait `minimum_s`, then until there is news or a heartbeat is due.
 
-        Heartbeats vary in length: two fleets that overwrite each other's entries must not take turns for ever while
-        readers always come after the same one.
+        Heartbeats vary in length, lest two fleets that overwrite each other's entries stay in step with the readers.
         """
         heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)
@@ -281,19 +270,7 @@ class Publisher:
             pass
 
     async def _prune(self) -> None:
-        now = time.monotonic()
-        if now - self._pruned_at >= self._settings.prune_s:
-            self._pruned_at = now
+        now_s = time.monotonic()
+        if now_s - self._pruned_s >= self._settings.prune_s:
+            self._pruned_s = now_s
             await self._writer.prune()
-
-
-def _take_first(entries: dict[IndexEntry, None], limit: int) -> list[IndexEntry]:
-    """Remove and return the first `limit` entries."""
-    if len(entries) <= limit:
-        taken = list(entries)
-        entries.clear()
-        return taken
-    taken = [entry for entry, _ in zip(entries, range(limit), strict=False)]
-    for entry in taken:
-        del entries[entry]
-    return taken

@@ -1,13 +1,13 @@
-"""The contract between the scheduler and the runner: what one step computes, and what comes out of it.
+"""The contract between scheduler and runner: input and output of one step, which mixes prefill chunks and decodes.
 
-A step holds prefill chunks and decodes alike. Every sequence brings tokens to compute; the KV of each goes to its
-slot, and its query attends to all earlier tokens of its sequence through the block table.
+Every sequence brings tokens to compute. The KV of each goes to its slot, and its query attends to all earlier tokens of
+its sequence through the block table.
 
     tokens of a sequence   |<- computed: start ->|<- token_ids of this step ->|<- later ->|
     KV                      read via block_table   written to slots
 
-A step is launched and then collected. What it reads and writes stays as it is in between. The next one may be launched
-before: the tokens that it begins with are then known to the device alone.
+A step is launched, then collected; what it reads and writes stays unchanged in between. The next step may be launched
+before that, when only the device knows the tokens it begins with.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(slots=True, eq=False)
 class SamplerCache:
-    """What a runner keeps of a request, or of a choice, for the draws to come. The scheduler does not look inside."""
+    """What a runner caches for a request, or a choice, across steps. Opaque to the scheduler."""
 
     value: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One token to sample from a sequence's last logits. `position` is the index of the drawn token in the sequence.
+    """One token to sample from a sequence's last logits, at index `position` of the sequence.
 
-    The result depends on (logits, params, seed, position, the token ids so far) and on nothing else.
+    The result is a function of (logits, params, seed, position, the token ids so far).
     """
 
     params: SamplingParams
@@ -45,9 +45,9 @@ class SamplingRow:
     allowed: object | None = None
     """A bit mask over the vocabulary from the choice's grammar (int32 words), or None."""
     request_cache: SamplerCache = field(default_factory=SamplerCache)
-    """The same for every draw of a request: params and prompt_ids are too."""
+    """The same for every row of a request, like params and prompt_ids."""
     choice_cache: SamplerCache = field(default_factory=SamplerCache)
-    """The same for every draw of a choice, whose output_ids only grow."""
+    """The same for every row of a choice, whose output_ids only grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,20 @@ class SequenceStep:
     block_table: Sequence[BlockId]
     slots: Sequence[int]
     sampling_rows: tuple[SamplingRow, ...] = ()
-    """Empty for a chunk that stops before the end of what is known; several when choices fork from one prompt."""
+    """Empty for a chunk that stops before the last known token; several when choices fork from one prompt."""
     num_prompt_logprobs: int | None = None
-    """k: also give the logprob, and the k best, of the token that follows each token of this step."""
+    """k: also return the logprob, and the k best, of the token that follows each token of this step."""
     next_token_ids: Sequence[int] = ()
-    """With num_prompt_logprobs: the token that follows each token of the step, as far as the prompt goes."""
+    """With num_prompt_logprobs: the prompt token that follows each token of the step."""
     follows: int | None = None
-    """A place in the step launched before, not yet collected: the one token of this step is the one drawn there, and
-    what stands in token_ids is not it."""
+    """An index into the step in flight: this sequence's one token is sampled there, and token_ids is a stand-in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     sequences: Sequence[SequenceStep]
     copies: Sequence[BlockCopy] = ()
-    """To be done first, in order."""
+    """Done first, in order."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +87,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """One per sequence of the step, in its order; `sampled` matches `sampling_rows`."""
+    """The result for one sequence of the step; `sampled` matches `sampling_rows`."""
 
     sampled: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
@@ -111,18 +110,18 @@ class NonFiniteLogits(SamplingError):
 
 
 class Launch(Protocol[T_co]):
-    """Work that a device has been given."""
+    """Work in a device's queue."""
 
     def is_done(self) -> bool:
-        """Whether `collect` would return, or raise, at once. Never raises."""
+        """Return whether `collect` would end at once. Never raises."""
 
     def collect(self) -> T_co:
-        """Wait for the end of the work; its result, or what it raises. To be called once."""
+        """Wait for the work; return its result, or raise its exception. Call it once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T_co]):
-    """A launch that is over: `worker.engine.step.Launch`."""
+    """A `Launch` that has ended."""
 
     result: T_co
 
@@ -135,7 +134,7 @@ class Done(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A launch that failed: `worker.engine.step.Launch`."""
+    """A `Launch` that has failed."""
 
     error: Exception
 
@@ -147,15 +146,14 @@ class Raised:
 
 
 class Runner(Protocol):
-    """Runs steps on one device, one at a time, for one thread. A step that raises has written nothing that counts."""
+    """Runs steps on one device, for one thread. A step that raises has written nothing that counts."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether `launch` returns before the step is done. Otherwise it lasts as long as the step."""
+        """`launch` returns before the step is done; otherwise it lasts as long as the step."""
 
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        """Start the step. The one before the last has been collected, and the last too unless this one follows it.
-        Raises what can be told by now."""
+        """Start the step, after all others are collected, or after all but the one that it follows. May raise."""
 
     def run(self, step: Step) -> list[SequenceResult]:
-        """Launch it and collect it."""
+        """Launch the step and collect it."""

@@ -11,8 +11,8 @@ from cache.records import WorkerState
 from cache.types import Epoch
 from worker.common.tracing import Tracing
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError, RefusedError
-from worker.http.streams import OutputDispatcher, Stream
+from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventListener, RefusedError
+from worker.http.streams import OutputDispatcher, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
 from worker.wire import Failed, GenerateRequest, pack
 
@@ -20,35 +20,42 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerService:
-    """Connects one engine to its streams. Before `serve` it refuses everything but liveness."""
+    """Connects one engine to its streams. Before `start` it refuses everything but liveness."""
 
-    def __init__(self, metrics: WorkerMetrics, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, metrics: WorkerMetrics, tracing: Tracing | None = None, queue_limits: QueueLimits | None = None
+    ) -> None:
         self.metrics = metrics
+        self.streams = OutputDispatcher(queue_limits or QueueLimits())
         self.progress = "starting"
         self.draining = False
         self.index_problem: Callable[[], str | None] = lambda: None
         """Returns why the shared index does not know this worker's blocks, or None."""
         self._tracing = tracing
         self._engine: Engine | None = None
-        self._streams: OutputDispatcher | None = None
 
-    def serve(self, engine: Engine, streams: OutputDispatcher) -> None:
-        """Take requests: the model is loaded."""
-        self._engine, self._streams = engine, streams
+    def start(
+        self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventListener | None = None
+    ) -> None:
+        """Start the engine and take requests. A dead engine fails every stream; then `on_death` runs."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(outputs: list[EngineOutput]) -> None:
+            loop.call_soon_threadsafe(self.streams.dispatch, outputs)
+
+        def die(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._fail_streams)
+            loop.call_soon_threadsafe(on_death)
+
+        self._engine = engine
+        engine.start(deliver, die, listener)
 
     @property
     def engine(self) -> Engine:
         """The engine. Raises RefusedError while the model loads."""
         if self._engine is None:
-            raise self._not_ready()
+            raise RefusedError(Failed("not_ready", f"the worker is {self.progress}", retryable=True))
         return self._engine
-
-    @property
-    def streams(self) -> OutputDispatcher:
-        """The open streams. Raises RefusedError while the model loads."""
-        if self._streams is None:
-            raise self._not_ready()
-        return self._streams
 
     @property
     def bundle(self) -> bytes:
@@ -60,11 +67,11 @@ class WorkerService:
 
     @property
     def num_open(self) -> int:
-        return 0 if self._streams is None else len(self._streams)
+        return len(self.streams)
 
     async def submit(self, request: GenerateRequest) -> Stream:
         """Queue the request. The caller reads the stream and gives it back to `release`. Raises RefusedError."""
-        engine, streams = self.engine, self.streams
+        engine = self.engine
         try:
             self._check(request)
             prepared = await engine.prepare(request)
@@ -73,7 +80,7 @@ class WorkerService:
         except RefusedError as refused:
             self.metrics.refusals.labels(refused.failed.code).inc()
             raise
-        stream = streams.open(request)
+        stream = self.streams.open(request)
         if self._tracing is not None:
             stream.trace = StreamTrace.begin(self._tracing, request)
         engine.submit(stream.key, request, prepared, None if stream.trace is None else stream.trace.steps)
@@ -88,12 +95,12 @@ class WorkerService:
 
     def abort(self, request_id: str, choice: int | None) -> int:
         """Abort by the gateway's id; return the number of requests found."""
-        streams = self.streams.by_request_id(request_id)
+        engine, streams = self.engine, self.streams.by_request_id(request_id)
         for stream in streams:
-            self.engine.abort(stream.key, choice)
+            engine.abort(stream.key, choice)
         return len(streams)
 
-    def fail_all(self) -> None:
+    def _fail_streams(self) -> None:
         """Fail every stream of a dead engine, so that other workers take over."""
         self.draining = True
         self.streams.fail_all(Failed("worker_lost", "the engine died", retryable=True))
@@ -133,9 +140,6 @@ class WorkerService:
         if self._engine is None:
             return self.progress
         return "draining" if self.draining else await self._engine.liveness()
-
-    def _not_ready(self) -> RefusedError:
-        return RefusedError(Failed("not_ready", f"the worker is {self.progress}", retryable=True))
 
     def _check(self, request: GenerateRequest) -> None:
         """Raise RefusedError if the request may not come, or not now."""

@@ -128,12 +128,11 @@ class Stream:
 
 
 class OutputDispatcher:
-    """Owns the open streams and hands each its outputs. Lives in the event loop; any thread may call `deliver`."""
+    """Owns the open streams and hands each its outputs. Used by the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits) -> None:
         self.queue = QueueAccounting(limits)
         """The open streams whose prefill has not begun."""
-        self._loop = loop
         self._open: dict[RequestKey, Stream] = {}
         self._keys = itertools.count()
         self._empty = asyncio.Event()
@@ -160,10 +159,6 @@ class OutputDispatcher:
         """Find streams, two where a gateway repeats a request before its old connection is seen broken."""
         return [stream for stream in self._open.values() if stream.request.request_id == request_id]
 
-    def deliver(self, outputs: list[EngineOutput]) -> None:
-        """Hand over a step's outputs from the engine thread."""
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)
-
     def fail_all(self, failed: Failed) -> None:
         """End every stream with this frame: the engine is dead."""
         for stream in list(self._open.values()):
@@ -174,7 +169,8 @@ class OutputDispatcher:
         while self._open:
             await self._empty.wait()
 
-    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+    def dispatch(self, outputs: list[EngineOutput]) -> None:
+        """Hand each stream its part of a step's outputs."""
         for key, frame in outputs:
             stream = self._open.get(key)
             if stream is not None:  # its client is still there

@@ -113,11 +113,11 @@ class ThreadedEngine:
 
     def settle(self) -> None:
         """Everything put into the inbox so far has been done, and the step that ran then has ended."""
-        self.engine._mailbox.call(lambda: None, before=self.engine._in_flight.process_all).result(HANG_S)
+        self.engine.mailbox.call(lambda: None, before=self.engine._in_flight.process_all).result(HANG_S)
 
     def heard(self) -> None:
         """Everything put into the inbox so far has been done."""
-        self.engine.call(lambda: None).result(HANG_S)
+        self.engine.mailbox.call(lambda: None).result(HANG_S)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"headstart_worker_{name}", labels) or 0.0
@@ -239,7 +239,7 @@ def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngi
     got = beside.wait(aborted)
     assert got.finished[0].reason == "abort"
     assert not got.tokens
-    waiting = beside.engine.call(lambda: [len(sequence.block_hashes) for sequence in beside.scheduler.waiting])
+    waiting = beside.engine.mailbox.call(lambda: [len(sequence.block_hashes) for sequence in beside.scheduler.waiting])
     assert waiting.result(HANG_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
     assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
     assert beside.engine.health(0.0) is not None
@@ -392,7 +392,7 @@ def test_who_broke_the_device_is_told_where_it_can_have_been_only_one(
     for _ in range(4):
         assert threaded.runner.entered.acquire(timeout=HANG_S)
     newcomers = [RequestKey(i) for i in range(1, 1 + num_newcomers)]
-    threaded.engine.call(lambda: [threaded.submit(i, generate([i, 2, 3])) for i in newcomers])  # heard as one
+    threaded.engine.mailbox.call(lambda: [threaded.submit(i, generate([i, 2, 3])) for i in newcomers])  # heard as one
     threaded.runner.gate.set()
     assert "does not compute" in str(threaded.deaths.get(timeout=HANG_S))
     while not threaded.frames.empty():
@@ -430,7 +430,7 @@ def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngi
         inline.engine._outputs.put([output])
         raise ZeroDivisionError
 
-    inline.engine._mailbox.put(break_down)
+    inline.engine.mailbox.put(break_down)
     assert isinstance(inline.deaths.get(timeout=HANG_S), ZeroDivisionError)
     assert inline.frames.get(timeout=HANG_S) == output
 
@@ -449,15 +449,15 @@ def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: Th
         engine.abort(RequestKey(key))
         engine.drain()
         failed = Failed("draining", "the worker stops", retryable=True)
-        return [engine.call(lambda: None), engine.purge(), engine.fail_all(failed), engine.probe()]
+        return [engine.mailbox.call(lambda: None), engine.purge(), engine.fail_all(failed), engine.probe()]
 
-    engine._mailbox.put(break_down)
+    engine.mailbox.put(break_down)
     if ends == "stops":
         engine._stopping = True
     before = ask(0) if ends == "dies" else []  # behind what ends it; what came before a stop is still done
     blocked.set()
     engine._thread.join(HANG_S)
-    given_up = engine.call(lambda: None)
+    given_up = engine.mailbox.call(lambda: None)
     assert not given_up.cancel()  # it has ended
     for future in before + ask(1):
         with pytest.raises(EngineDeadError, match=r"the engine (died|has stopped)"):
@@ -574,7 +574,7 @@ def test_a_call_given_up_before_its_turn_harms_nobody(inline: ThreadedEngine) ->
     key = inline.submit(0, generate([1, 2, 3], 1))
     assert inline.runner.entered.acquire(timeout=HANG_S)
     called: list[int] = []
-    assert inline.engine.call(lambda: called.append(1)).cancel()
+    assert inline.engine.mailbox.call(lambda: called.append(1)).cancel()
     inline.runner.gate.set()
     inline.wait(key)
     inline.settle()

@@ -412,7 +412,7 @@ async def assert_idle(worker: LiveWorker) -> None:
     await worker.until(lambda: not worker.scheduler.requests)
     await worker.settled()
     allocator = worker.scheduler.allocator
-    await asyncio.wrap_future(worker.engine.call(allocator.check_integrity))
+    await asyncio.wrap_future(worker.engine.mailbox.call(allocator.check_integrity))
     await worker.until(lambda: allocator.num_free_blocks == NUM_BLOCKS - 1)  # a step may still run for nobody
     assert len(worker.scheduler.running) == len(worker.scheduler.waiting) == 0
     assert worker.service.streams.queue.num_requests == 0
