@@ -39,7 +39,7 @@ class BlockStore(Protocol):
         """
 
     def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """Make held, written blocks of the pool findable, parents first."""
+        """Make held and written blocks of the pool findable, parents first."""
 
 
 class BlockPool(Pool):
@@ -48,7 +48,6 @@ class BlockPool(Pool):
     __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_refs")
 
     def __init__(self, num_blocks: int) -> None:
-        """Raises ValueError."""
         super().__init__(num_blocks)
         self._free = FreeQueue(num_blocks)
         self._refs = [0] * num_blocks
@@ -59,26 +58,21 @@ class BlockPool(Pool):
 
     @property
     def num_free_blocks(self) -> int:
-        """Length of the queue."""
         return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Distinct hashes that are findable."""
         return len(self._cached)
 
     @property
     def lru_tail_age(self) -> int:
-        """See `CacheStats`; 0 while blocks never used remain."""
-        free_since = -self._refs[self._free.first]  # 0, too, for the null block, which is first when none is free
+        free_since = -self._refs[self._free.first]  # 0 for a block never used, and for the null block when none is free
         return self._clock - free_since if free_since else 0
 
     def held(self) -> Iterator[BlockHash]:
-        """Return every findable hash, parents first: a dict keeps its order, and a parent enters before its child."""
-        return iter(self._cached)
+        return iter(self._cached)  # parents first: a dict keeps its order, and a parent enters before its child
 
     def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """See `BlockStore`."""
         cached = self._cached
         if not hashes or hashes[0] not in cached:
             return []
@@ -103,18 +97,15 @@ class BlockPool(Pool):
         return [*found, *self._evict(num_new)]
 
     def take(self, count: int) -> list[BlockId] | None:
-        """Hold `count` blocks, evicting what they cache, or return None and change nothing."""
         return self.load((), count)
 
     def share(self, block_ids: Sequence[BlockId]) -> None:
-        """Hold these blocks for one more table."""
         refs = self._refs
         for block_id in block_ids:
             assert refs[block_id] > 0, f"block {block_id} is shared but not held"
             refs[block_id] += 1
 
     def is_shared(self, block_id: BlockId) -> bool:
-        """Return whether more than one table holds the block."""
         return self._refs[block_id] > 1
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
@@ -132,7 +123,6 @@ class BlockPool(Pool):
         self._free.extend(freed)
 
     def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """See `BlockStore`."""
         own_hashes, cached = self._hashes, self._cached
         stored = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -149,7 +139,6 @@ class BlockPool(Pool):
         self.events.stored(stored)
 
     def clear(self) -> None:
-        """Make every block unfindable; none is held."""
         assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
         self._hashes = [None] * self.num_blocks
         self._cached = {}

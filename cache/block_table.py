@@ -60,7 +60,6 @@ class Pool(ABC):
 
     @property
     def lru_tail_age(self) -> int:
-        """See `CacheStats`."""
         return 0
 
     def held(self) -> Iterator[BlockHash]:

@@ -17,14 +17,12 @@ class FreeList(Pool):
     __slots__ = ("_free", "_refs")
 
     def __init__(self, num_blocks: int) -> None:
-        """Raises ValueError."""
         super().__init__(num_blocks)
         self._free = [BlockId(block_id) for block_id in range(1, num_blocks)]
         self._refs = [0] * num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Length of the list."""
         return len(self._free)
 
     def take(self, count: int) -> list[BlockId] | None:
@@ -39,17 +37,14 @@ class FreeList(Pool):
         return taken
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
-        """Hold these blocks for one more table."""
         for block_id in block_ids:
             assert self._refs[block_id] > 0, f"block {block_id} is shared but not held"
             self._refs[block_id] += 1
 
     def is_shared(self, block_id: BlockId) -> bool:
-        """Return whether more than one table holds the block."""
         return self._refs[block_id] > 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """Drop one table's hold on these blocks."""
         for block_id in block_ids:
             assert self._refs[block_id] > 0, f"block {block_id} is released but not held"
             self._refs[block_id] -= 1

@@ -15,7 +15,7 @@ IndexEntry = NewType("IndexEntry", bytes)
 
 WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", str)
-"""One boot (or one clearing) of one worker's cache. Blocks announced under another epoch do not exist."""
+"""One incarnation of a worker's cache: from a start or a clearing to the next. Blocks of another epoch do not exist."""
 
 WorkerIncarnation = tuple[WorkerId, Epoch]
 """A worker in one of its epochs."""

@@ -50,7 +50,6 @@ class Allocator(ABC):
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
         return self._block_size
 
     @property
@@ -110,7 +109,6 @@ class Allocator(ABC):
         return True
 
     def stats(self) -> CacheStats:
-        """Return counters and gauges."""
         pool = self._pool
         return CacheStats(
             num_blocks=pool.num_blocks,

@@ -41,7 +41,6 @@ class HashAllocator(Allocator):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> HashAllocation | None:
-        """See `Allocator`."""
         if hashes is None:
             hashes = hash_chain(root, token_ids, self._block_size)
         found = self._find(token_ids, hashes) if reuse else []
@@ -55,7 +54,6 @@ class HashAllocator(Allocator):
         return HashAllocation(self, root, list(hashes), block_ids, num_cached_tokens)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        """See `Allocator`."""
         if hashes is None:
             hashes = hash_chain(root, token_ids, self._block_size)
         return len(self._find(token_ids, hashes)) * self._block_size
@@ -88,7 +86,6 @@ class HashAllocation(Allocation):
         self._num_stored = num_cached_tokens // size
 
     def fork(self) -> Self:
-        """See `Allocation`."""
         fork = super().fork()
         fork._hashes = self._hashes[: self._num_stored]  # uncomputed tokens may differ
         return fork

@@ -34,7 +34,6 @@ class PlainAllocator(Allocator):
         self._window_blocks = sys.maxsize if window_size is None else num_blocks_for(window_size, block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """See `Allocator`; at most the blocks of one window."""
         return min(super().num_blocks_for(num_tokens), self._window_blocks)
 
     def allocate(
@@ -46,7 +45,6 @@ class PlainAllocator(Allocator):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> PlainAllocation | None:
-        """See `Allocator`."""
         taken = self._pool.take(self.num_blocks_for(num_tokens))
         if taken is None:
             return None
@@ -55,7 +53,6 @@ class PlainAllocator(Allocator):
         return PlainAllocation(self, taken)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        """Return 0."""
         return 0
 
 
@@ -71,7 +68,6 @@ class PlainAllocation(Allocation):
 
     @property
     def capacity(self) -> int:
-        """See `Allocation`; without limit once the table holds a whole window."""
         return sys.maxsize if len(self._block_ids) == self._window_blocks else super().capacity
 
     def _num_blocks(self, num_tokens: int) -> int:

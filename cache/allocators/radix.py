@@ -30,32 +30,26 @@ class RadixPool(FreeList):
     __slots__ = ("trie",)
 
     def __init__(self, num_blocks: int) -> None:
-        """Raises ValueError."""
         super().__init__(num_blocks)
         self.trie = RadixTrie()
 
     @property
     def num_free_blocks(self) -> int:
-        """Free or evictable blocks."""
         return len(self._free) + self.trie.num_evictable
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks in the trie."""
         return self.trie.num_blocks
 
     @property
     def lru_tail_age(self) -> int:
-        """See `CacheStats`."""
         oldest = self.trie.oldest_access()
         return 0 if oldest is None else self.trie.time - oldest
 
     def held(self) -> Iterator[BlockHash]:
-        """Return every findable hash, parents before children."""
         return (block_hash for node in self.trie.nodes() for block_hash in node.hashes)
 
     def take(self, count: int) -> list[BlockId] | None:
-        """Take blocks of the list, evicting when it is too short."""
         if count > self.num_free_blocks:
             return None
         if count > len(self._free):
@@ -66,11 +60,9 @@ class RadixPool(FreeList):
         return super().take(count)
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
-        """Hold for one more table the blocks that are not in the trie."""
         super().share(filter(self._is_in_tables, block_ids))
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """Drop one table's hold on the blocks that are not in the trie."""
         super().release(list(filter(self._is_in_tables, block_ids)))
 
     def transfer(self, block_ids: Iterable[BlockId]) -> None:
@@ -80,7 +72,6 @@ class RadixPool(FreeList):
             self._refs[block_id] = 0
 
     def clear(self) -> None:
-        """Empty the trie."""
         self._free.extend(self.trie.evict(self.trie.num_blocks).block_ids)
         self.events.cleared()
 
@@ -108,7 +99,6 @@ class RadixAllocator(Allocator):
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
     ) -> RadixAllocation | None:
-        """See `Allocator`."""
         pool, trie = self._pool, self._pool.trie
         match = self._match(token_ids, root) if reuse else Match(trie.root(root))
         num_new = max(0, num_blocks_for(num_tokens, self._block_size) - match.num_blocks)
@@ -126,11 +116,9 @@ class RadixAllocator(Allocator):
         return allocation
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        """See `Allocator`."""
         return self._match(token_ids, root).num_blocks * self._block_size
 
     def check_integrity(self) -> None:
-        """See `Allocator`."""
         trie, live = self._pool.trie, [table for table in self._live if isinstance(table, RadixAllocation)]
         trie.check_integrity([allocation.node for allocation in live])
         in_trie = [block_id for node in trie.nodes() for block_id in node.block_ids]
@@ -171,14 +159,12 @@ class RadixAllocation(Allocation):
         self.caches_duplicates = True
 
     def fork(self) -> Self:
-        """See `Allocation`."""
         fork = super().fork()
         self._pool.trie.hold_below(self.node, None)
         fork.hashes = self.hashes[: self._num_inserted]  # uncomputed tokens may differ
         return fork
 
     def free(self) -> None:
-        """See `Allocation`."""
         super().free()
         self._pool.trie.release(self.node)
 

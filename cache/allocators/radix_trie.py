@@ -1,12 +1,10 @@
 """A radix trie from token prefixes to the blocks that hold their KV. Every key has one block.
 
-    root --[ a b c ]--+--[ d e ]          find(a b c d x) -> the blocks of a b c d
-                      +--[ f ]            evict(1)        -> the tail of the leaf that was used longest ago
+    root --[ a b c ]--+--[ d e ]          match(a b c d x) -> the blocks of a b c d
+                      +--[ f ]            evict(1)         -> the tail of the least recently used leaf
 
-A key is a token, or the tuple of the tokens of a block. Inserting a b c also makes a and a b findable. A node that
-somebody holds, and with it every node above, is not evicted; `num_holders` counts them along the whole path, so that
-the number of blocks that could be evicted is known at any time. Evicting goes by leaves, least recently used first,
-and cuts a leaf that has more blocks than needed, from its tail. Every namespace (tenant, model) has a root of its own.
+A key is a token, or the tuple of a block's tokens. `num_holders` of a node counts holds on it and below it: such a node
+is not evicted, and the number of evictable blocks is known at any time. Every namespace (tenant, model) has its root.
 Source: TGI v3, RadixTrie; the holders along the path are SGLang's.
 """
 
@@ -41,10 +39,10 @@ class RadixNode:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a prefix search found: nodes from the top down, of which the last may match in its first part only."""
+    """Nodes of a matching prefix from the top down, of which the last may match in its first part only."""
 
     start: RadixNode
-    """Where the search began."""
+    """The node where the search began."""
     nodes: tuple[RadixNode, ...] = ()
     num_in_last: int = 0
     """Matching keys of the last node."""
@@ -71,7 +69,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Blocks in the order they were found, and their hashes, every child before its parent."""
+    """Blocks, each leaf's in their order, and their hashes, every child before its parent."""
 
     block_ids: list[BlockId]
     hashes: list[BlockHash]
@@ -90,12 +88,12 @@ class RadixTrie:
         """Logical clock: counts finds and inserts."""
 
     def root(self, namespace: Hashable = None) -> RadixNode:
-        """The root of a namespace; the trie remembers it only while somebody holds it or it has children."""
+        """Return the root of a namespace; the trie keeps it only while it is held or has children."""
         root = self._roots.get(namespace)
         return RadixNode(next(self._ids), None, keys=[namespace]) if root is None else root
 
     def match(self, node: RadixNode, keys: Sequence[Key]) -> Match:
-        """The longest prefix of `keys` below `node`. Changes nothing."""
+        """Return the longest prefix of `keys` below `node`. Changes nothing."""
         start, nodes, position, shared = node, [], 0, 0
         while position < len(keys) and (child := node.children.get(keys[position])) is not None:
             shared = _shared_length(child.keys, keys, position)
@@ -106,21 +104,15 @@ class RadixTrie:
             node = child
         return Match(start, tuple(nodes), shared)
 
-    def find(self, node: RadixNode, keys: Sequence[Key]) -> list[BlockId]:
-        """The blocks of the longest prefix below `node`, which count as used now."""
-        match = self.match(node, keys)
-        self._tick(match.last)
-        return match.block_ids
-
     def hold(self, match: Match) -> RadixNode:
-        """Keep exactly what was matched from eviction; it counts as used now. `release` the node that is returned."""
+        """Mark a match as used and keep exactly its blocks from eviction, until the returned node is released."""
         node = self._cut(match)
         self._tick(node)
         self.hold_below(node, None)
         return node
 
     def hold_below(self, node: RadixNode | None, above: RadixNode | None) -> None:
-        """Hold `node` and what is above it, up to and without `above`, which the caller holds already."""
+        """Hold `node` and the nodes above it, up to and without `above`, which the caller holds already."""
         while node is not above:
             assert node is not None, "not a node below the one held"
             if not node.num_holders:
@@ -134,7 +126,7 @@ class RadixTrie:
         above: RadixNode | None = node
         last_accessed = 0
         while above is not None:
-            assert above.num_holders > 0, f"node {above.id} is released but nobody holds it"
+            assert above.num_holders > 0, f"node {above.id} is released but not held"
             above.num_holders -= 1
             above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)  # `grow` ticks one node alone
             if not above.num_holders:
@@ -145,12 +137,8 @@ class RadixTrie:
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
     ) -> tuple[int, RadixNode]:
-        """Add blocks below `node`; returns how many keys were there before, whose blocks stay, and the last node.
-
-        Raises ValueError when keys and blocks are not of the same number.
-        """
-        if len(keys) != len(block_ids):
-            raise ValueError(f"{len(keys)} keys for {len(block_ids)} blocks")
+        """Add blocks below `node`. Return how many keys were known, whose blocks stay, and the last node."""
+        assert len(keys) == len(block_ids), f"{len(keys)} keys for {len(block_ids)} blocks"
         match = self.match(node, keys)
         num_known = match.num_blocks
         node = self._cut(match)
@@ -162,7 +150,7 @@ class RadixTrie:
     def grow(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]
     ) -> bool:
-        """Append to a leaf that its caller alone holds, as `insert` would but without a new node. False: it is none."""
+        """Append to a leaf that the caller alone holds, instead of inserting a node. False: `node` is no such leaf."""
         if node.parent is None or node.children or node.num_holders != 1:
             return False
         self.time += 1
@@ -174,7 +162,7 @@ class RadixTrie:
         return True
 
     def evict(self, num_blocks: int) -> Evicted:
-        """Drop up to `num_blocks` blocks, fewer only if no more can be dropped."""
+        """Drop `num_blocks` blocks, fewer only if no more can be dropped; cut a leaf that has more, from its tail."""
         evicted = Evicted([], [])
         while len(evicted.block_ids) < num_blocks and (leaf := self._pop_oldest_leaf()) is not None:
             first = max(0, len(leaf.keys) - (num_blocks - len(evicted.block_ids)))
@@ -190,7 +178,7 @@ class RadixTrie:
         return evicted
 
     def oldest_access(self) -> int | None:
-        """When what is evicted next was used last; None if nothing can be evicted."""
+        """Return when the next victim was used last, or None without a victim."""
         leaf = self._pop_oldest_leaf()
         if leaf is None:
             return None
@@ -198,7 +186,7 @@ class RadixTrie:
         return leaf.last_accessed
 
     def nodes(self) -> Iterator[RadixNode]:
-        """Every node, roots included, parents before children."""
+        """Return every node, roots included, parents before children."""
         pending = list(self._roots.values())
         while pending:
             node = pending.pop()
@@ -206,7 +194,7 @@ class RadixTrie:
             pending.extend(node.children.values())
 
     def check_integrity(self, held: Sequence[RadixNode]) -> None:
-        """Assert the invariants; `held` has the node of every hold. Linear."""
+        """Assert the invariants; `held` has one node per hold. Linear."""
         holders: dict[RadixNode, int] = {}
         for node in held:
             above: RadixNode | None = node
@@ -232,12 +220,12 @@ class RadixTrie:
                 )
             else:
                 assert node.num_holders or node.children, f"root {node.id} is of no use"
-        assert not holders, "somebody holds a node that is not in the trie"
+        assert not holders, "a held node is not in the trie"
         assert (self.num_blocks, self.num_evictable) == (num_blocks, num_evictable), "counts of blocks are wrong"
         assert len(queued) == len(self._leaves), "a leaf is queued twice"
 
     def _tick(self, node: RadixNode) -> None:
-        """A node and all above it are used now."""
+        """Mark a node and all above it as used."""
         self.time += 1
         above: RadixNode | None = node
         while above is not None:
@@ -245,12 +233,12 @@ class RadixTrie:
             above = above.parent
 
     def _cut(self, match: Match) -> RadixNode:
-        """The node that ends where the match ends."""
+        """Return a node that ends where the match ends."""
         node = match.last
         return self._split(node, match.num_in_last) if match.nodes and match.num_in_last < len(node.keys) else node
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
-        """Cut a node in two and return the upper part, a new node: who holds `node` goes on to hold all of it."""
+        """Cut a node in two and return the upper part, a new node. A hold on `node` stays a hold on both parts."""
         parent = node.parent
         assert parent is not None, "a root cannot be split"
         upper = RadixNode(next(self._ids), parent, node.keys[:length], node.block_ids[:length], node.hashes[:length])
@@ -290,7 +278,7 @@ class RadixTrie:
             heapq.heappush(self._leaves, (node.last_accessed, node.id, node))
 
     def _pop_oldest_leaf(self) -> RadixNode | None:
-        """Entries of nodes that were used since, are held or have children are corrected when they come up."""
+        """Take the least recently used evictable leaf. Drop outdated entries, and queue used nodes again."""
         while self._leaves:
             queued_at, _, node = heapq.heappop(self._leaves)
             node.is_queued = False

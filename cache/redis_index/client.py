@@ -19,7 +19,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
@@ -43,21 +42,6 @@ class RedisDownError(Exception):
 
 class ProtocolError(RedisDownError):
     """Redis sent what it never sends: replies and commands do not match any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class RedisFacts:
-    """Answers of one server about itself."""
-
-    version: tuple[int, ...]
-    """Empty when the user may not ask for it."""
-    ping_s: float
-    """Median of a few."""
-    used_bytes: int
-    max_bytes: int
-    """0: no limit, or unknown."""
-    eviction: str
-    """Policy at the limit: `noeviction`, `allkeys-lru` ..."""
 
 
 class _Call:
@@ -98,12 +82,10 @@ class RedisClient:
 
     @property
     def up(self) -> bool:
-        """Return whether there is a connection."""
         return self._connection is not None
 
     @property
     def label(self) -> str:
-        """Return the URL without its password."""
         return self._endpoint.label
 
     def submit(self, packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
@@ -259,17 +241,34 @@ def pack(commands: Iterable[Sequence[Argument]]) -> bytes:
     return b"".join(parts)
 
 
-async def diagnose(url: str, settings: ClientSettings) -> RedisFacts:
-    """Ask a server about itself on a connection of its own, all within the connect timeout.
+async def diagnose(url: str, settings: ClientSettings) -> tuple[float, dict[str, str]]:
+    """Return the median time of a PING and the fields of INFO, which has none for a user without that right.
 
-    Raises RedisDownError with the reason, and ValueError for a URL of no known form.
+    All within the connect timeout, on a connection of its own. Raises RedisDownError with the reason, and ValueError
+    for a URL of no known form.
     """
     endpoint = Endpoint(url, settings)
     connection: AbstractConnection | None = None
+
+    async def ask(*command: str) -> Reply:
+        assert connection is not None
+        await connection.send_command(*command)
+        return await connection.read_response(disable_decoding=True, timeout=math.inf)
+
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
             connection = await endpoint.open()
-            return await _facts(connection)
+            pings_s = []
+            for _ in range(_NUM_PINGS):
+                started_s = time.perf_counter()
+                await ask("PING")
+                pings_s.append(time.perf_counter() - started_s)
+            info: dict[str, str] = {}
+            for section in ("server", "memory"):
+                with contextlib.suppress(ResponseError):  # an ACL user that may not ask
+                    lines = bytes(await ask("INFO", section)).decode(errors="replace").splitlines()
+                    info |= dict(line.split(":", 1) for line in lines if ":" in line)
+            return statistics.median(pings_s), info
     except TimeoutError:
         raise RedisDownError(f"no answer within {settings.connect_timeout_s:g} s") from None
     except (RedisError, OSError) as error:
@@ -277,30 +276,6 @@ async def diagnose(url: str, settings: ClientSettings) -> RedisFacts:
     finally:
         if connection is not None:
             await connection.disconnect(nowait=True)
-
-
-async def _facts(connection: AbstractConnection) -> RedisFacts:
-    async def ask(*command: str) -> Reply:
-        await connection.send_command(*command)
-        return await connection.read_response(disable_decoding=True, timeout=math.inf)
-
-    pings_s = []
-    for _ in range(_NUM_PINGS):
-        started_s = time.perf_counter()
-        await ask("PING")
-        pings_s.append(time.perf_counter() - started_s)
-    info: dict[str, str] = {}
-    for section in ("server", "memory"):
-        with contextlib.suppress(ResponseError):  # an ACL user that may not ask
-            lines = bytes(await ask("INFO", section)).decode(errors="replace").splitlines()
-            info |= dict(line.split(":", 1) for line in lines if ":" in line)
-    return RedisFacts(
-        version=tuple(int(part) for part in info.get("redis_version", "").split(".") if part.isdecimal()),
-        ping_s=statistics.median(pings_s),
-        used_bytes=int(info.get("used_memory", 0)),
-        max_bytes=int(info.get("maxmemory", 0)),
-        eviction=info.get("maxmemory_policy", ""),
-    )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -43,7 +43,6 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
     __slots__ = ("_num_read",)
 
     async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
-        """Read one reply."""
         self._num_read = 0
         return await super().read_response(disable_decoding=disable_decoding, push_request=push_request)
 

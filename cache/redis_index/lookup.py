@@ -100,7 +100,6 @@ class RedisIndex:
 
     @property
     def blind(self) -> bool:
-        """Return whether no shard answers."""
         return all(shard.breaker_open or not shard.client.up for shard in self._shards)
 
     def members(self) -> list[WorkerMember]:
@@ -118,7 +117,6 @@ class RedisIndex:
         return [entry for shard in self._shards for entry in shard.registry.entries()]
 
     def health(self) -> list[ShardHealth]:
-        """Return the health of every shard."""
         return [ShardHealth(shard.client.label, shard.client.up, shard.breaker_open) for shard in self._shards]
 
 
@@ -311,7 +309,6 @@ class Shard:
 
     @property
     def breaker_open(self) -> bool:
-        """Return whether lookups are skipped."""
         return self._num_failures >= self._settings.breaker_failures
 
     def failed(self) -> None:
@@ -323,7 +320,6 @@ class Shard:
             self._wake_probe.set()
 
     def succeeded(self) -> None:
-        """Close the breaker."""
         if self.breaker_open:
             logger.info("Redis answers again: routing by the index")
             self._count("breaker_closed")

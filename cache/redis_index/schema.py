@@ -75,7 +75,6 @@ class Keys:
         self.version = f"{self._tag}:version".encode()
 
     def blocks(self, worker_id: str, epoch: str, generation: int) -> bytes:
-        """Return the key of a worker's set."""
         return f"{self._tag}:b:{worker_id}:{epoch}:{generation}".encode()
 
 
@@ -111,7 +110,6 @@ class Signer:
         return body + self._member_tail(worker_id.encode(), body)
 
     def verifies_member(self, worker_id: bytes, signed: bytes) -> bool:
-        """Return whether a member ends with its signature."""
         body, tail = signed[:-_MEMBER_TAIL], signed[-_MEMBER_TAIL:]
         return compare_digest(tail, self._member_tail(worker_id, body))
 
@@ -161,7 +159,6 @@ def shard_of(worker_id: WorkerId, num_shards: int) -> int:
 
 
 def encode_member(member: WorkerMember) -> bytes:
-    """Return a member as JSON, unsigned."""
     return _encode_member(member)
 
 
@@ -193,7 +190,6 @@ def encode_state(
     written_ms: int,
     num_entries: int,
 ) -> bytes:
-    """Return a state as msgpack, unsigned."""
     fields = (generation, batch, deadline_ms, written_ms, num_entries)
     return _encode_state(State(_STATE_FORMAT, member.epoch, *fields, load))
 

@@ -96,7 +96,6 @@ class IndexWriter:
 
     @property
     def member(self) -> WorkerMember:
-        """Return the member, which names the epoch."""
         return self._member
 
     def begin_epoch(self, member: WorkerMember) -> None:

@@ -133,20 +133,22 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
     scheme, separator, rest = url.partition("://")
     bare = f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
     try:
-        facts = await diagnose(url, ClientSettings(username, password, connect_timeout_s=TIMEOUT_S))
+        ping_s, info = await diagnose(url, ClientSettings(username, password, connect_timeout_s=TIMEOUT_S))
     except ValueError as error:
         return Check("redis", "fail", str(error), "correct --redis")
     except RedisDownError as error:
         return Check("redis", "fail", f"{bare}: {error}", _redis_advice(str(error).lower()))
-    found = f"Redis {_dotted(facts.version)} at {bare}, PING {1000 * facts.ping_s:.2f} ms"
-    found += f", {facts.used_bytes / 2**20:,.0f} MiB used"
-    if facts.max_bytes and facts.eviction not in ("noeviction", ""):
-        found += f", evicts by {facts.eviction} at {facts.max_bytes / 2**20:,.0f} MiB"
+    version = tuple(int(part) for part in info.get("redis_version", "").split(".") if part.isdecimal())
+    used_bytes, max_bytes = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    eviction = info.get("maxmemory_policy", "noeviction")
+    found = f"Redis {_dotted(version)} at {bare}, PING {1000 * ping_s:.2f} ms, {used_bytes / 2**20:,.0f} MiB used"
+    if max_bytes and eviction != "noeviction":
+        found += f", evicts by {eviction} at {max_bytes / 2**20:,.0f} MiB"
         return Check("redis", "warn", found, "set maxmemory-policy noeviction: workers must rewrite every evicted set")
-    if facts.ping_s > SLOW_PING_S:
+    if ping_s > SLOW_PING_S:
         mend = "put Redis near the gateways: past --lookup-deadline-s they route without it"
         return Check("redis", "warn", found, mend)
-    return _by_version(facts.version, found)
+    return _by_version(version, found)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

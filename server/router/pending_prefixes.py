@@ -5,6 +5,7 @@ Both stay in the gateway and are never written to the shared index.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
@@ -81,14 +82,7 @@ class PendingPrefixes:
         blocks = self._num_references.get(incarnation)
         if blocks is None or not hashes or hashes[0] not in blocks:
             return 0
-        low, high = 1, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in blocks:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(hashes, True, 1, key=lambda block_hash: block_hash not in blocks)
 
     @property
     def num_entries(self) -> int:
