@@ -3,7 +3,7 @@
 index reader ---+
 fleet ----------+--> router --> generations --> workers
 models ---------+                   |
-public app (OpenAI, health) --------+        ops app (metrics, workers, explain, drain; console: pages and live feed)
+public app (OpenAI, health) --------+        ops app (metrics, workers, explain, drain, dashboard, chat page)
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import uvloop
-from prometheus_client import generate_latest
 from starlette.types import ASGIApp
 
-from cache.records import Candidate
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
@@ -40,9 +36,7 @@ from server.auth.authentication import Authenticator, KeyAuthenticator, SingleTe
 from server.auth.identity import tenant_identity
 from server.auth.limits import AuthThrottle, RateLimits
 from server.background import keep_running
-from server.cli.index.report import index_report
 from server.config import GatewayConfig, parse
-from server.errors import NotFoundError, UnavailableError
 from server.http.front import Listener
 from server.http.middleware import KnownHostsMiddleware
 from server.http.server import HttpLimits, HttpServer, affordable_connections
@@ -51,10 +45,9 @@ from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops.app import OpsServices, ops_app
 from server.ops.decisions import DecisionLog
-from server.ops.feed import Feed, FeedSources
-from server.ops.prefix_tree import PrefixTree, SharedPrefix
-from server.ops.traffic import Totals, buckets, total
-from server.ops.workers import FleetSources
+from server.ops.feed import Feed
+from server.ops.overview import Overview
+from server.ops.prefix_tree import PrefixTree
 from server.pace import sample_delay
 from server.request.limits import PromptTokenLimiter
 from server.request.request import RequestServices
@@ -62,7 +55,7 @@ from server.request.retry import RetryPolicy
 from server.request_context import add_ids
 from server.router.router import Router, RouterSettings
 from server.tracing import SERVICE
-from server.workers.client import WorkerClient, WorkerLost
+from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet, FleetSettings, NoIndex
 from server.workers.networks import WorkerNetworks
 from server.workers.watch import StallWatch
@@ -107,24 +100,14 @@ class Gateway:
         self.fleet = Fleet(
             self._index, self._client.state, settings, clock=time.monotonic, namespaces=self.models.namespaces
         )
-        self._prefix_tree = PrefixTree(time.monotonic)
-        self._decisions = DecisionLog()
+        prefix_tree, decisions = PrefixTree(time.monotonic), DecisionLog()
         self.router = Router(
             self._index,
             self.fleet,
             RouterSettings(gateway_id, policy=config.policy),
             on_stage=self.metrics.routed,
-            on_match=self._prefix_tree.add,
-            observer=self._decisions,
-        )
-        self.metrics.registry.register(
-            FleetMetrics(
-                lambda: {worker.model for worker in self.fleet.workers()},
-                self._candidates,
-                self.fleet.broken,
-                lambda: self.router.index_state().blind,
-                self.router.num_outstanding,
-            )
+            on_match=prefix_tree.add,
+            observer=decisions,
         )
         self._watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s)
         self._keep_alive = KeepAlive(config.keepalive_s)
@@ -143,25 +126,39 @@ class Gateway:
         )
         timeout_s = config.request_timeout_s
         self._endpoint = EndpointServices(self.models, requests, self._keep_alive, timeout_s, self._tracing)
-        self.feed = Feed(self._feed_sources(gateway_id))
+        overview = Overview(
+            gateway_id=gateway_id,
+            policy=config.policy,
+            fleet=self.fleet,
+            router=self.router,
+            index=self._index,
+            metrics=self.metrics,
+            lifecycle=self.lifecycle,
+            num_streamed_tokens=lambda: self._endpoint.open_responses.num_output_tokens,
+            prefix_tree=prefix_tree,
+        )
+        self.metrics.registry.register(
+            FleetMetrics(
+                lambda: {worker.model for worker in self.fleet.workers()},
+                overview.candidates,
+                self.fleet.broken,
+                lambda: self.router.index_state().blind,
+                self.router.num_outstanding,
+            )
+        )
+        self.feed = Feed(overview, decisions)
         services = PublicServices(self._endpoint, self.lifecycle, self.fleet.live_workers)
         self._api = PublicApi(services)
         admission = Admission(authenticator, RateLimits(), config.max_body_bytes)
         self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
         self.ops = ops_app(
             OpsServices(
-                page=self._metrics_page,
-                metrics=GatewayMetrics(),
                 api=self._api,
                 of_tenant=partial(tenant_identity, secret),
-                explain=self.router.explain,
-                candidates=self._candidates,
-                index_state=lambda: self.router.index_state().as_json(),
-                index_report=lambda: index_report(self._index),
-                prefixes=self._prefixes,
-                drain=self.drain,
-                act=self._act,
+                overview=overview,
                 feed=self.feed,
+                client=self._client,
+                drain=self.drain,
                 public=self.public,
                 key=config.ops_key(),
                 local=is_loopback(config.ops_host),
@@ -234,62 +231,6 @@ class Gateway:
             for listener in self._listeners:
                 listener.force()
         self.drain()
-
-    async def _metrics_page(self) -> bytes:
-        return generate_latest(self.metrics.registry)
-
-    def _candidates(self) -> list[Candidate]:
-        """The live workers of every model."""
-        models = {worker.model for worker in self.fleet.workers()}
-        return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
-
-    def _feed_sources(self, gateway_id: GatewayId) -> FeedSources:
-        index, router, metrics = self._index, self.router, self.metrics
-
-        def totals(num_decisions: int) -> Totals:
-            return Totals(
-                at_s=time.monotonic(),
-                num_decisions=num_decisions,
-                prompt_tokens=total(metrics.prompt_tokens),
-                cached_tokens=total(metrics.cached_tokens),
-                output_tokens=total(metrics.output_tokens) + self._endpoint.open_responses.num_output_tokens,
-                in_flight=total(metrics.in_flight),
-                ttft_counts=buckets(metrics.ttft_s)[1],
-            )
-
-        def health() -> dict[str, Any]:
-            shards = index.health() if isinstance(index, RedisIndex) else []
-            return {**router.index_state().as_json(), "shards": [asdict(shard) for shard in shards]}
-
-        return FeedSources(
-            about={"version": version("headstart"), "gateway": gateway_id, "policy": self._config.policy},
-            fleet=FleetSources(
-                members=self.fleet.workers,
-                candidates=self._candidates,
-                broken=self.fleet.broken,
-                entries=index.seen_entries if isinstance(index, RedisIndex) else list,
-                hit_rate=router.hit_rate,
-            ),
-            totals=totals,
-            ttft_bounds_s=buckets(metrics.ttft_s)[0],
-            index=health,
-            draining=lambda: self.lifecycle.draining,
-            prefixes=self._prefixes,
-            decisions=self._decisions,
-        )
-
-    async def _act(self, worker_id: str, action: str) -> dict[str, Any]:
-        """Drain a worker, or purge its cache. Raises NotFoundError or UnavailableError."""
-        member = next((member for member in self.fleet.workers() if member.worker_id == worker_id), None)
-        if member is None:
-            raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
-        try:
-            return {"worker": worker_id, **await self._client.act(member.url, action)}
-        except WorkerLost as error:
-            raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
-
-    def _prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
-        return self._prefix_tree.top(self.fleet.live_workers(model), limit)
 
     def _open_index(self) -> RedisIndex | NoIndex:
         config = self._config

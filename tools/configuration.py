@@ -23,7 +23,7 @@ PARSERS: Final = {
     "top": "server.cli.top",
     "doctor": "server.cli.doctor",
     "keys": "server.cli.keys",
-    "index": "server.cli.index.command",
+    "index": "server.cli.index",
 }
 """Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""
 HEAD: Final = """# Configuration

@@ -42,7 +42,7 @@ def _top(argv: Sequence[str]) -> int:
 
 
 def _index(argv: Sequence[str]) -> int:
-    from server.cli.index.command import main
+    from server.cli.index import main
 
     return main(argv)
 

@@ -1,7 +1,6 @@
-"""What people see of a gateway: two pages on the ops port, and the live feed behind the dashboard and `headstart top`.
+"""What operators see of a gateway: the ops port, its two pages, and the live feed behind the dashboard and `top`.
 
-feed        one producer for all viewers; nothing runs while nobody looks
-decisions   the routing decisions, sampled            workers    a row for every worker
-traffic     rates and quantiles from the counters     prefix_tree   the tree of shared prefixes
-pages       the files of `server/pages/`              events     the feed on one connection
+app           routes of the ops port              pages        the files of `server/pages/`, for one origin alone
+feed          one producer for all viewers        overview     gateway, workers and index as JSON
+decisions     routing decisions, sampled          prefix_tree  the tree of shared prefixes
 """

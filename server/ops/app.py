@@ -7,32 +7,28 @@ GET /dashboard /chat /pages/...                               /chat/api/...: the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from cache.records import Candidate
 from server.app import PublicApi, json_response
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
-from server.errors import InvalidRequestError
+from server.errors import InvalidRequestError, NotFoundError, UnavailableError
 from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
 from server.metrics import GatewayMetrics
-from server.ops.events import EventsEndpoint
 from server.ops.feed import Feed
-from server.ops.forward import ForwardMiddleware
-from server.ops.origin import SameOriginMiddleware
-from server.ops.pages import Pages
-from server.ops.prefix_tree import SharedPrefix
-from server.router.placement import RouteRequest
+from server.ops.overview import Overview
+from server.ops.pages import ChatApiMiddleware, Pages, SameOriginMiddleware
 from server.schema.decoding import decode_json, inspect
+from server.workers.client import WorkerClient, WorkerLost
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000
@@ -42,35 +38,28 @@ ACTIONS: Final = ("drain", "purge")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpsServices:
-    page: Callable[[], Awaitable[bytes]]
-    """What /metrics shows."""
-    metrics: GatewayMetrics
-    """Of the ops port itself."""
     api: PublicApi
     of_tenant: Callable[[str], Identity]
-    """Whose cache an explanation speaks of."""
-    explain: Callable[[RouteRequest], Awaitable[dict[str, Any]]]
-    candidates: Callable[[], Sequence[Candidate]]
-    index_state: Callable[[], dict[str, Any]]
-    index_report: Callable[[], Awaitable[dict[str, Any]]]
-    prefixes: Callable[[int, str | None], Sequence[SharedPrefix]]
-    """At most so many, of one model or of all."""
-    drain: Callable[[], None]
-    act: Callable[[str, str], Awaitable[dict[str, Any]]]
-    """Does one of ACTIONS at a worker."""
+    """Returns the identity whose cache an explanation is about."""
+    overview: Overview
     feed: Feed
+    client: WorkerClient
+    drain: Callable[[], None]
     public: ASGIApp
-    key: bytes | None = None
-    """What a change through this port needs."""
-    local: bool = True
+    key: bytes | None
+    """Needed for a change through this port."""
+    local: bool
     """Only this machine reaches this port."""
-    has_tenants: bool = False
+    has_tenants: bool
     """API keys keep clients apart."""
 
 
 class OpsApi:
+    """The handlers of the ops port."""
+
     def __init__(self, services: OpsServices) -> None:
         self._services = services
+        self._overview = services.overview
 
     def routes(self) -> list[Route]:
         return [
@@ -81,41 +70,33 @@ class OpsApi:
             Route("/route/explain", self.explain, methods=["POST"]),
             Route("/drain", self.drain, methods=["POST"]),
             *(Route(f"/workers/{{worker_id}}/{action}", self._act(action), methods=["POST"]) for action in ACTIONS),
-            Route("/events", EventsEndpoint(self._services.feed), methods=["GET"]),
+            Route("/events", self._services.feed, methods=["GET"]),
             *Pages().routes(),
             Route("/health/live", self._services.api.live, methods=["GET"]),
             Route("/health/ready", self._services.api.ready, methods=["GET"]),
         ]
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._services.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self._overview.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(self, request: Request) -> Response:
-        """Every live worker: what it says of itself, and its load as this gateway last heard it."""
-        workers = [
-            {
-                **_fields(candidate.member),
-                "load": msgspec.structs.asdict(candidate.load),
-                "load_age_s": candidate.load_age_s,
-            }
-            for candidate in self._services.candidates()
-        ]
-        return json_response({"workers": workers, "index": self._services.index_state()})
+        """Return every live worker, as this gateway last heard it."""
+        return json_response(self._overview.workers())
 
     async def index(self, request: Request) -> Response:
-        """What Redis says of every worker, read now: blocks held, lease, load."""
-        return json_response(await self._services.index_report())
+        """Read from Redis what it holds of every worker: blocks, lease, load."""
+        return json_response(await self._overview.index_report())
 
     async def prefixes(self, request: Request) -> Response:
         """Return the prefixes that this gateway's requests share most: ?limit=20&model=NAME."""
         limit = request.query_params.get("limit", "20")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
             raise InvalidRequestError(f"limit must be 1 to {MAX_PREFIXES}.", param="limit")
-        prefixes = self._services.prefixes(int(limit), request.query_params.get("model"))
-        return json_response({"prefixes": [_fields(prefix) for prefix in prefixes]})
+        prefixes = self._overview.prefixes(int(limit), request.query_params.get("model"))
+        return json_response({"prefixes": [asdict(prefix) for prefix in prefixes]})
 
     async def explain(self, request: Request) -> Response:
-        """For a chat or completion body: where it would go now, and what every worker would cost. Nothing is sent.
+        """Tell where a chat or completion would go now, and its cost at every worker. Nothing is sent.
 
         `?tenant=NAME` asks about that tenant's cache.
         """
@@ -127,7 +108,7 @@ class OpsApi:
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
         prepared = await endpoint.prepare(body, self._services.of_tenant(tenant))
         spec = prepared.specs[0]
-        return json_response(await self._services.explain(spec.route_request(spec.prompt_hashes())))
+        return json_response(await self._overview.router.explain(spec.route_request(spec.prompt_hashes())))
 
     async def drain(self, request: Request) -> Response:
         self._services.drain()
@@ -135,20 +116,26 @@ class OpsApi:
 
     def _act(self, action: str) -> Callable[[Request], Awaitable[Response]]:
         async def act(request: Request) -> Response:
-            return json_response(await self._services.act(request.path_params["worker_id"], action))
+            """Drain a worker, or purge its cache. Raises NotFoundError or UnavailableError."""
+            worker_id = request.path_params["worker_id"]
+            workers = self._overview.fleet.workers()
+            member = next((member for member in workers if member.worker_id == worker_id), None)
+            if member is None:
+                raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
+            try:
+                answer = await self._services.client.act(member.url, action)
+            except WorkerLost as error:
+                raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
+            return json_response({"worker": worker_id, **answer})
 
         return act
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = asdict(value)
-    return fields
-
-
 def ops_app(services: OpsServices) -> ASGIApp:
+    metrics = GatewayMetrics()  # requests of operators do not count as traffic
     app: ASGIApp = Router(routes=OpsApi(services).routes(), redirect_slashes=False)
     app = BodyLimitMiddleware(app, MAX_BODY_BYTES)
     app = OpsKeyMiddleware(app, services.key, local=services.local, has_tenants=services.has_tenants)
-    app = ErrorMiddleware(app, services.metrics)
-    app = RequestContextMiddleware(app, services.metrics)
-    return SameOriginMiddleware(ForwardMiddleware(app, services.public))
+    app = ErrorMiddleware(app, metrics)
+    app = RequestContextMiddleware(app, metrics)
+    return SameOriginMiddleware(ChatApiMiddleware(app, services.public))

@@ -1,12 +1,11 @@
 """The live feed: GET /events on the ops port, as server-sent events, for the dashboard and `headstart top`.
 
-event: hello      once: version, policy, what the feed has seen of the last minutes, the last decisions
+event: hello      once: version, policy, the last minutes' traffic, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
-event: prefixes   every few seconds, if they changed: the tree of shared prefixes
+event: prefixes   every two seconds, if it changed: the tree of shared prefixes
 
-One producer makes each frame once, for all viewers. It starts with the first viewer and ends with the last: while
-nobody looks, nothing runs and the router is not watched. A viewer that does not read loses frames, oldest first.
+One producer makes each frame once, for all viewers, and only while there are any.
 """
 
 from __future__ import annotations
@@ -15,17 +14,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict
+from typing import Final
 
-from server.api.formatting import encode_json
+import msgspec
+from starlette.types import Receive, Scope, Send
+
 from server.errors import UnavailableError
+from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of
 from server.ops.decisions import DecisionLog
-from server.ops.prefix_tree import MAX_ROWS, SharedPrefix, tree_rows
-from server.ops.traffic import Totals, Traffic
-from server.ops.workers import FleetSources, worker_rows
+from server.ops.overview import Overview
+from server.ops.prefix_tree import MAX_ROWS, tree_rows
+from server.request_context import context_of
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +36,10 @@ TICKS_PER_SNAPSHOT: Final = 2
 TICKS_PER_TREE: Final = 8
 MAX_VIEWERS: Final = 32
 MAX_UNREAD: Final = 32
-"""Frames kept for a slow viewer."""
+"""Frames kept for a slow viewer, who loses the oldest ones."""
 HISTORY_POINTS: Final = 240
 """One a snapshot: two minutes."""
 _POINT: Final = ("output_tokens_per_s", "decisions_per_s", "hit_rate", "ttft_p50_s", "in_flight")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FeedSources:
-    about: dict[str, Any]
-    """What never changes: version, gateway, policy."""
-    fleet: FleetSources
-    totals: Callable[[int], Totals]
-    """The counters now, given the number of decisions seen."""
-    ttft_bounds_s: tuple[float, ...]
-    index: Callable[[], dict[str, Any]]
-    draining: Callable[[], bool]
-    prefixes: Callable[[int], Sequence[SharedPrefix]]
-    """Returns at most so many, the best first."""
-    decisions: DecisionLog
-    """Observes the router."""
 
 
 class Viewer:
@@ -61,22 +47,22 @@ class Viewer:
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque(maxlen=MAX_UNREAD)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._ended = False
 
     def put(self, frame: bytes) -> None:
         self._frames.append(frame)
-        self._news.set()
+        self._changed.set()
 
     def end(self) -> None:
         self._ended = True
-        self._news.set()
+        self._changed.set()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Everything new, until the feed closes."""
+        """Yield everything new, until the feed closes."""
         while not self._ended:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             frames = b"".join(self._frames)
             self._frames.clear()
             if frames:
@@ -84,30 +70,41 @@ class Viewer:
 
 
 class Feed:
-    """Owned by the event loop."""
+    """The producer and its viewers; as an ASGI app, one viewer per connection. Owned by the event loop."""
 
-    def __init__(self, sources: FeedSources) -> None:
-        self._sources = sources
+    def __init__(self, overview: Overview, decisions: DecisionLog) -> None:
+        self._overview = overview
+        self._decisions = decisions
+        self._traffic = overview.traffic()
         self._viewers: set[Viewer] = set()
         self._producer: asyncio.Task[None] | None = None
-        self._decisions = sources.decisions
-        self._traffic = Traffic(sources.ttft_bounds_s)
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
         self._last: dict[str, bytes] = {}
         """The latest frame of each kind that a new viewer needs at once."""
         self._closed = False
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context_of(scope).route = "events"
+        writer = SseWriter(send, list)
+        with self.viewing() as viewer:
+            try:
+                with CancelOnDisconnect(client_of(scope)):
+                    async for frames in viewer.frames():
+                        await writer.write(frames)
+            except ClientGoneError:
+                return  # closing the page is how a viewer leaves
+            await writer.write(b"", more=False)
+
     @contextmanager
     def viewing(self) -> Iterator[Viewer]:
-        """A viewer, as long as it looks. Raises UnavailableError."""
+        """Add a viewer. Raises UnavailableError."""
         if self._closed or len(self._viewers) >= MAX_VIEWERS:
             reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers look on already."
             raise UnavailableError(reason, retry_after_s=5.0)
-        viewer = Viewer()
         if self._producer is None:
             self._start()
-        viewer.put(self._hello())
-        for frame in self._last.values():
+        viewer = Viewer()
+        for frame in (self._hello(), *self._last.values()):
             viewer.put(frame)
         self._viewers.add(viewer)
         try:
@@ -118,17 +115,17 @@ class Feed:
                 self._stop()
 
     def close(self) -> None:
-        """End every viewer's stream: the gateway stops."""
+        """End every viewer's stream, for good."""
         self._closed = True
         for viewer in self._viewers:
             viewer.end()
 
     def _start(self) -> None:
         self._decisions.start()
-        self._traffic = Traffic(self._sources.ttft_bounds_s)
+        self._traffic = self._overview.traffic()
         self._history.clear()
-        self._last.clear()
-        self._snapshot()
+        self._send_snapshot()
+        self._send_tree()
         self._producer = asyncio.create_task(self._produce(), name="feed")
         self._producer.add_done_callback(self._produced)
 
@@ -139,7 +136,7 @@ class Feed:
             self._producer = None
 
     def _produced(self, task: asyncio.Task[None]) -> None:
-        """A producer that fails ends its viewers, who come back and start another."""
+        """End the viewers of a producer that failed; they reconnect and start another."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("the live feed failed", exc_info=error)
@@ -148,52 +145,46 @@ class Feed:
             viewer.end()
 
     async def _produce(self) -> None:
-        self._send_tree()
         tick = 0
         while True:
             await asyncio.sleep(TICK_S)
             tick += 1
-            news = self._decisions.drain()
-            if news is not None:
-                self._send(event("decisions", news))
+            if (decisions := self._decisions.drain()) is not None:
+                self._send(event("decisions", decisions))
             if tick % TICKS_PER_SNAPSHOT == 0:
-                self._send(self._snapshot())
+                self._send_snapshot()
             if tick % TICKS_PER_TREE == 0:
                 self._send_tree()
-
-    def _send_tree(self) -> None:
-        frame = event("prefixes", {"prefixes": tree_rows(self._sources.prefixes(MAX_ROWS))})
-        if frame != self._last.get("prefixes"):
-            self._last["prefixes"] = frame
-            self._send(frame)
 
     def _send(self, frame: bytes) -> None:
         for viewer in self._viewers:
             viewer.put(frame)
 
-    def _snapshot(self) -> bytes:
-        sources = self._sources
-        totals = sources.totals(self._decisions.num_decisions)
+    def _send_tree(self) -> None:
+        frame = event("prefixes", {"prefixes": tree_rows(self._overview.prefixes(MAX_ROWS))})
+        if frame != self._last.get("prefixes"):
+            self._last["prefixes"] = frame
+            self._send(frame)
+
+    def _send_snapshot(self) -> None:
+        totals = self._overview.totals(self._decisions.num_decisions)
         traffic = self._traffic.add(totals)
         self._history.append((time.time(), *(traffic[name] for name in _POINT)))
-        frame = event(
-            "snapshot",
-            {
-                "at": time.time(),
-                "draining": sources.draining(),
-                "traffic": traffic,
-                "totals": asdict(totals),
-                "index": sources.index(),
-                "workers": worker_rows(sources.fleet),
-            },
-        )
-        self._last["snapshot"] = frame
-        return frame
+        snapshot = {
+            "at": time.time(),
+            "draining": self._overview.lifecycle.draining,
+            "traffic": traffic,
+            "totals": asdict(totals),
+            "index": self._overview.index_state(),
+            "workers": self._overview.worker_rows(),
+        }
+        self._last["snapshot"] = event("snapshot", snapshot)
+        self._send(self._last["snapshot"])
 
     def _hello(self) -> bytes:
         history = {"columns": ("at", *_POINT), "rows": list(self._history)}
-        return event("hello", {**self._sources.about, "history": history, "decisions": list(self._decisions.recent)})
+        return event("hello", {**self._overview.about(), "history": history, "decisions": list(self._decisions.recent)})
 
 
 def event(name: str, data: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))

@@ -24,9 +24,9 @@ from cache.records import Candidate, WorkerLoad, WorkerMember, signed
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex, WriterSettings, schema
 from cache.redis_index.schema import Keys, Signer
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.cli.index.command import shown
-from server.cli.index.report import described
+from server.cli.index import shown
 from server.models import ModelOptions, Models, namespace_of
+from server.ops.overview import index_row
 from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import Router, RouterSettings
 from server.workers.client import WorkerClient
@@ -208,7 +208,7 @@ class Gateway:
             entries = await self.index.entries()
         except RedisDownError:
             return
-        answer = {"workers": [described(entry) for entry in entries]}
+        answer = {"workers": [index_row(entry) for entry in entries]}
         shown("workers", answer)
         json.dumps(answer, allow_nan=False)
 

@@ -1,8 +1,8 @@
-"""`headstart index`: what the shared prefix index holds, the prefixes that requests share, and how to empty a worker.
+"""`headstart index`: the shared prefix index, the prefixes that requests share, and how to empty a worker.
 
-headstart index                    workers, the blocks they hold, their leases: by a gateway's ops port, or --redis URL
-headstart index prefixes           the prefixes that spared most tokens: asked of the workers through the ops port
-headstart index purge WORKER       the worker drops its cache and begins a new epoch, so nothing of it is believed
+headstart index                    workers, their blocks and leases: by a gateway's ops port, or --redis URL
+headstart index prefixes           the prefixes that saved most tokens, as the gateway saw them
+headstart index purge WORKER       the worker drops its cache and begins a new epoch, which invalidates its entries
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ import asyncio
 import json
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from rich.console import Console
+from rich.table import Column, Table
 
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
-from server.cli.index.report import described
+from server.ops.overview import index_row
 
 TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 5.0
+PLAIN_COLUMNS: Final = 1000
 WORDS: Final = ("workers", "prefixes", "purge")
-REFUSED: Final = 2
-FAILED: Final = 1
+WORKERS: Final = ("worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state")
+PREFIXES: Final = ("hits", "tokens", "blocks", "idle s", "model", "prefix", "workers")
+_TEXT: Final = {"worker", "workers", "model", "epoch", "state", "prefix"}
 
 
 class CommandError(Exception):
-    """What went wrong, for the person at the terminal."""
+    """The gateway or Redis could not do it. The text is for the person at the terminal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The answer as JSON. Raises CommandError, ValueError, OSError."""
+    """Return the answer as JSON. Raises CommandError, ValueError, OSError."""
     if args.what == "purge" and args.worker is None:
         raise ValueError("name the worker: headstart index purge WORKER")
     if args.what != "purge" and args.worker is not None:
@@ -85,7 +89,7 @@ async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             while not all(shard.connected for shard in index.health()):  # noqa: ASYNC110 - it has no event for this
                 await asyncio.sleep(0.01)
-        return {"workers": [described(entry) for entry in await index.entries()]}
+        return {"workers": [index_row(entry) for entry in await index.entries()]}
     except TimeoutError:
         raise CommandError(f"no Redis answers at {index.health()[0].redis} within {CONNECT_TIMEOUT_S:.0f} s") from None
     except RedisDownError as error:
@@ -110,7 +114,7 @@ async def _ask_gateway(
         ):
             answer = await response.json(content_type=None)
             if response.status != 200:
-                raise CommandError(f"{args.ops}{path} answered {response.status}: {_message(answer)}")
+                raise CommandError(f"{args.ops}{path} answered {response.status}: {_error_message(answer)}")
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         reason = str(error) or "no answer in time"
         raise CommandError(f"no gateway's ops port at {args.ops}: {reason}; give --ops URL") from None
@@ -119,66 +123,55 @@ async def _ask_gateway(
     return answer
 
 
-def _message(answer: object) -> str:
-    """Of an error in the API's form."""
+def _error_message(answer: object) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
     return str(error.get("message", error)) if isinstance(error, dict) else str(answer)[:200]
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under their headings, the first of them; numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = [all(_is_number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _worker_cells(workers: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    for worker in workers:
+        state = "lapsed" if not worker["live"] else "draining" if worker["draining"] else "live"
+        numbers = (f"{worker[name]:,}" for name in ("blocks", "tokens", "running", "waiting"))
+        times = (f"{worker[name]:.1f}" for name in ("lease_left_s", "lease_age_s"))
+        yield [worker["worker_id"], worker["model"], *numbers, *times, worker["epoch"], state]
 
 
-def _is_number(text: str) -> bool:
-    return text.replace(",", "").replace(".", "").replace("-", "").isdecimal() or text == ""
+def _prefix_cells(prefixes: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    for prefix in prefixes:
+        path = prefix["path"]
+        where = path[0] if len(path) == 1 else f"{path[0]} .. {path[-1]}"
+        numbers = (f"{prefix[name]:,}" for name in ("num_hits", "num_tokens", "num_blocks"))
+        yield [*numbers, f"{prefix['idle_s']:.1f}", prefix["model"], where, " ".join(prefix["workers"])]
 
 
-def shown(what: str, answer: dict[str, Any]) -> str:
-    """The answer for people."""
+def shown(what: str, answer: dict[str, Any]) -> Table | str:
+    """Return the answer for people."""
     if what == "purge":
         return f"{answer['worker']} has dropped its cache; its epoch is now {answer.get('epoch', 'another')}"
-    if what == "prefixes":
-        rows = [["hits", "tokens", "blocks", "idle s", "model", "prefix", "workers"]]
-        for prefix in answer["prefixes"]:
-            path = prefix["path"]
-            where = path[0] if len(path) == 1 else f"{path[0]} .. {path[-1]}"
-            numbers = (prefix[name] for name in ("num_hits", "num_tokens", "num_blocks"))
-            workers = " ".join(prefix["workers"])
-            rows.append([*(f"{n:,}" for n in numbers), f"{prefix['idle_s']:.1f}", prefix["model"], where, workers])
-        return table(rows) if len(rows) > 1 else "no prefix has been shared yet"
-    if not answer["workers"]:
-        return "no worker is in the index"
-    rows = [["worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state"]]
-    for worker in answer["workers"]:
-        state = "lapsed" if not worker["live"] else "draining" if worker["draining"] else "live"
-        numbers = (worker[name] for name in ("blocks", "tokens", "running", "waiting"))
-        times = (f"{worker[name]:.1f}" for name in ("lease_left_s", "lease_age_s"))
-        rows.append(
-            [worker["worker_id"], worker["model"], *(f"{n:,}" for n in numbers), *times, worker["epoch"], state]
-        )
-    return table(rows)
+    if not answer[what]:
+        return "no prefix has been shared yet" if what == "prefixes" else "no worker is in the index"
+    names, cells = (PREFIXES, _prefix_cells) if what == "prefixes" else (WORKERS, _worker_cells)
+    columns = (Column(name, justify="left" if name in _TEXT else "right") for name in names)
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in cells(answer[what]):
+        table.add_row(*row)
+    return table
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: done. 1: the gateway or Redis could not do it. 2: cannot work as asked."""
+    """Return 0: done. 1: the gateway or Redis could not do it. 2: wrong arguments."""
     args = parser().parse_args(argv)
     try:
         answer = asyncio.run(run(args))
     except CommandError as error:
         print(f"headstart index: {error}", file=sys.stderr)
-        return FAILED
+        return 1
     except (ValueError, OSError) as error:
         print(f"headstart index: {error}", file=sys.stderr)
-        return REFUSED
-    print(json.dumps(answer) if args.json else shown(args.what, answer))
+        return 2
+    if args.json:
+        print(json.dumps(answer))
+    else:
+        console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
+        console.print(shown(args.what, answer))
     return 0

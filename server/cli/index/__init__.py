@@ -1,1 +1,0 @@
-"""What the shared index holds, for `headstart index` and the ops port."""
