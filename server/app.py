@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerMember
@@ -23,7 +24,7 @@ from server.auth.authentication import AuthenticationMiddleware, Authenticator
 from server.auth.identity import identity_of
 from server.auth.limits import RateLimits
 from server.errors import UnavailableError
-from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
+from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.models import ServedModel
 from server.schema.decoding import MAX_VALUES, require_json
@@ -144,25 +145,30 @@ class Admission:
     max_body_bytes: int
 
 
-class HotPaths:
-    """POSTs to exactly these paths go straight to their endpoint; Starlette's router has everything else."""
+class HotRoutes:
+    """Innermost middleware: takes POSTs to exactly these paths straight to their endpoint, past the scan of routes."""
 
-    def __init__(self, endpoints: Mapping[str, ASGIApp], router: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        self._app = app
         self._endpoints = endpoints
-        self._router = router
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         endpoint = self._endpoints.get(scope["path"]) if scope.get("method") == "POST" else None
         if endpoint is None:
-            return self._router(scope, receive, send)
+            return self._app(scope, receive, send)
         require_json(scope["headers"])
         return endpoint(scope, receive, send)
 
 
-def public_app(api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False) -> ASGIApp:
-    """Starlette's router under our own middleware: every error takes one way, and the hot path no detour."""
-    app: ASGIApp = HotPaths(api.endpoints, Router(routes=api.routes(), redirect_slashes=False))
-    app = BodyLimitMiddleware(app, admission.max_body_bytes, api.max_body_bytes)
-    app = AuthenticationMiddleware(app, admission.authenticator, admission.limits)
-    app = ErrorMiddleware(app, metrics)
-    return RequestContextMiddleware(app, metrics, access_log=access_log)
+def public_app(
+    api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False
+) -> Application:
+    return Application(
+        routes=api.routes(),
+        middleware=[
+            Middleware(RequestMiddleware, metrics, access_log=access_log),
+            Middleware(AuthenticationMiddleware, admission.authenticator, admission.limits),
+            Middleware(BodyLimitMiddleware, admission.max_body_bytes, api.max_body_bytes),
+            Middleware(HotRoutes, api.endpoints),
+        ],
+    )

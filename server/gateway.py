@@ -37,9 +37,8 @@ from server.auth.identity import tenant_identity
 from server.auth.limits import AuthThrottle, RateLimits
 from server.background import keep_running
 from server.config import GatewayConfig, parse
-from server.http.front import Listener
 from server.http.middleware import KnownHostsMiddleware
-from server.http.server import HttpLimits, HttpServer, affordable_connections
+from server.http.server import HttpLimits, Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import FleetMetrics, GatewayMetrics
 from server.models import ModelOptions, Models
@@ -169,8 +168,8 @@ class Gateway:
 
     async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
         """Serve until drained. A background task that fails starts again; a listener that fails ends the process."""
-        public = Listener(self._server(self.public), public_socket)
-        ops = Listener(self._server(self._known_hosts_only(self.ops, ops_socket)), ops_socket)
+        public = self._listener(self.public, public_socket)
+        ops = self._listener(self._known_hosts_only(self.ops, ops_socket), ops_socket)
         self._listeners = (public, ops)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -184,8 +183,8 @@ class Gateway:
                 _spare_the_collector()
                 scheme = "http" if self._certificate is None else "https"
                 log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
-                ops_served = group.create_task(ops.serve())
-                await public.serve()
+                ops_served = group.create_task(ops.run_until_stopped())
+                await public.run_until_stopped()
                 self.feed.close()
                 ops.stop()
                 await ops_served
@@ -261,7 +260,7 @@ class Gateway:
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
 
-    def _server(self, app: ASGIApp) -> HttpServer:
+    def _listener(self, app: ASGIApp, sock: socket.socket) -> Listener:
         config = self._config
         limits = HttpLimits(
             max_header_bytes=config.max_header_bytes,
@@ -271,7 +270,7 @@ class Gateway:
             drain_grace_s=config.drain_grace_s,
         )
         tls = None if self._certificate is None else self._certificate.context
-        return HttpServer(app, limits, tls)
+        return Listener(app, sock, limits, tls)
 
 
 def _spare_the_collector() -> None:

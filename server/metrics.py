@@ -26,7 +26,9 @@ class GatewayMetrics:
         self.requests = Counter(
             "headstart_requests", "Answers by route and status.", ("route", "status"), registry=self.registry
         )
-        self.in_flight = Gauge("headstart_requests_in_flight", "Requests being answered.", registry=self.registry)
+        self.num_in_flight = 0
+        in_flight = Gauge("headstart_requests_in_flight", "Requests being answered.", registry=self.registry)
+        in_flight.set_function(lambda: self.num_in_flight)
         self.request_s = Histogram(
             "headstart_request_seconds",
             "From the request's arrival to its last byte.",

@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from server.auth.identity import NO_LIMITS, Identity, KeyLimits
 from server.errors import OverloadedError
+from server.rates import TokenBucket
 
 MAX_KEYS: Final = 8192
 """Keys whose usage is kept; a key file holds fewer."""
@@ -29,38 +30,6 @@ _MINUTE_S: Final = 60.0
 _STREAMS_RETRY_S: Final = 1.0
 
 Headers = list[tuple[bytes, bytes]]
-
-
-class TokenBucket:
-    """A budget that refills by `per_s` up to `capacity`. It starts full, and may be overdrawn."""
-
-    __slots__ = ("_at_s", "_level", "capacity", "per_s")
-
-    def __init__(self, capacity: float, per_s: float, now_s: float) -> None:
-        self.capacity = capacity
-        self.per_s = per_s
-        self._level = capacity
-        self._at_s = now_s
-
-    def level(self, now_s: float) -> float:
-        """Return what is left; below 0 when overdrawn."""
-        return min(self.capacity, self._level + (now_s - self._at_s) * self.per_s)
-
-    def draw(self, amount: float, now_s: float) -> None:
-        """Take `amount` whether or not it is there."""
-        self._level = self.level(now_s) - amount
-        self._at_s = now_s
-
-    def take(self, amount: float, now_s: float) -> float:
-        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
-
-        An amount above `capacity` needs a full bucket, and overdraws it.
-        """
-        missing = min(amount, self.capacity) - self.level(now_s)
-        if missing > 0.0:
-            return missing / self.per_s
-        self.draw(amount, now_s)
-        return 0.0
 
 
 class _KeyUsage:
@@ -74,19 +43,18 @@ class _KeyUsage:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
 
-    def apply(self, limits: KeyLimits, now_s: float) -> None:
+    def apply(self, limits: KeyLimits) -> None:
         """Adopt the limits of a reloaded key file; what has been used stays used."""
         self.limits = limits
-        self.requests = _resized(self.requests, limits.requests_per_minute, now_s)
-        self.tokens = _resized(self.tokens, limits.tokens_per_minute, now_s)
+        self.requests = _resized(self.requests, limits.requests_per_minute)
+        self.tokens = _resized(self.tokens, limits.tokens_per_minute)
 
 
-def _resized(bucket: TokenBucket | None, per_minute: int | None, now_s: float) -> TokenBucket | None:
+def _resized(bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
     if per_minute is None:
         return None
-    if bucket is None:
-        return TokenBucket(per_minute, per_minute / _MINUTE_S, now_s)
-    bucket.capacity, bucket.per_s = per_minute, per_minute / _MINUTE_S
+    bucket = bucket or TokenBucket(per_minute / _MINUTE_S, per_minute)
+    bucket.per_s, bucket.capacity = per_minute / _MINUTE_S, per_minute
     return bucket
 
 
@@ -102,7 +70,7 @@ class Lease:
     def take_request(self) -> None:
         """Count the request. Raises OverloadedError."""
         bucket = self.usage.requests
-        wait_s = 0.0 if bucket is None else bucket.take(1, self.clock())
+        wait_s = 0.0 if bucket is None else bucket.take(self.clock())
         self._describe()
         if wait_s > 0.0:
             raise _over_limit(f"{self.usage.limits.requests_per_minute} requests a minute", wait_s, self.headers)
@@ -110,7 +78,7 @@ class Lease:
     def take_tokens(self, num_tokens: int) -> None:
         """Count the prompt's tokens. Raises OverloadedError."""
         if self.usage.tokens is not None:
-            wait_s = self.usage.tokens.take(num_tokens, self.clock())
+            wait_s = self.usage.tokens.take(self.clock(), num_tokens)
             self._describe()
             if wait_s > 0.0:
                 raise _over_limit(f"{self.usage.limits.tokens_per_minute} tokens a minute", wait_s)
@@ -118,7 +86,7 @@ class Lease:
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
         if self.usage.tokens is not None:
-            self.usage.tokens.draw(num_tokens, self.clock())
+            self.usage.tokens.add(self.clock(), -num_tokens)
 
     def close(self) -> None:
         self.usage.num_open -= 1
@@ -151,7 +119,7 @@ class RateLimits:
             return None
         usage = self._usage_of(identity.key_digest)
         if usage.limits != limits:
-            usage.apply(limits, self._clock())
+            usage.apply(limits)
         if limits.max_streams is not None and usage.num_open >= limits.max_streams:
             raise OverloadedError(
                 f"This key may have {limits.max_streams} requests open at a time.", retry_after_s=_STREAMS_RETRY_S
@@ -217,8 +185,8 @@ class AuthThrottle:
         source, now_s = source_of(scope), self._clock()
         allowance = self._allowances.get(source)
         if allowance is None:
-            allowance = self._allowances[source] = TokenBucket(self._burst, self._per_s, now_s)
-        allowance.draw(1.0, now_s)
+            allowance = self._allowances[source] = TokenBucket(self._per_s, self._burst)
+        allowance.add(now_s, -1.0)
         self._allowances.move_to_end(source)
         if len(self._allowances) > MAX_SOURCES:
             self._allowances.popitem(last=False)

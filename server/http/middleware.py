@@ -1,24 +1,24 @@
-"""Pure ASGI around the whole app: a request id on every answer, a limit on bodies, and errors in one shape.
-
-RequestContext -> Errors -> Authentication -> BodyLimit -> routes
-"""
+"""Pure ASGI around an app: a context, an id and one shape of errors for every request, and a limit on bodies."""
 
 from __future__ import annotations
 
 import logging
+import random
 import re
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from server.errors import ApiError, BodyTooLargeError, ForbiddenError, InternalError, MediaTypeError, as_api_error
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
-from server.request_context import RequestContext, context_of, enter_context
+from server.request_context import RequestContext, enter_context
 from worker.common.sockets import HostNames
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,33 @@ access = logging.getLogger("server.access")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE_STATUS: Final = 499
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
-"""Bodies up to here, if they are allowed at all: nobody looks what can be needed."""
+"""Bodies up to here are not compared with what the models can need."""
 
 
-class RequestContextMiddleware:
-    """Puts a RequestContext into the scope and its headers on the answer; counts and times what passes."""
+class Application(Starlette):
+    """A Starlette application with our middleware alone: every error takes one way, through RequestMiddleware."""
+
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        middleware: Sequence[Middleware],
+        lifespan: Lifespan[Application] | None = None,
+    ) -> None:
+        super().__init__(routes=routes, middleware=middleware, lifespan=lifespan)
+        self.router.redirect_slashes = False
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = self.router
+        for kind, arguments, options in reversed(self.user_middleware):
+            app = kind(app, *arguments, **options)
+        return app
+
+
+class RequestMiddleware:
+    """Gives each request a context, its headers to the answer, and every exception the four-key error object.
+
+    Counts and times every answer. The outermost middleware.
+    """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, *, access_log: bool = False) -> None:
         self._app = app
@@ -44,7 +66,6 @@ class RequestContextMiddleware:
             return
         context = RequestContext(_request_id(scope), time.perf_counter())
         enter_context(scope, context)
-        scope["app"] = self  # makes Starlette's router raise its 404 and 405, which ErrorMiddleware then writes
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -58,21 +79,41 @@ class RequestContextMiddleware:
                 ]
             await send(message)
 
-        self._metrics.in_flight.inc()
+        metrics = self._metrics
+        metrics.num_in_flight += 1
         try:
             await self._app(scope, receive, send_with_headers)
+        except ClientGoneError:
+            context.status = CLIENT_GONE_STATUS
+            metrics.disconnects.inc()
+            log.info("%s: the client has gone (%d)", context.request_id, CLIENT_GONE_STATUS)
+        except Exception as error:
+            failure = as_api_error(error)
+            if isinstance(failure, InternalError) and failure is not error:
+                log.exception("%s: unexpected error", context.request_id)
+            metrics.dropped(failure.code or failure.type)
+            if context.status:  # the answer has begun
+                raise
+            await send_error(failure, send_with_headers)
         finally:
-            self._metrics.in_flight.dec()
+            metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s
-            self._metrics.answered(context.route, context.status, elapsed_s)
+            metrics.answered(context.route, context.status, elapsed_s)
             if context.trace is not None:
                 context.trace.end(context)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 log_answer(context, elapsed_s)
 
 
+async def send_error(error: ApiError, send: Send) -> None:
+    body = error.body()
+    headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 def log_answer(context: RequestContext, elapsed_s: float) -> None:
-    """One line: what became of a request, in numbers and names."""
+    """Write one line on how a request ended, in numbers and names."""
     fields = {
         "route": context.route,
         "status": context.status,
@@ -95,24 +136,21 @@ def _request_id(scope: Scope) -> str:
 
 
 def new_request_id() -> str:
-    return f"req_{secrets.token_hex(16)}"
+    return f"req_{random.getrandbits(128):032x}"
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies above `max_bytes`, or above what can be `needed` if that is less (None: anything), by their
-    announced length, and by counting where there is none."""
+    """Refuses bodies by their announced length, or by counting where there is none."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = lambda: None) -> None:
+        """`needed` returns the most that any request can need; None: anything up to `max_bytes`."""
         self._app = app
         self._max_bytes = max_bytes
         self._needed = needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = False
-        for name, value in scope["headers"]:
+        announced = scope["type"] != "http"
+        for name, value in () if announced else scope["headers"]:
             if name == b"content-length":
                 self._check(int(value))
                 announced = True
@@ -140,41 +178,6 @@ class BodyLimitMiddleware:
         if needed is not None and num_bytes > needed:
             message = f"No request for a model served here needs a body of more than {needed} bytes: send less text."
             raise BodyTooLargeError(message)
-
-
-class ErrorMiddleware:
-    """The last resort: every exception that no response has preceded becomes the four-key error object."""
-
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        context = context_of(scope)
-        try:
-            await self._app(scope, receive, send)
-        except ClientGoneError:
-            context.status = CLIENT_GONE_STATUS
-            self._metrics.disconnects.inc()
-            log.info("%s: the client has gone (%d)", context.request_id, CLIENT_GONE_STATUS)
-        except Exception as error:
-            failure = as_api_error(error)
-            if isinstance(failure, InternalError) and failure is not error:
-                log.exception("%s: unexpected error", context.request_id)
-            self._metrics.dropped(failure.code or failure.type)
-            if context.status:  # the answer has begun
-                raise
-            await send_error(failure, send)
-
-
-async def send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
-    headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class KnownHostsMiddleware:

@@ -1,10 +1,10 @@
-"""uvicorn's httptools protocol, with a bound on what it keeps and errors in our shape.
+"""uvicorn's httptools protocol with bounds, strict framing, and errors in our shape.
 
-httptools is twice as fast as h11 and bounds nothing: a head of 200 MB is accepted. Here the head (target and header
-fields, trailers too) is counted as it is parsed, and so is what has been received but not parsed yet.
+httptools is twice as fast as h11, and bounds nothing: it accepts a head of 200 MB. Here the head (target, header
+fields, trailers) is counted as it is parsed, and so are bytes that are received but not parsed yet.
 
-Reading is what tells that a client has left. So it pauses only while the body of the request that is being answered
-waits for its app, never while an answer is being made.
+Only reading reveals that a client has left. So it pauses only while the app does not take the body of the request
+that is being answered, never while an answer is made.
 """
 
 from __future__ import annotations
@@ -18,78 +18,143 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import ApiError, HeaderTooLargeError, HttpVersionError, InvalidRequestError
-from server.http.connection_limit import ConnectionLimit
 from server.http.middleware import new_request_id
 from server.http.stream import CLIENT, ClientConnection
 
 LINGER_S: Final = 1.0
 MAX_HEADERS: Final = 100
-MAX_CRUMBS: Final = 4096
-CRUMB_BYTES: Final = 16
-"""Beyond so many pieces a body has to come in larger ones on average: a chunk costs more than its byte."""
+MAX_CHUNKS: Final = 4096
+MIN_CHUNK_BYTES: Final = 16
+"""Beyond MAX_CHUNKS, the chunks of a body have to be this large on average: a chunk costs more than its byte."""
 MIN_BODY_BYTES: Final = 30 * 1024
-"""Of a body, in each of its timeouts."""
+"""A body has to bring this much in each of its timeouts."""
 MAX_AHEAD_BYTES: Final = 1 << 20
-"""Of requests that are sent before the answer to an earlier one: they are read, for they hide the connection's end."""
+"""Pipelined bytes that are read before the answer to an earlier request: unread, they would hide the client's end."""
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
+_FRAMING: Final = (b"host", b"content-length", b"transfer-encoding")
 
 
-class HeadTooLargeSignal(Exception):
-    """Raised inside the parser's callbacks: ends the parsing."""
+class ConnectionLimit:
+    """Bounds the open connections of a port: the one that has waited longest for a request makes room for a new one."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self._num_open = 0
+        self._waiting: dict[GatewayProtocol, None] = {}
+        """Connections without a complete head, the longest wait first."""
+
+    def open(self, connection: GatewayProtocol) -> bool:
+        """Return False when every other connection is at work, so that this one has to go."""
+        self._num_open += 1
+        self._waiting[connection] = None
+        if self._num_open <= self._max_connections:
+            return True
+        oldest = next(iter(self._waiting))
+        if oldest is connection:
+            return False
+        del self._waiting[oldest]
+        oldest.drop()
+        return True
+
+    def begin(self, connection: GatewayProtocol) -> None:
+        """Note that the head of its request is complete."""
+        self._waiting.pop(connection, None)
+
+    def end(self, connection: GatewayProtocol) -> None:
+        """Note that it was answered, and may send another request."""
+        self._waiting[connection] = None
+
+    def close(self, connection: GatewayProtocol) -> None:
+        """Call once for each `open`."""
+        self._num_open -= 1
+        self._waiting.pop(connection, None)
 
 
-class BadMessageSignal(Exception):
-    """As above: what two servers may read in two ways, what names no host, a body in crumbs."""
+class _RefusedError(Exception):
+    """Raised inside the parser's callbacks, to end the parsing."""
 
 
-class VersionSignal(Exception):
-    """As above: a version of HTTP that is not spoken here."""
+class _Transport:
+    """Holds a response's head back until its first part, as ASGI asks: one system call and one packet, not two."""
+
+    __slots__ = ("_cycle", "_head", "_is_open", "_transport")
+
+    def __init__(self, transport: Any, cycle: RequestResponseCycle) -> None:
+        self._transport = transport
+        self._cycle = cycle
+        self._head = b""
+        self._is_open = False
+
+    def write(self, data: bytes) -> None:
+        if self._is_open:
+            self._transport.write(data)
+        elif self._head:
+            self._is_open = True
+            self._transport.write(self._head + data)
+        elif self._cycle.response_started:
+            self._head = data
+        else:  # 100 Continue
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Send a head that no part has followed."""
+        if self._head and not self._is_open:
+            self._is_open = True
+            self._transport.write(self._head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        closing: bool = self._transport.is_closing()
+        return closing
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """After an error the rest of the input is read and dropped: closing at once would reset the connection, and the
-    peer might never see the answer."""
+    """One connection. After an error its input is read and dropped: closing at once would reset the connection, and
+    the peer might never see the answer."""
 
-    _head_bytes = 0
-    _unparsed_bytes = 0
-    _refused = False
-    _connection: ClientConnection
-    _phase: Literal["idle", "head", "body"] = "idle"
-    _timer: TimerHandle | None = None
-    _num_body_bytes = 0
-    """Since the timer was set."""
-    _num_pieces = 0
-    _body_bytes = 0
-    _ahead_bytes = 0
-    _bad_version = False
-    _answering: RequestResponseCycle | None = None
-    """The cycle whose app runs, or ran last; uvicorn's `cycle` is the newest, which may wait behind it."""
-    _last_words: bytes | None = None
-    """The refusal of what came behind the requests that are still to be answered."""
+    max_header_bytes = 64 << 10
     header_timeout_s = 10.0
     body_timeout_s = 30.0
     connection_limit: ConnectionLimit | None = None
-
-    @property
-    def _max_head_bytes(self) -> int:
-        return self.config.h11_max_incomplete_event_size or 65_536
+    _connection: ClientConnection
+    _phase: Literal["idle", "head", "body"] = "idle"
+    _timer: TimerHandle | None = None
+    _head_bytes = 0
+    _unparsed_bytes = 0
+    _new_body_bytes = 0
+    """Body bytes since the timer was set."""
+    _num_chunks = 0
+    _body_bytes = 0
+    _ahead_bytes = 0
+    _framing: list[tuple[bytes, bytes]]
+    """The header fields that decide how the message is read."""
+    _refused = False
+    _refusal: ApiError | None = None
+    """The error that a callback has refused the input for."""
+    _answering: RequestResponseCycle | None = None
+    """The cycle whose app runs, or ran last; uvicorn's `cycle` is the newest, which may wait behind it."""
+    _final_answer: bytes | None = None
+    """The refusal of input behind requests that are still to be answered."""
 
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self.header_timeout_s, self._slow)
+        self._timer = self.loop.call_later(self.header_timeout_s, self._on_timeout)
         if self.connection_limit is not None and not self.connection_limit.open(self):
             self.drop()
 
     def drop(self) -> None:
-        """At once: there are too many connections, and this one asks for nothing."""
+        """Abort: there are too many connections, and this one asks for nothing."""
         self._refused = True
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._leave()
-        self._disarm()
+        self._lose_client()
+        self._cancel_timer()
         if self.connection_limit is not None:
             self.connection_limit.close(self)
 
@@ -100,172 +165,165 @@ class GatewayProtocol(HttpToolsProtocol):
         super().data_received(data)
         self._ahead_bytes = self._ahead_bytes + len(data) if self.pipeline else 0
         if self._ahead_bytes > MAX_AHEAD_BYTES and not self._refused:
-            self._end_behind(b"")
-        if self._unparsed_bytes > self._max_head_bytes and not self._refused:
+            self._close_behind(b"")
+        if self._unparsed_bytes > self.max_header_bytes and not self._refused:
             self.send_400_response("")
         if self._phase != "idle" and self._timer is None and not self._refused:
             timeout_s = self.header_timeout_s if self._phase == "head" else self.body_timeout_s
-            self._timer = self.loop.call_later(timeout_s, self._slow)
+            self._timer = self.loop.call_later(timeout_s, self._on_timeout)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._framing = []
         self._phase = "head"
         super().on_message_begin()
         scope: Any = self.scope
         scope[CLIENT] = self._connection
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count_head(len(name) + len(value))
         if len(self.headers) >= MAX_HEADERS:
-            self._head_bytes = self._max_head_bytes + 1
-            raise HeadTooLargeSignal
+            self._refuse(HeaderTooLargeError("The request's headers are too large."))
         super().on_header(name, value)
+        name = self.headers[-1][0]
+        if name in _FRAMING:
+            self._framing.append((name, value.strip()))
 
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
-        self._disarm()
+        self._cancel_timer()
         self._check_head()
-        self._num_body_bytes = self._num_pieces = self._body_bytes = 0
+        self._new_body_bytes = self._num_chunks = self._body_bytes = 0
         if self.connection_limit is not None:
             self.connection_limit.begin(self)
         super().on_headers_complete()
         self._phase = "body"  # not before the cycle is the new message's: a bad target raises above
-        self._read_on()
+        self._resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._answering = cycle
+        cycle.transport = _Transport(self.transport, cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
-    def _read_on(self) -> None:
-        """Undo uvicorn's pause unless it holds back the body of the request that is being answered."""
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        self._new_body_bytes += len(body)
+        self._body_bytes += len(body)
+        self._num_chunks += 1
+        if self._num_chunks > MAX_CHUNKS and self._body_bytes < MIN_CHUNK_BYTES * self._num_chunks:
+            self._refuse()
+        super().on_body(body)
+        self._resume_reading()
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        self._phase = "idle"
+        self._cancel_timer()
+        super().on_message_complete()
+        self._resume_reading()
+
+    def on_response_complete(self) -> None:
+        """Go on with the connection. The rest of a body that was answered early (401, 413) is not waited for."""
+        if self._answering is not None:
+            self._answering.transport.flush()  # type: ignore[attr-defined]
+        has_pipelined = bool(self.pipeline)
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._final_answer is not None and not has_pipelined:
+            self._close_with(self._final_answer)
+        elif self.cycle.response_complete:
+            if self.connection_limit is not None:
+                self.connection_limit.end(self)
+            if self._phase == "body":
+                self.loop.call_later(LINGER_S, self._close_unread, self.cycle)
+
+    def _close_unread(self, cycle: object) -> None:
+        if self._phase == "body" and self.cycle is cycle:
+            self.transport.close()
+
+    def _resume_reading(self) -> None:
+        """Undo uvicorn's pause, unless it holds back the body of the request that is being answered."""
         if self._phase == "idle" or self.cycle is not self._answering:
             self.flow.resume_reading()
 
     @property
     def _is_behind(self) -> bool:
-        """Whether what is being read comes behind a request that is still to be answered."""
+        """Whether the current input comes behind a request that is still to be answered."""
         if self._answering is None or self._answering.response_complete:
             return False
         return self._phase != "body" or self.cycle is not self._answering
 
-    def _end_behind(self, last_words: bytes) -> None:
-        """Answer the whole requests that wait, then send `last_words` and close. The rest is read and dropped."""
+    def _close_behind(self, final_answer: bytes) -> None:
+        """Answer the complete requests that wait, then send `final_answer` and close. Drop the rest of the input."""
         self._refused = True
-        self._disarm()
+        self._cancel_timer()
         if self._phase == "body":
             self.pipeline.popleft()
-        self._last_words = last_words
+        self._final_answer = final_answer
 
-    def _leave(self) -> None:
-        """Nobody is there for the answer any more."""
+    def _lose_client(self) -> None:
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
         self._connection.lose()
 
-    def on_body(self, body: bytes) -> None:
+    def _count_head(self, num_bytes: int) -> None:
         self._unparsed_bytes = 0
-        self._num_body_bytes += len(body)
-        self._body_bytes += len(body)
-        self._num_pieces += 1
-        if self._num_pieces > MAX_CRUMBS and self._body_bytes < CRUMB_BYTES * self._num_pieces:
-            raise BadMessageSignal("a body in crumbs")
-        super().on_body(body)
-        self._read_on()
-
-    def on_message_complete(self) -> None:
-        self._unparsed_bytes = 0
-        self._phase = "idle"
-        self._disarm()
-        super().on_message_complete()
-        self._read_on()
-
-    def on_response_complete(self) -> None:
-        """An answer before the body's end (401, 413): the rest of the body is not waited for."""
-        ahead = bool(self.pipeline)
-        super().on_response_complete()
-        if self._last_words is not None and not ahead and not self.transport.is_closing():
-            self._close_with(self._last_words)
-            return
-        if self.connection_limit is not None and self.cycle.response_complete and not self.transport.is_closing():
-            self.connection_limit.end(self)
-        if self._phase == "body" and self.cycle.response_complete:
-            self.loop.call_later(LINGER_S, self._abandon, self.cycle)
-
-    def _abandon(self, cycle: object) -> None:
-        if self._phase == "body" and self.cycle is cycle:
-            self.transport.close()
+        self._head_bytes += num_bytes
+        if self._head_bytes > self.max_header_bytes:
+            self._refuse()
 
     def _check_head(self) -> None:
-        """Raises BadMessageSignal or VersionSignal.
+        """Refuse a head that two servers may read in two ways, or that names no host.
 
         Source: RFC 9112, 2.3, 3.2 and 6.1 to 6.3, read as strictly as it allows.
         """
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            self._bad_version = True
-            raise VersionSignal(version)
-        if not self.url.startswith(b"/") and self.url != b"*":
-            raise BadMessageSignal("a target that is no path")
-        values: dict[bytes, list[bytes]] = {b"host": [], b"content-length": [], b"transfer-encoding": []}
-        for name, value in self.headers:
-            if name in values:
-                values[name].append(value.strip())
-        hosts, lengths, codings = values.values()
-        if len(hosts) > 1 or (not hosts and version != "1.0"):
-            raise BadMessageSignal("one Host is needed")
-        if hosts and _HOST.fullmatch(hosts[0]) is None:
-            raise BadMessageSignal("a Host that is none")
-        if len(lengths) + len(codings) > 1 or (lengths and not lengths[0].isdigit()):
-            raise BadMessageSignal("a length that is not clear")
-        if codings and (codings[0].lower() != b"chunked" or version == "1.0"):
-            raise BadMessageSignal("a coding other than chunked, or one that its version does not know")
+            self._refuse(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
+        hosts = [value for name, value in self._framing if name == b"host"]
+        bodies = [(name, value) for name, value in self._framing if name != b"host"]
+        if (
+            (not self.url.startswith(b"/") and self.url != b"*")
+            or len(hosts) > 1
+            or (not hosts and version != "1.0")
+            or (hosts and _HOST.fullmatch(hosts[0]) is None)
+            or len(bodies) > 1
+        ):
+            self._refuse()
+        for name, value in bodies:
+            is_length = name == b"content-length"
+            if not (value.isdigit() if is_length else value.lower() == b"chunked" and version != "1.0"):
+                self._refuse()
 
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _slow(self) -> None:
-        """Too slow a head, or too little of a body; one that we do not read at the moment is not the client's fault."""
-        self._timer = None
-        if self._phase == "body" and (self.flow.read_paused or self._num_body_bytes >= MIN_BODY_BYTES):
-            self._num_body_bytes = 0
-            self._timer = self.loop.call_later(self.body_timeout_s, self._slow)
-        elif self._is_behind:
-            self._end_behind(b"")
-        elif not self.transport.is_closing():
-            self.transport.close()
-
-    def _count(self, num_bytes: int) -> None:
-        self._unparsed_bytes = 0
-        self._head_bytes += num_bytes
-        if self._head_bytes > self._max_head_bytes:
-            raise HeadTooLargeSignal
+    def _refuse(self, error: ApiError | None = None) -> None:
+        """End the parsing, which leads to `send_400_response`."""
+        self._refusal = error
+        raise _RefusedError
 
     def send_400_response(self, msg: str) -> None:
-        """431 when a bound was passed, 505 for another HTTP, else 400; behind the answers that are still due."""
+        """Answer 431 past a bound, the callback's refusal, or 400; behind the answers that are still due."""
         self._refused = True
-        error: ApiError = InvalidRequestError("This is not a valid HTTP request.")
-        if self._bad_version:
-            error = HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here.")
-        elif max(self._head_bytes, self._unparsed_bytes) > self._max_head_bytes:
+        error = self._refusal
+        if error is None and max(self._head_bytes, self._unparsed_bytes) > self.max_header_bytes:
             error = HeaderTooLargeError("The request's headers are too large.")
+        response = _response(error or InvalidRequestError("This is not a valid HTTP request."))
         answering = self._answering
         if self._is_behind:
-            self._end_behind(_response(error))
+            self._close_behind(response)
         elif answering is None or answering.response_complete:
-            self._close_with(_response(error))
+            self._close_with(response)
         else:
-            self._leave()
+            self._lose_client()
             if answering.response_started:
                 self.transport.close()
             else:
-                self._close_with(_response(error))
+                self._close_with(response)
 
     def _close_with(self, response: bytes) -> None:
         transport: Any = self.transport
@@ -274,13 +332,21 @@ class GatewayProtocol(HttpToolsProtocol):
             transport.write_eof()
         self.loop.call_later(LINGER_S, transport.close)
 
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-def protocol_with(
-    header_timeout_s: float, body_timeout_s: float, connection_limit: ConnectionLimit
-) -> type[GatewayProtocol]:
-    """The protocol with these bounds; uvicorn wants a class."""
-    timeouts = {"header_timeout_s": header_timeout_s, "body_timeout_s": body_timeout_s}
-    return type("GatewayProtocol", (GatewayProtocol,), {**timeouts, "connection_limit": connection_limit})
+    def _on_timeout(self) -> None:
+        """Close after too slow a head, or too little of a body; while we do not read, the client is not at fault."""
+        self._timer = None
+        if self._phase == "body" and (self.flow.read_paused or self._new_body_bytes >= MIN_BODY_BYTES):
+            self._new_body_bytes = 0
+            self._timer = self.loop.call_later(self.body_timeout_s, self._on_timeout)
+        elif self._is_behind:
+            self._close_behind(b"")
+        elif not self.transport.is_closing():
+            self.transport.close()
 
 
 def _response(error: ApiError) -> bytes:

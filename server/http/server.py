@@ -1,4 +1,4 @@
-"""A port of the gateway: uvicorn, with our protocol, our limits and TLS."""
+"""A listener of the gateway: uvicorn on one socket, with our protocol, our limits and TLS."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.connection_limit import ConnectionLimit
-from server.http.protocol import protocol_with
+from server.http.protocol import ConnectionLimit, GatewayProtocol
 
 log = logging.getLogger(__name__)
 
 SPARE_FILES: Final = 256
-"""For what is no client's connection and no worker's."""
-
-
+"""Files that are neither a client's connection nor a worker's."""
 MIN_CONNECTIONS: Final = 16
-"""A port with fewer would serve hardly anybody, and nobody would know why."""
+"""A port with fewer would serve hardly anyone, for no visible reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +33,18 @@ class HttpLimits:
     drain_grace_s: float
 
 
-class HttpServer(uvicorn.Server):
-    """Signals are the gateway's, which has two servers."""
+class Listener(uvicorn.Server):
+    """One port. Signals are left to the gateway, which has two."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits, tls: ssl.SSLContext | None = None) -> None:
-        self._handshake_timeout_s = limits.header_timeout_s
-        connections = ConnectionLimit(limits.max_connections)
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, limits: HttpLimits, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._socket = sock
+        self._limits = limits
+        self._connections = ConnectionLimit(limits.max_connections)
         config = uvicorn.Config(
             app,
-            http=protocol_with(limits.header_timeout_s, limits.body_timeout_s, connections),
+            http=GatewayProtocol,
             ws="none",
             loop="none",
             lifespan="off",
@@ -53,29 +53,50 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,
-            h11_max_incomplete_event_size=limits.max_header_bytes,
             timeout_graceful_shutdown=max(1, round(limits.drain_grace_s)),
         )
         config.load()
         config.ssl = tls
         super().__init__(config)
 
+    @property
+    def address(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def run_until_stopped(self) -> None:
+        """Take requests until `stop`; return when the last open one has ended, or its grace is over."""
+        await self.serve([self._socket])
+
+    def stop(self) -> None:
+        """Take no new connections."""
+        self.should_exit = True
+
+    def force(self) -> None:
+        """Wait for no open request."""
+        self.force_exit = True
+
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with a bound on the handshake: its 60 s would let strangers wait for long."""
+        """Start as uvicorn does, with a bound on the TLS handshake: strangers could hold uvloop's for 60 s."""
         loop = asyncio.get_running_loop()
-        config = self.config
+        limits = self._limits
 
         def protocol() -> asyncio.Protocol:
-            kind = config.http_protocol_class
-            return kind(config=config, server_state=self.server_state, app_state={}, _loop=loop)  # type: ignore[call-arg]
+            connection = GatewayProtocol(self.config, self.server_state, {}, loop)
+            connection.max_header_bytes = limits.max_header_bytes
+            connection.header_timeout_s = limits.header_timeout_s
+            connection.body_timeout_s = limits.body_timeout_s
+            connection.connection_limit = self._connections
+            return connection
 
-        timeout_s = None if config.ssl is None else self._handshake_timeout_s
+        tls = self.config.ssl
+        handshake_s = None if tls is None else limits.header_timeout_s
         self.servers = [
             await loop.create_server(
-                protocol, sock=sock, backlog=config.backlog, ssl=config.ssl, ssl_handshake_timeout=timeout_s
+                protocol, sock=sock, backlog=self.config.backlog, ssl=tls, ssl_handshake_timeout=handshake_s
             )
             for sock in sockets or ()
         ]
@@ -83,7 +104,7 @@ class HttpServer(uvicorn.Server):
 
 
 def affordable_connections(wanted: int) -> int:
-    """As many of `wanted` as this process may have files for: one for the client and one for the worker.
+    """Return how many of `wanted` connections this process may have files for: one to the client, one to the worker.
 
     Raises the soft limit on open files as far as it may. Raises ValueError for a limit that leaves next to none, and
     warns of one that leaves fewer than wanted.

@@ -1,6 +1,6 @@
 """Server-sent events on one ASGI response: the held-back 200, keep-alive comments, and a client that goes away.
 
-data: {...}        one JSON object an event, no name       data: [DONE]      the last event of a whole answer
+data: {...}        one JSON object an event, no name       data: [DONE]      the last event of a complete answer
 : ping             a comment, when there is nothing else   data: {"error":   the last event of a broken one
 """
 
@@ -26,7 +26,7 @@ HEADERS: Final = [
 
 
 def sse(payload: bytes) -> bytes:
-    """One event of an answer."""
+    """Return one event."""
     return b"data: " + payload + b"\n\n"
 
 
@@ -46,7 +46,7 @@ class SseWriter:
         self.last_write_s = time.monotonic()
 
     async def write(self, events: bytes, *, more: bool = True) -> None:
-        """Waits while the client is slow to read."""
+        """Send events; wait while the client is slow to read."""
         if self._ping is not None:
             await asyncio.wait({self._ping})
         self._writing = True
@@ -56,7 +56,7 @@ class SseWriter:
             self._writing = False
 
     def ping(self) -> None:
-        """A comment that clients ignore, unless something is being written."""
+        """Send a comment, which clients ignore, unless something is being written."""
         if not self._writing and self._ping is None:
             self._ping = asyncio.create_task(self._put(PING, more=True))
             self._ping.add_done_callback(self._pinged)
@@ -68,7 +68,7 @@ class SseWriter:
     def _pinged(self, task: asyncio.Task[None]) -> None:
         self._ping = None
         if not task.cancelled():
-            task.exception()  # a client that is gone is found by the end of its connection
+            task.exception()  # a client that is gone is noticed by the end of its connection
 
     async def _put(self, data: bytes, *, more: bool) -> None:
         if not self.started:
@@ -80,7 +80,7 @@ class SseWriter:
 
 
 class KeepAlive:
-    """Sends keep-alives on streams that have been silent for `keepalive_s`. One task calls `run`."""
+    """Sends comments on streams that have been silent for `keepalive_s`. One task calls `run`."""
 
     def __init__(self, keepalive_s: float) -> None:
         self._keepalive_s = keepalive_s
@@ -106,7 +106,7 @@ class KeepAlive:
 
 
 class ClientConnection:
-    """A client's connection, as the HTTP protocol knows it; one answer at a time watches it."""
+    """A client's connection as the HTTP protocol knows it; one answer at a time watches it."""
 
     __slots__ = ("_on_lost", "lost")
 
@@ -115,7 +115,7 @@ class ClientConnection:
         self._on_lost: Callable[[], None] | None = None
 
     def lose(self) -> None:
-        """For the protocol: the connection has ended."""
+        """Note that the connection has ended; the protocol calls it."""
         self.lost = True
         if self._on_lost is not None:
             self._on_lost()
@@ -125,17 +125,16 @@ class ClientConnection:
 
 
 def client_of(scope: Scope) -> ClientConnection:
-    """What `server.http.protocol` has put there: a callback costs less, a request and a stream, than a task that waits
-    for ASGI's `receive`."""
+    """Return the connection that the protocol has put there: cheaper than a task that awaits ASGI's `receive`."""
     client: ClientConnection = scope[CLIENT]
     return client
 
 
 class CancelOnDisconnect:
-    """While inside, a client that goes away and the deadline (None: there is none) cancel the current task.
+    """Cancels the current task when the client leaves, or at the deadline (None: there is none).
 
-    Outside the first is a ClientGoneError, the second a TimeoutError. Leave it before the last part of the response
-    is sent: what is complete shall not be cancelled.
+    Around the block the first is a ClientGoneError, the second a TimeoutError. Leave the block before the last part
+    of the response is sent: a complete answer must not be cancelled.
     """
 
     __slots__ = ("_client", "_inside", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
@@ -156,8 +155,8 @@ class CancelOnDisconnect:
         self._num_cancels = task.cancelling()
         self._inside = True
         if self._timeout_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel, TimeoutError)
-        self._client.watch(self._gone)
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
+        self._client.watch(self._lost)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -170,14 +169,10 @@ class CancelOnDisconnect:
             raise self._reason from error
 
     def end(self, reason: type[Exception]) -> None:
-        """Cancel as well: outside that is `reason`."""
-        if self._inside:
-            self._cancel(reason)
-
-    def _gone(self) -> None:
-        self._cancel(ClientGoneError)
-
-    def _cancel(self, reason: type[Exception]) -> None:
-        if self._reason is None:
+        """Cancel the block, which raises `reason` around it."""
+        if self._inside and self._reason is None:
             self._reason = reason
             self._task.cancel()
+
+    def _lost(self) -> None:
+        self.end(ClientGoneError)

@@ -13,16 +13,17 @@ from typing import Final
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from server.app import PublicApi, json_response
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import InvalidRequestError, NotFoundError, UnavailableError
-from server.http.middleware import BodyLimitMiddleware, ErrorMiddleware, RequestContextMiddleware
+from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
@@ -131,11 +132,15 @@ class OpsApi:
         return act
 
 
-def ops_app(services: OpsServices) -> ASGIApp:
+def ops_app(services: OpsServices) -> Application:
     metrics = GatewayMetrics()  # requests of operators do not count as traffic
-    app: ASGIApp = Router(routes=OpsApi(services).routes(), redirect_slashes=False)
-    app = BodyLimitMiddleware(app, MAX_BODY_BYTES)
-    app = OpsKeyMiddleware(app, services.key, local=services.local, has_tenants=services.has_tenants)
-    app = ErrorMiddleware(app, metrics)
-    app = RequestContextMiddleware(app, metrics)
-    return SameOriginMiddleware(ChatApiMiddleware(app, services.public))
+    return Application(
+        routes=OpsApi(services).routes(),
+        middleware=[
+            Middleware(SameOriginMiddleware),
+            Middleware(ChatApiMiddleware, services.public),
+            Middleware(RequestMiddleware, metrics),
+            Middleware(OpsKeyMiddleware, services.key, local=services.local, has_tenants=services.has_tenants),
+            Middleware(BodyLimitMiddleware, MAX_BODY_BYTES),
+        ],
+    )

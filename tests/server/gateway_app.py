@@ -128,7 +128,7 @@ async def gateway(
             yield Gateway(url, router, list(workers), metrics, models, requests.limiter)
             # Whatever the requests have ended with, nothing of them is left.
             await until(lambda: not (requests.limiter.num_tokens or watch._streams or keep_alive._writers))
-            await until(lambda: not (metrics.in_flight._value.get() or endpoint.open_responses._responses))
+            await until(lambda: not (metrics.num_in_flight or endpoint.open_responses._responses))
         finally:
             for task in background:
                 task.cancel()

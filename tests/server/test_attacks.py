@@ -191,12 +191,12 @@ def test_a_body_that_keeps_coming_is_waited_for(phase: str, num_bytes: int, read
     connection.flow = SimpleNamespace(read_paused=read_paused)  # type: ignore[assignment]
     connection.transport = SimpleNamespace(is_closing=lambda: False, close=lambda: closed.append(True))  # type: ignore[assignment]
     connection.loop = SimpleNamespace(call_later=lambda *when: "a timer")  # type: ignore[assignment]
-    connection._phase, connection._num_body_bytes = phase, num_bytes  # type: ignore[assignment]
-    connection._slow()
+    connection._phase, connection._new_body_bytes = phase, num_bytes  # type: ignore[assignment]
+    connection._on_timeout()
     assert closed == [True] * is_closed
     assert (connection._timer is None) == is_closed
     if not is_closed:
-        assert connection._num_body_bytes == 0, "and so much is wanted again"
+        assert connection._new_body_bytes == 0, "and so much is wanted again"
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])

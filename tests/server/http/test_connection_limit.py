@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from server.http.connection_limit import ConnectionLimit
+from server.http.protocol import ConnectionLimit
 
 
 class Connection:

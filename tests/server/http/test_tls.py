@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
-from server.http.server import SPARE_FILES, HttpLimits, HttpServer, affordable_connections
+from server.http.server import SPARE_FILES, HttpLimits, Listener, affordable_connections
 from server.workers.client import WorkerClient
 from server.workers.connection import ConnectionPool
 from server.workers.networks import WorkerNetworks
@@ -41,10 +41,10 @@ class Port:
     def __init__(self, tls: ssl.SSLContext | None, limits: HttpLimits = LIMITS, app: ASGIApp = hello) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self._server = HttpServer(app, limits, tls)
+        self._server = Listener(app, self.listener, limits, tls)
 
     async def __aenter__(self) -> Port:
-        self._task = asyncio.create_task(self._server.serve([self.listener]))
+        self._task = asyncio.create_task(self._server.run_until_stopped())
         while not self._server.started:  # noqa: ASYNC110 (it has no event)
             await asyncio.sleep(0.001)
         return self
