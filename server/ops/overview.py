@@ -139,7 +139,7 @@ class Overview:
             prompt_tokens=_value(metrics.prompt_tokens),
             cached_tokens=_value(metrics.cached_tokens),
             output_tokens=_value(metrics.output_tokens) + self.num_streamed_tokens(),
-            in_flight=_value(metrics.in_flight),
+            in_flight=metrics.num_in_flight,
             ttft_counts=_buckets(metrics.ttft_s)[1],
         )
 
