@@ -23,7 +23,7 @@ COPY requirements/gateway.lock /requirements/
 RUN python3 -m venv /opt/headstart \
  && /opt/headstart/bin/pip install --require-hashes --no-deps --only-binary :all: -r /requirements/gateway.lock
 COPY --from=build /wheels/ /wheels/
-# pip and setuptools leave with the last install: what the image does not hold, nobody can misuse.
+# pip and setuptools leave with the last install: what the image does not hold cannot be misused.
 RUN /opt/headstart/bin/pip install --no-deps --no-index /wheels/*.whl \
  && /opt/headstart/bin/pip uninstall --yes setuptools pip
 

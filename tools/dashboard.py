@@ -261,7 +261,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "Evictions",
                 "short",
                 ((rate("headstart_worker_kv_evictions_total", "pod"), "{{pod}}"),),
-                "Cached blocks a second that made room. Many, beside a falling hit rate: the pool is too small.",
+                "Cached blocks a second that made room. Many, with a falling hit rate: the pool is too small.",
             ),
             Panel(
                 "Age of the next victim",

@@ -15,7 +15,7 @@ def displaced(url: str) -> float:
     return metrics(url).get("headstart_worker_index_events_total{displaced}", 0.0)
 
 
-async def test_a_moment_beside_a_forger(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_moment_with_a_forger(tmp_path: Path, tiny_model: Path) -> None:
     with secret_cluster(tmp_path, tiny_model, static_workers=False) as cluster:
         await beside_a_forger(cluster, random.Random(1), 5.0, 40)
 

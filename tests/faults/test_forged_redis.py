@@ -13,6 +13,6 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.mark.parametrize("static_workers", [True, False], ids=["told", "found"])
-async def test_a_minute_beside_a_forger(tmp_path: Path, model: Path, rng: random.Random, static_workers: bool) -> None:
+async def test_a_minute_with_a_forger(tmp_path: Path, model: Path, rng: random.Random, static_workers: bool) -> None:
     with secret_cluster(tmp_path, model, static_workers=static_workers) as cluster:
         await beside_a_forger(cluster, rng, 60.0, 200)

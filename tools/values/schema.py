@@ -109,7 +109,7 @@ VALUES: Final = group(
         key=text("Its key in the Secret.", minLength=1),
     ),
     tls=group(
-        "TLS; certificates are read anew when their Secrets change. For Redis see `redis`.",
+        "TLS; certificates reload when their Secrets change. For Redis see `redis`.",
         gateway=group(
             "The API and the ops port.",
             secret=name("Secret with tls.crt and tls.key; empty: plain HTTP."),
@@ -163,10 +163,10 @@ VALUES: Final = group(
             text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),
         ),
         opsHosts=array(
-            "Further names that the ops port answers to, beside those of its Service; addresses need not be named.",
+            "Further names that the ops port answers to, next to those of its Service; addresses need not be named.",
             text("A name, without scheme and port.", pattern=r"^[A-Za-z0-9._-]{1,253}$"),
         ),
-        drain=drain("a gateway", "Load balancers notice meanwhile that it leaves, while it still serves."),
+        drain=drain("a gateway", "Load balancers notice that it leaves while it still serves."),
         resources=resources("a gateway"),
         **pod(),
         autoscaling=autoscaling(
@@ -208,7 +208,7 @@ VALUES: Final = group(
         workerUsername=text("ACL user of the workers; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
         workerPasswordKey=text("Key of its password in the Secret.", minLength=1),
         builtin=group(
-            "The Redis of the release: one pod, nothing on disk; workers write the index anew when it restarts.",
+            "The Redis of the release: one pod, nothing on disk; workers write the index again when it restarts.",
             image=image("Redis", "Tag of the image. Redis 7.0 or newer."),
             memoryMiB=whole(
                 "Its memory; three quarters are for data. 100 MiB of data hold about a million blocks.", 64
