@@ -1,7 +1,7 @@
-"""The paged KV cache: blocks, hashes, allocators, and the index that tells gateways who holds what.
+"""The paged KV cache: blocks, hashes, allocators, and the index by which gateways find a prefix.
 
-Pure, synchronous and deterministic: no clock, no randomness, no torch, no web framework. The one module that
-talks to the outside is `cache.redis_index`.
+Pure, synchronous and deterministic: no clock, no randomness, no torch, no web framework. Only `cache.redis_index`
+talks to the outside.
 """
 
 if not __debug__:

@@ -1,14 +1,5 @@
 """The pool of hashed blocks: which tables hold a block, its hash, and which block is evicted next.
 
-    refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
-    refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
-                                                                                        or b is in copies[hashes[b]]
-
-A block keeps its hash while it is free and loses it when it is taken again (lazy eviction). Blocks of equal content
-may coexist, since tables never change a block they have: `cached` names the first copy, `copies` the others.
-
-The findable hashes are prefix-closed: a block is stored after its parent, every table that holds a block holds a copy
-of its parent, and a table is released tail first, so a parent's last copy always leaves the queue after its children.
 Source: vLLM v1, BlockPool.
 """
 
@@ -25,8 +16,8 @@ from cache.types import NULL_BLOCK, BlockHash, BlockId
 class BlockStore(Protocol):
     """A place where an allocator finds blocks by hash: the pool, or the pool and a tier below it.
 
-    A tier (host memory, disk, a peer) wraps the store above it. It finds what continues the prefix there, loads it into
-    blocks of the pool, and gets every block that is stored. A store is a hint: any doubt about a block is a miss.
+    A tier (host memory, disk, a peer) wraps the store above it. It finds blocks that continue the prefix there, loads
+    them into the pool, and gets every block that is stored. A store is a hint: any doubt about a block is a miss.
     """
 
     def find(self, hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
@@ -43,7 +34,18 @@ class BlockStore(Protocol):
 
 
 class BlockPool(Pool):
-    """The first `BlockStore`: `find` gives blocks of its own, which `load` only has to hold."""
+    """The first `BlockStore`: `find` gives blocks of its own, which `load` only has to hold.
+
+        refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
+        refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
+                                                                                            or b is in copies[hashes[b]]
+
+    A block keeps its hash while it is free and loses it when it is taken again (lazy eviction). Blocks of equal content
+    may coexist, since tables never change a block: `cached` names the first copy, `copies` the others.
+
+    The findable hashes are prefix-closed. A block is stored after its parent, and every table that holds a block holds
+    a copy of its parent. A table is released tail first, so a parent's last copy leaves the queue after its children.
+    """
 
     __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_refs")
 
@@ -76,7 +78,7 @@ class BlockPool(Pool):
         cached = self._cached
         if not hashes or hashes[0] not in cached:
             return []
-        found = list(map(cached.get, hashes))  # looking up what follows a miss costs less than a test at every block
+        found = list(map(cached.get, hashes))  # looking up blocks after a miss costs less than a test per block
         num_found = len(found) if all(found) else found.index(None)  # all: block 0 is never findable
         return cast(list[BlockId], found[:num_found])
 

@@ -1,14 +1,4 @@
-"""One sequence's hold on a pool: a block table that only grows, whose first blocks may hold a cached prefix.
-
-    sequence tokens   |<------ num_cached_tokens ------>|<- computed by this sequence ->|<- room ->|
-    block_table       [  7  ][ 12 ][  3  ][  9  ][  4  ][ 15 ][ 16 ][  2  ]
-                       ^ shared: ref counted, never written          ^ own: written at slots()
-
-A fork shares every block of its sequence. A block is written only while one table holds it (copy-on-write):
-
-    after fork   a: [ 7 ][ 12 ][ 3* ]      b: [ 7 ][ 12 ][ 3* ]       * holds 5 of 16 tokens, both tables hold it
-    b.extend     a: [ 7 ][ 12 ][ 3* ]      b: [ 7 ][ 12 ][ 9* ]       copy 3 -> 9
-    a.extend     a: [ 7 ][ 12 ][ 3* ]                                 3 is a's own: nothing to copy
+"""One sequence's hold on a pool of blocks: its block table, and copy-on-write.
 
 Source: Aphrodite / vLLM v0, CopyOnWriteTracker.
 """
@@ -92,7 +82,18 @@ class Pool(ABC):
 
 
 class Allocation(ABC):
-    """One sequence's hold on the pool. Its owner frees it exactly once; a second `free` asserts."""
+    """One sequence's hold on the pool. Its owner frees it exactly once; a second `free` asserts.
+
+        sequence tokens   |<------ num_cached_tokens ------>|<- computed by this sequence ->|<- room ->|
+        block_table       [  7  ][ 12 ][  3  ][  9  ][  4  ][ 15 ][ 16 ][  2  ]
+                           ^ shared: ref counted, never written          ^ own: written at slots()
+
+    A fork shares every block of its sequence. A block is written only while one table holds it (copy-on-write):
+
+        after fork   a: [ 7 ][ 12 ][ 3* ]      b: [ 7 ][ 12 ][ 3* ]       * holds 5 of 16 tokens, both tables hold it
+        b.extend     a: [ 7 ][ 12 ][ 3* ]      b: [ 7 ][ 12 ][ 9* ]       copy 3 -> 9
+        a.extend     a: [ 7 ][ 12 ][ 3* ]                                 3 is a's own: nothing to copy
+    """
 
     __slots__ = ("_block_ids", "_block_size", "_is_free", "_live", "_num_cached_tokens", "_num_computed", "_pool")
 
@@ -116,7 +117,7 @@ class Allocation(ABC):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt whose KV was found at `allocate`: always less than the prompt's length."""
+        """Prompt tokens found cached at `allocate`: always fewer than the prompt has."""
         return self._num_cached_tokens
 
     @property

@@ -1,7 +1,7 @@
 """Block events. Replayed in order, they give exactly the set of hashes that a pool holds.
 
-Stored comes with the first copy of a hash and Removed with the last: a set has no copies. Within one batch a parent is
-stored before its child and a child removed before its parent, so that the set is prefix-closed after every batch.
+Stored comes with the first copy of a hash and Removed with the last: a set has no copies. Within one batch parents are
+stored before children and removed after them. So the set is prefix-closed after every batch.
 """
 
 from __future__ import annotations

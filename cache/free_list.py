@@ -1,6 +1,6 @@
 """A pool without a cache: the last block released is taken first.
 
-Source: TGI v3, SimpleAllocator and RadixAllocator, whose documented block ids come from this order.
+Source: TGI v3, SimpleAllocator and RadixAllocator; their documented block ids come from this order.
 """
 
 from __future__ import annotations

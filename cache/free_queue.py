@@ -1,12 +1,5 @@
-"""The free blocks in order of eviction: a doubly linked list threaded through two flat lists, without any node object.
+"""The free blocks in order of eviction, which is the order in which they were released.
 
-    index   0 (sentinel)   1    2    3   ...          next[0] is evicted first, previous[0] last
-    next    [   3        , 2 ,  0 ,  1 ]              0 -> 3 -> 1 -> 2 -> 0
-
-Block 0 is the null block and never free, so its index is the sentinel of the ring. Every operation takes a whole run
-of blocks and costs O(1) for each; a chain that lies in the queue as one piece is cut out with two writes.
-
-The order is the caller's: who releases a chain tail first has its tail evicted first.
 Source: vLLM v1, FreeKVCacheBlockQueue.
 """
 
@@ -18,7 +11,15 @@ from cache.types import NULL_BLOCK, BlockId
 
 
 class FreeQueue:
-    """Blocks 1 .. num_blocks - 1, at first in the order of their ids. The caller knows which blocks are in it."""
+    """Blocks 1 .. num_blocks - 1, at first in the order of their ids. The caller knows which blocks are in it.
+
+    A doubly linked list threaded through two flat lists. Every operation takes a run of blocks, at O(1) for each.
+
+        index   0 (sentinel)   1    2    3   ...          next[0] is evicted first, previous[0] last
+        next    [   3        , 2 ,  0 ,  1 ]              0 -> 3 -> 1 -> 2 -> 0
+
+    The null block 0 is never free, so its index is the sentinel of the ring.
+    """
 
     __slots__ = ("_next", "_previous", "_size")
 
@@ -32,7 +33,7 @@ class FreeQueue:
         return self._size
 
     def __iter__(self) -> Iterator[BlockId]:
-        """In order of eviction."""
+        """Yield blocks in order of eviction."""
         block_id = self._next[NULL_BLOCK]
         while block_id != NULL_BLOCK:
             yield block_id
@@ -40,11 +41,11 @@ class FreeQueue:
 
     @property
     def first(self) -> BlockId:
-        """The block that goes next; the null block when the queue is empty."""
+        """The next victim; the null block when the queue is empty."""
         return self._next[NULL_BLOCK]
 
     def pop_first(self, count: int) -> list[BlockId]:
-        """Take the `count` blocks that go next; there must be as many."""
+        """Take the next `count` victims; there must be as many."""
         assert 0 <= count <= self._size, f"{count} of {self._size} free blocks"
         next_ = self._next
         taken = []
@@ -61,7 +62,7 @@ class FreeQueue:
         """Take these blocks, wherever they are.
 
         A chain is released tail first, so the queue often holds it backwards in one run: a, b, c as .. c b a ..
-        Only the two ends of a run need to be relinked.
+        Relink only the two ends of each run.
         """
         next_, previous = self._next, self._previous
         block_id = NULL_BLOCK  # no block is followed by a free block 0, so the first one always begins a run

@@ -1,12 +1,8 @@
-"""The block hash: one function for gateway and worker, so that both name the same block the same way.
+"""The block hash: one function for gateway and worker, so that both give the same block the same name.
 
-    root = H(format version, model, revision, tokenizer fingerprint, block size, adapter, tenant salt)
-    h_i  = H(h_{i-1} || token ids of block i as u32 little-endian)            full blocks only
-
-H is BLAKE2b cut to 16 bytes, personalised for its two uses so that a root can never equal a link. The salt is a
-secret of the server side; because every link hashes its parent first, the whole chain is keyed by it. A weak hash
-would be faster and collidable (CVE-2025-25183); BLAKE2b costs about a microsecond a block.
-
+H is BLAKE2b cut to 16 bytes, personalised for its uses, so that a root can never equal a link. The salt is a secret of
+the server side; every link hashes its parent first, so it keys the whole chain. A weak hash would be faster and
+collidable (CVE-2025-25183).
 Source: docs/architecture.md, "The block hash". The golden vectors in tests/cache/test_hashing.py fix the format.
 """
 
@@ -24,14 +20,18 @@ from cache.types import HASH_BYTES, INDEX_ENTRY_BYTES, BlockHash, IndexEntry
 FORMAT_VERSION: Final = b"1"
 _ROOT_PERSON: Final = b"headstart-root"
 _LINK: Final = blake2b(digest_size=HASH_BYTES, person=b"headstart-block")
-"""Copied for every link: to set one up takes half as long again as to hash a block."""
+"""Copied for every link: setting one up takes 1.5 times as long as hashing a block."""
 _FINGERPRINT_PERSON: Final = b"headstart-space"
 _TOKEN_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that must agree before two caches may speak of the same block."""
+    """Everything that must agree before two caches may share block hashes.
+
+    root = H(format version, model, revision, tokenizer fingerprint, block size, adapter, tenant salt)
+    h_i  = H(h_{i-1} || token ids of block i as u32 little-endian)            full blocks only
+    """
 
     model: str
     revision: str
@@ -44,11 +44,11 @@ class Namespace:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that a worker announces and a gateway compares with its own."""
+        """32 hex digits, which a worker announces and a gateway compares with its own."""
         return blake2b(_canonical(self._fields()), digest_size=HASH_BYTES, person=_FINGERPRINT_PERSON).hexdigest()
 
     def root(self, *, salt: bytes, adapter: str = "") -> BlockHash:
-        """The parent of every first block of one tenant: `salt` is secret and drawn on the server side."""
+        """Return the parent of every first block of one tenant; `salt` is a secret of the server side."""
         fields = self._fields()
         fields[b"adapter"] = adapter.encode()
         fields[b"salt"] = salt
@@ -65,12 +65,12 @@ class Namespace:
 
 
 def _canonical(fields: dict[bytes, bytes]) -> bytes:
-    """Tag and value of every field, each behind its length: no two field sets share an encoding."""
+    """Encode tags and values, each behind its length: no two field sets share an encoding."""
     return b"".join(len(part).to_bytes(4, "little") + part for field in fields.items() for part in field)
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as consecutive u32 little-endian. Raises OverflowError for an id outside 0..2**32-1."""
+    """Return token ids as consecutive u32 little-endian. Raises OverflowError for an id outside 0..2**32-1."""
     encoded = array("I", token_ids)
     if sys.byteorder == "big":
         encoded.byteswap()
@@ -78,7 +78,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """The hashes of the full blocks of `token_ids`, first block first; a partial last block has none."""
+    """Return the hashes of the full blocks of `token_ids`, in order; a partial last block has none."""
     encoded = encode_tokens(token_ids)
     stride = block_size * _TOKEN_BYTES
     hashes: list[BlockHash] = []
@@ -102,5 +102,5 @@ def extend_chain(
 
 
 def index_entry(block_hash: BlockHash) -> IndexEntry:
-    """The truncation under which the shared index knows a block."""
+    """Return the truncated hash, by which the shared index knows a block."""
     return IndexEntry(block_hash[:INDEX_ENTRY_BYTES])

@@ -1,4 +1,4 @@
-"""What workers publish and gateways read: the registry's records and the protocol of the prefix index.
+"""The records that workers publish and gateways read, and the protocol of the prefix index.
 
 The index is a hint. A stale or poisoned one costs speed, never a token: a worker trusts only its own pool.
 """
@@ -21,19 +21,19 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's load, rewritten after a step, at most every 50 ms.
 
-    A struct, because a gateway decodes one a worker at every decision: ten times as fast as a frozen dataclass.
+    A struct, because a gateway decodes one per worker at every decision: ten times as fast as a frozen dataclass.
     """
 
     queued_prefill_s: dict[GatewayId, _Seconds] = msgspec.field(default_factory=dict)
-    """Estimated prefill seconds of requests whose first token is not out, by the gateway that sent them."""
+    """Estimated prefill seconds of requests without a first token, by the gateway that sent them."""
     assigned_prefill_s: _Seconds = 0.0
-    """Prefill seconds ever assigned to this worker in this epoch: a counter, from which gateways derive rho."""
+    """Prefill seconds ever assigned in this epoch: a counter, from which gateways derive the fleet's load."""
     prefill_tokens_per_s: _Seconds = 0.0
-    """Measured prefill rate; 0.0 while nothing has been measured."""
+    """Measured prefill rate; 0.0 before the first measurement."""
     num_running: _Count = 0
     num_waiting: _Count = 0
     num_free_blocks: _Count = 0
-    """Less those that the prefills which have begun will still take, chunk by chunk."""
+    """Without those that the prefills in progress will still take, chunk by chunk."""
     num_blocks: _Count = 0
     draining: bool = False
     start_interval_s: _Seconds = 0.0
@@ -42,14 +42,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMember:
-    """What a worker says of itself; constant during an epoch. Readers ignore fields that they do not know."""
+    """A worker's description of itself, constant during an epoch. Readers ignore unknown fields."""
 
     worker_id: WorkerId
     epoch: Epoch
     url: str
     model: str
     namespace: str
-    """`Namespace.fingerprint`: a gateway refuses a worker whose namespace is not that of its model."""
+    """`Namespace.fingerprint`: a gateway refuses a worker with another one than its model's."""
     numerics: str
     """Device, dtype, weights form and kernel: a stream may be resumed only within one numerics class."""
     block_size: int
@@ -58,7 +58,7 @@ class WorkerMember:
     secret_check: str = ""
     """`signature` with the cluster secret, empty without one."""
     epoch_started_ms: _Count = 0
-    """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: a worker that does not say."""
+    """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: unknown."""
     oldest_protocol: int = 0
     """The oldest wire protocol that the worker still speaks; 0: `protocol` alone."""
 
@@ -72,10 +72,10 @@ class WorkerState:
 
 
 def signature(cluster_secret: bytes, member: WorkerMember) -> str:
-    """For `WorkerMember.secret_check`: only who knows the cluster secret can call itself a worker, or move one.
+    """Return `WorkerMember.secret_check`: a worker without the cluster secret cannot join, nor move another one.
 
-    It proves who answers over HTTP. Entries in Redis, which anybody could copy, are signed as a whole besides:
-    `cache.redis_index.schema`.
+    It proves the identity of a worker that answers over HTTP. Entries in Redis, which others could copy, are also
+    signed as a whole (see `cache.redis_index.schema`).
     """
     if not cluster_secret:
         return ""
@@ -87,11 +87,12 @@ def signature(cluster_secret: bytes, member: WorkerMember) -> str:
 
 
 def signed(cluster_secret: bytes, member: WorkerMember) -> WorkerMember:
+    """Return `member` with its signature."""
     return replace(member, secret_check=signature(cluster_secret, member))
 
 
 def in_new_epoch(member: WorkerMember, epoch: Epoch, now_ms: int) -> WorkerMember:
-    """`member` after its cache was cleared. Its epochs stay in order although its clock may not."""
+    """Return `member` after its cache was cleared. Its epochs stay in order even if the clock goes back."""
     return replace(member, epoch=epoch, epoch_started_ms=max(now_ms, member.epoch_started_ms + 1))
 
 
@@ -101,7 +102,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     member: WorkerMember
     load: WorkerLoad
     matched_blocks: int
-    """Length of the prompt's prefix that the worker's published set holds, in blocks."""
+    """Length of the prompt's prefix in the worker's published set, in blocks."""
     load_age_s: float = 0.0
 
 
@@ -109,7 +110,7 @@ class PrefixIndex(Protocol):
     """Reader's side of the shared index."""
 
     async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
-        """Every live worker (of `model`, if given) and the length of its match; None past the deadline or on any error.
+        """Return every live worker (of `model`, if given) with its match, in one round trip.
 
-        One round trip.
+        None past the deadline or after any error.
         """

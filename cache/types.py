@@ -11,7 +11,7 @@ BlockHash = NewType("BlockHash", bytes)
 """16 bytes that name a full block and everything before it (see `cache.hashing`)."""
 
 IndexEntry = NewType("IndexEntry", bytes)
-"""The first 8 bytes of a `BlockHash`: what the shared index stores. A hint, never an identity."""
+"""The first 8 bytes of a `BlockHash`, for the shared index. A hint, never an identity."""
 
 WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", str)

@@ -1,10 +1,6 @@
 """The contract of every allocator: it owns the pool of KV blocks and gives each sequence an `Allocation`.
 
 "Does not fit" is a value, not an exception, and changes nothing. A broken invariant is an AssertionError.
-
-The life of a block: free -> taken by allocate/extend -> written by a forward -> committed (findable, if full) ->
-released by free -> still findable while free -> evicted when taken again. A block becomes findable only through
-`commit`, that is after the forward that wrote it has returned; a failed step simply never commits.
 """
 
 from __future__ import annotations
@@ -34,7 +30,13 @@ class CacheStats:
 
 
 class Allocator(ABC):
-    """Owner of a pool of blocks 1 .. num_blocks - 1 (block 0 is the null block)."""
+    """Owner of a pool of blocks 1 .. num_blocks - 1 (block 0 is the null block).
+
+    The life of a block: free -> taken by allocate/extend -> written by a forward -> committed (findable, if full)
+    -> released by free -> still findable while free -> evicted when taken again.
+
+    Only `commit` makes a block findable, after the forward that wrote it has returned. A failed step never commits.
+    """
 
     __slots__ = ("_block_size", "_hit_tokens", "_live", "_pool", "_query_tokens")
 

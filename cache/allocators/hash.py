@@ -1,8 +1,8 @@
 """Hash-chained blocks, the default allocator: prefixes are found by the hash of their last block.
 
-Full blocks only, prompt and output alike. Nothing is deduplicated: a table never changes a block it has, so two
-sequences that compute the same prefix at the same time keep two copies of it. A full hit leaves the last block to
-compute, since at least one token must be; a prompt of exactly k blocks finds k - 1.
+Full blocks only, prompt and output alike. Nothing is deduplicated, because a table never changes a block: two sequences
+that compute the same prefix at the same time keep two copies. A full hit leaves the last block to compute, since at
+least one token must be. So a prompt of exactly k blocks finds k - 1.
 Source: vLLM v1, KVCacheManager.
 """
 
@@ -30,7 +30,7 @@ class HashAllocator(Allocator):
         pool = BlockPool(num_blocks)
         super().__init__(pool, block_size)
         self._store: BlockStore = pool
-        """Where prefixes are found: a tier below the pool would stand in front of it here."""
+        """The place where prefixes are found. A tier below the pool would wrap the pool here."""
 
     def allocate(
         self,
@@ -65,7 +65,7 @@ class HashAllocator(Allocator):
 
 
 class HashAllocation(Allocation):
-    """One sequence's blocks, of which the first `_num_stored` are findable under the first of `_hashes`."""
+    """One sequence's blocks. The first `_num_stored` are findable under the first of `_hashes`."""
 
     __slots__ = ("_hashes", "_num_stored", "_root", "_store")
 

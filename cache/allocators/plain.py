@@ -1,12 +1,5 @@
-"""No prefix cache: the allocator with caching off, and the one for models with a sliding window.
+"""No prefix cache: the allocator with caching off, and for models with a sliding window.
 
-With a window, a sequence holds the blocks of one window however long it grows, and its tokens go round in them:
-
-    window_size 6, block_size 2      block_table  [ 7 ][ 8 ][ 9 ]
-    token  0  1  2  3  4  5  6  7    slot  14 15 16 17 18 19 14 15
-
-The caller's `window_size` is at least the model's window and the longest chunk of one step together, else a step would
-overwrite what its first tokens still attend to.
 Source: TGI v3, SimpleAllocator.
 """
 
@@ -22,7 +15,16 @@ from cache.types import BlockHash, BlockId
 
 
 class PlainAllocator(Allocator):
-    """An `Allocator` over a `FreeList`; `find` finds nothing and there are no events."""
+    """An `Allocator` over a `FreeList`; `find` finds nothing and there are no events.
+
+    With a window, a sequence holds the blocks of one window however long it grows, and its tokens go round in them:
+
+        window_size 6, block_size 2      block_table  [ 7 ][ 8 ][ 9 ]
+        token  0  1  2  3  4  5  6  7    slot  14 15 16 17 18 19 14 15
+
+    `window_size` must cover the model's window and the longest chunk of a step. A smaller one would let a step
+    overwrite tokens that its first ones attend to.
+    """
 
     __slots__ = ("_window_blocks",)
 

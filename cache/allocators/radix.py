@@ -1,12 +1,5 @@
 """Prefixes in a radix trie: by tokens with blocks of one token, by whole blocks otherwise.
 
-A block belongs to tables until it is committed, and then to the trie. If another sequence has inserted the same tokens
-first, the trie keeps the first blocks; a later sequence keeps its duplicates, which go free with it. What it computes
-after them is inserted below the blocks of the first, and holds those from eviction.
-
-    trie           [ 4 ][ 5 ][ 6 ]--[ 11 ][ 12 ]         block_table   [ 4 ][ 5 ][ 9 ][ 11 ][ 12 ][ 13 ]
-                                                          9 duplicates 6 and is its own, as is 13, not yet full
-
 Source: TGI v3, RadixAllocator. Ours differs: blocks are findable after their commit, not after the sequence ends, and
 an allocation that cannot fit evicts nothing.
 """
@@ -25,7 +18,14 @@ from cache.types import BlockHash, BlockId
 
 
 class RadixPool(FreeList):
-    """A free list whose blocks may also be in the trie, which owns them."""
+    """A free list, and the trie that owns blocks once they are committed.
+
+    If another sequence has inserted the same tokens first, the trie keeps the first blocks. A later sequence keeps its
+    duplicates, which go free with it. Its next blocks are inserted below the first blocks, and hold those.
+
+        trie           [ 4 ][ 5 ][ 6 ]--[ 11 ][ 12 ]         block_table   [ 4 ][ 5 ][ 9 ][ 11 ][ 12 ][ 13 ]
+                                                              9 duplicates 6 and is its own, as is 13, not yet full
+    """
 
     __slots__ = ("trie",)
 
@@ -148,7 +148,7 @@ class RadixAllocation(Allocation):
     def __init__(
         self, allocator: RadixAllocator, root: BlockHash, block_ids: list[BlockId], num_found: int, node: RadixNode
     ) -> None:
-        """Take over the holds on `block_ids`, of which the first `num_found` are in the trie, and on `node`."""
+        """Take over the holds on `node` and on `block_ids`; the first `num_found` are in the trie."""
         size = allocator._block_size
         super().__init__(allocator._pool, allocator._live, size, block_ids, num_found * size)
         self._root = root
@@ -179,7 +179,7 @@ class RadixAllocation(Allocation):
         if not trie.grow(self.node, keys, block_ids, hashes):
             above = self.node
             if not self.caches_duplicates and trie.match(above, keys).num_blocks > 0:
-                self._has_stopped = True  # for good: a fork may share the blocks by the time the others are evicted
+                self._has_stopped = True  # for good: a fork may share the blocks when the others are evicted
                 return
             num_known, self.node = trie.insert(above, keys, block_ids, hashes)
             trie.hold_below(self.node, above)

@@ -1,10 +1,5 @@
-"""A radix trie from token prefixes to the blocks that hold their KV. Every key has one block.
+"""A radix trie from token prefixes to the blocks that hold their KV.
 
-    root --[ a b c ]--+--[ d e ]          match(a b c d x) -> the blocks of a b c d
-                      +--[ f ]            evict(1)         -> the tail of the least recently used leaf
-
-A key is a token, or the tuple of a block's tokens. `num_holders` of a node counts holds on it and below it: such a node
-is not evicted, and the number of evictable blocks is known at any time. Every namespace (tenant, model) has its root.
 Source: TGI v3, RadixTrie; the holders along the path are SGLang's.
 """
 
@@ -39,7 +34,7 @@ class RadixNode:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Nodes of a matching prefix from the top down, of which the last may match in its first part only."""
+    """Nodes of a matching prefix from the top down. The last may match in its first part only."""
 
     start: RadixNode
     """The node where the search began."""
@@ -57,7 +52,7 @@ class Match:
 
     @property
     def num_unheld(self) -> int:
-        """Blocks that could be evicted now but not once this match is held."""
+        """Blocks that are evictable, but not once this match is held."""
         lengths = [*(len(node.keys) for node in self.nodes[:-1]), self.num_in_last]
         return sum(length for node, length in zip(self.nodes, lengths, strict=False) if not node.num_holders)
 
@@ -76,6 +71,15 @@ class Evicted:
 
 
 class RadixTrie:
+    """Every key has one block. A key is a token, or the tuple of a block's tokens.
+
+        root --[ a b c ]--+--[ d e ]          match(a b c d x) -> the blocks of a b c d
+                          +--[ f ]            evict(1)         -> the tail of the least recently used leaf
+
+    `num_holders` of a node counts holds on it and below it. Such a node is not evicted, so the number of evictable
+    blocks is known at any time. Every namespace (tenant, model) has its own root.
+    """
+
     __slots__ = ("_ids", "_leaves", "_roots", "num_blocks", "num_evictable", "time")
 
     def __init__(self) -> None:
@@ -137,7 +141,7 @@ class RadixTrie:
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
     ) -> tuple[int, RadixNode]:
-        """Add blocks below `node`. Return how many keys were known, whose blocks stay, and the last node."""
+        """Add blocks below `node`. Return the number of known keys, which keep their blocks, and the last node."""
         assert len(keys) == len(block_ids), f"{len(keys)} keys for {len(block_ids)} blocks"
         match = self.match(node, keys)
         num_known = match.num_blocks

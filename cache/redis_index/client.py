@@ -3,8 +3,6 @@
 Callers submit packed commands and get a future. A caller that gives up cancels its future only: its command has been
 sent whole, and the reply is read in its turn and dropped. So no reply ever reaches another caller. (A cancelled command
 on a shared redis-py connection leaves its reply to the next user: CVE-2023-28858.)
-
-    submit -> outbox -> _write -> socket ... socket -> _read -> head of `pending` -> the caller's future
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ _NUM_PINGS: Final = 20
 
 
 class RedisDownError(Exception):
-    """No connection, a connection that broke before the reply came, or too many commands in flight."""
+    """No connection, a connection that broke before the reply came, or too many commands that wait."""
 
 
 class ProtocolError(RedisDownError):
-    """Redis sent what it never sends: replies and commands do not match any more."""
+    """A reply that Redis never sends: replies and commands are out of step."""
 
 
 class _Call:
@@ -57,7 +55,10 @@ class _Call:
 
 
 class RedisClient:
-    """Runs in the event loop of its `run()`, which reconnects for ever; call `submit` from that loop only."""
+    """Runs in the event loop of its `run()`, which reconnects for ever; call `submit` from that loop only.
+
+    submit -> outbox -> _write -> socket ... socket -> _read -> head of `pending` -> the caller's future
+    """
 
     def __init__(
         self,

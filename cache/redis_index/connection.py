@@ -12,7 +12,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError
 
 MAX_REPLY_BYTES: Final = 64 << 20
-"""Twice a registry of 20,000 workers. Without a limit, any writer to Redis could fill the memory of every reader."""
+"""Twice a registry of 20,000 workers. It keeps other users of Redis from filling the memory of every reader."""
 _SHORT_BYTES: Final = 2048
 _MILLIONS: Final = re.compile(rb"[*~%>|][0-9]{7}")
 _DEFAULT_PORTS: Final = {"cluster": 6379, "sentinel": 26379}
@@ -35,9 +35,9 @@ class ClientSettings:
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
     """Redis-py's parser with a limit on the size of a reply.
 
-    The parser below reserves memory for as many elements as a list announces, and visits them all to free it: seconds.
-    So look for such headers, in short reads and at the start of long ones; a search of every read would cost a lookup
-    among 64 workers 3 %.
+    The parser below reserves memory for as many elements as a list announces, and takes seconds to free millions.
+    So look for such headers, in short reads and at the start of long ones. A search of every read would slow a lookup
+    among 64 workers by 3 %.
     """
 
     __slots__ = ("_num_read",)

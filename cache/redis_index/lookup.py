@@ -49,7 +49,7 @@ class ReaderSettings:
     refresh_interval_s: float = 0.05
     """The registry is read again at most this often, and for a tenth of the time,"""
     max_refresh_age_s: float = 5.0
-    """and at least this often, whatever its version: what was read may have been wrong."""
+    """and at least this often, whatever its version: a reply may have been wrong."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     cluster_secret: bytes = field(default=b"", repr=False)
@@ -189,7 +189,7 @@ class Shard:
     async def _prepare_server(self, error: ResponseError) -> None:
         """Load the script where it is missing, and do without EVALSHA_RO on an old server. Else raise RedisDownError.
 
-        Many lookups may be in flight when the first of them learns it.
+        Many lookups may wait for replies when the first of them learns it.
         """
         if isinstance(error, NoScriptError):
             (loaded,) = await self.client.submit([pack([("SCRIPT", "LOAD", LOOKUP)])], 1)
@@ -245,7 +245,7 @@ class Shard:
         return self.registry.candidates(query.workers, matches, states, now_ms)
 
     def _states_refused(self, error: ResponseError) -> None:
-        """Read states by name from now on: their key has another type, or an ACL forbids HVALS."""
+        """Read states by name until the next connection: their key has another type, or an ACL forbids HVALS."""
         if self._hvals_refused:
             self.registry.complain(b"states", f"the states cannot be read: {error}")
         self._hvals_refused = True
@@ -332,7 +332,7 @@ class Shard:
         self.client.reconnect("reading failed")
 
     async def probe(self) -> None:
-        """Look at the registry now and then; while the breaker is open, find out when to close it."""
+        """Look at the registry every `poll_s`; while the breaker is open, find out when to close it."""
         while True:
             interval_s = self._settings.breaker_probe_s if self.breaker_open else self._settings.poll_s
             try:

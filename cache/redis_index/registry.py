@@ -1,8 +1,8 @@
 """The workers of one shard as Redis last showed them: their members and their states.
 
 Nothing read from Redis is trusted. A value that does not decode is ignored, counted, and logged once. With a cluster
-secret the same holds for an unsigned value, a batch number that is passed, and an epoch older than a known one. Such a
-value changes nothing: its worker stays as it was known until its lease ends.
+secret the same holds for an unsigned value, an old batch number, and an old epoch. Such a value changes nothing: its
+worker stays as it was known until its lease ends.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Registry:
         return [worker.member for worker in self._workers.values()] + self._unproven
 
     def entries(self) -> list[RegistryEntry]:
-        """Return the workers whose state was read, lapsed ones included."""
+        """Return every worker with a state, lapsed ones included."""
         return [
             RegistryEntry(
                 worker.member,
@@ -133,7 +133,7 @@ class Registry:
                     self.has_foreign_states = self.has_changed = True
             if worker is not None:
                 worker.seen_at = lookup
-        if switched:  # their matches are of sets that do not count any more
+        if switched:  # their matches are those of old sets
             self.has_changed = True
             matches = [0 if worker in switched else n for worker, n in zip(workers, matches, strict=True)]
         remembers = self._is_signed
@@ -184,7 +184,7 @@ class Registry:
             return remembered
         if remembered is not None and _precedes(member, remembered.member):
             self._count("stale")
-            self._unproven.append(member)  # or a worker whose clock went back: it answers with its own epoch
+            self._unproven.append(member)  # perhaps a worker after its clock went back: it answers with its epoch
             return remembered
         if known is not None and known.member == member:
             known.record = record

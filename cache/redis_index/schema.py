@@ -1,11 +1,7 @@
 """The keys and signed records in Redis, and how to read them back: everything found there is untrusted input.
 
-    {prefix:s}:members    HASH  worker id -> member     (JSON; constant during an epoch)
-    {prefix:s}:states     HASH  worker id -> state      (msgpack array; rewritten at every publish)
-    {prefix:s}:version    STRING, random, changes with `members`
-    {prefix:s}:b:<worker id>:<epoch>:<generation>       SET of 8-byte entries, with a TTL
-
-`s` is the shard; the braces are a hash tag, so that one shard is one slot of a Redis Cluster and one script reads it.
+`Keys` has the layout. Members are JSON and constant during an epoch; states are msgpack arrays, rewritten at every
+publish.
 """
 
 from __future__ import annotations
@@ -64,7 +60,13 @@ _encode_member: Final = msgspec.json.Encoder().encode
 
 
 class Keys:
-    """The names of one shard's keys."""
+    """The names of one shard's keys. The braces are a hash tag: one shard is one slot of a Redis Cluster.
+
+    {prefix:shard}:members    HASH, worker id -> member
+    {prefix:shard}:states     HASH, worker id -> state
+    {prefix:shard}:version    STRING, random, changes with `members`
+    {prefix:shard}:b:<worker id>:<epoch>:<generation>       SET of 8-byte entries, with a TTL
+    """
 
     __slots__ = ("_tag", "members", "states", "version")
 

@@ -1,16 +1,8 @@
 """The one read-only script of a routing decision.
 
-KEYS: states, version, then one block set per worker.   ARGV: the 16-byte hashes of the prompt's full blocks in one
-string (the first 8 bytes of each are its entry); then the ids of the workers whose states it returns, or `*` for all.
-Returns {version, {seconds, microseconds}, {matched, ...}, {state, ...}}.
-
-A set is prefix-closed, so the match ends where membership flips from yes to no. The search takes the previous worker's
-answer as its hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block
-at the hint and for the next one, or the next two while neighbours have not agreed. If the flip is not there, the search
-gallops away from it and then bisects.
-
-`redis.pcall`: a foreign key of another type counts as no match instead of failing the script. Calls dominate the time
-of a lookup, at some 0.5 us each; an argument costs half of that.
+It returns {version, {seconds, microseconds}, {matched, ...}, {state, ...}}. `redis.pcall` makes a foreign key of
+another type no match instead of an error. Calls dominate the time of a lookup, at some 0.5 us each; an argument costs
+half of that.
 """
 
 from __future__ import annotations
@@ -18,6 +10,13 @@ from __future__ import annotations
 from hashlib import sha1
 from typing import Final
 
+# KEYS: states, version, then one block set per worker. ARGV: the prompt's 16-byte block hashes in one string (the first
+# 8 bytes of each are its entry), then ids of workers, or `*` for all: their states are returned.
+#
+# A set is prefix-closed, so the match ends where membership flips from yes to no. The previous worker's answer is the
+# search hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block at the
+# hint and for the next one, or the next two while neighbours have not agreed. If the flip is not there, the search
+# gallops away from it and then bisects.
 LOOKUP: Final = """
 local pcall, sub, floor = redis.pcall, string.sub, math.floor
 local blob = ARGV[1]
@@ -89,4 +88,4 @@ return {version, pcall('TIME'), matched, states}
 LOOKUP_SHA: Final = sha1(LOOKUP.encode()).hexdigest()
 
 ALL_STATES: Final = "*"
-"""In place of worker ids, none of which is this."""
+"""In place of worker ids; no id is this."""

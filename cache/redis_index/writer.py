@@ -1,9 +1,8 @@
 """The worker's side of the shared index: its own set of blocks and its own registry entry, nothing else.
 
-Every publish is one MULTI that reads back what it changes. Any doubt about the set (an error, a lost connection, a
-wrong count, a Redis that has gone back in time) makes the worker write a new generation, switch its state to it, and
-unlink the old set. A late command of an old connection then lands in a dead generation. An entry that was overwritten
-or deleted is put back; its set, whose count is right, stays.
+Every publish is one MULTI that also reads back. After any doubt about its set, the worker writes a new generation,
+switches its state to it, and unlinks the old one. Doubts are an error, a lost connection, a wrong count, and a Redis
+that has gone back in time. A late command of an old connection lands in a dead generation.
 """
 
 from __future__ import annotations
@@ -109,9 +108,10 @@ class IndexWriter:
     async def publish(
         self, stored: Sequence[IndexEntry], removed: Sequence[IndexEntry], load: WorkerLoad, num_entries: int
     ) -> bool:
-        """Publish in one MULTI. `stored` parents first, `removed` children first, `num_entries` held afterwards.
+        """Publish changes in one MULTI, and put back an entry that others have overwritten.
 
-        False: there is doubt, and `rewrite` must follow.
+        `stored` has parents first, `removed` children first; `num_entries` are held afterwards. False: there is doubt,
+        and `rewrite` must follow.
         """
         assert not self.in_doubt
         key, worker_id = self._set_key, self._member.worker_id
@@ -197,7 +197,7 @@ class IndexWriter:
         self.in_doubt = True
 
     async def prune(self) -> int:
-        """Remove members whose lease ended an hour ago. A revived one finds its entry gone and writes a new one."""
+        """Remove members with a lease that ended an hour ago. A revived worker writes a new entry."""
         replies = await self._ask(("HGETALL", self._keys.states), ("TIME",))
         if replies is None or isinstance(replies[0], ResponseError):  # a key of another type: the next publish heals it
             return 0
@@ -234,7 +234,7 @@ class IndexWriter:
         return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
 
     async def _fill(self, key: bytes, held: Sequence[IndexEntry], ttl_ms: int) -> bool:
-        """SADD in chunks, a few in flight, so that lookups get their turn in between.
+        """SADD in chunks, a few at a time, so that lookups get their turn in between.
 
         Each chunk sets the TTL in its own MULTI: no set is ever without one, wherever the worker dies.
         """
