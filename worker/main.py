@@ -102,7 +102,7 @@ class Worker:
             _say(str(error))
             return _REFUSED
         loop = asyncio.get_running_loop()
-        self._metrics.follow_tasks(loop)
+        self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         server = _Server(self._uvicorn_config())
@@ -187,7 +187,8 @@ class Worker:
                 writer_settings=settings,
                 count=lambda event: self._metrics.index_events.labels(event).inc(),
             )
-            self._metrics.follow_index(lambda: publisher.connected, lambda: publisher.num_held)
+            self._metrics.index_connected.set_function(lambda: publisher.connected)
+            self._metrics.index_entries.set_function(lambda: publisher.num_held)
             self._service.index_problem = lambda: publisher.problem
         return engine
 

@@ -46,7 +46,7 @@ def test_defaults_are_those_of_the_dataclass() -> None:
     assert parse([]) == WorkerConfig()
 
 
-def test_a_solo_prefill_has_what_was_asked_for_or_the_default_of_the_device() -> None:
+def test_solo_prefill_tokens_are_the_option_or_the_default_of_the_device() -> None:
     defaults = (9, (128, 2048))
     assert WorkerConfig().limits(*defaults).max_solo_prefill_tokens == 2048
     assert WorkerConfig(max_solo_prefill_tokens=512).limits(*defaults).max_solo_prefill_tokens == 512
@@ -56,7 +56,7 @@ def test_a_solo_prefill_has_what_was_asked_for_or_the_default_of_the_device() ->
         WorkerConfig(max_solo_prefill_tokens=100).limits(*defaults)
 
 
-def test_waiting_for_a_prefix_needs_a_cache_that_finds_it() -> None:
+def test_waiting_for_a_prefix_needs_a_prefix_cache() -> None:
     assert WorkerConfig().limits(9, (64, None)).await_prefixes
     off = WorkerConfig(prefix_cache="off")
     assert not off.limits(9, (64, None)).await_prefixes
@@ -81,20 +81,20 @@ def test_sizes(text: str, expected: int) -> None:
         ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
     ],
 )
-def test_nonsense_is_named(argv: str, option: str) -> None:
+def test_invalid_options_are_named(argv: str, option: str) -> None:
     with pytest.raises(ValueError, match=option):
         parse(argv.split())
 
 
 @pytest.mark.parametrize("argv", ["--kv-cache-memory lots", "--prefix-cache magic", "--bogus", "--num-block 3"])
-def test_what_argparse_refuses_ends_with_status_two(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(argv.split())
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
 
 
-def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_password_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--redis-password-file: .*{tmp_path}"):
         WorkerConfig(redis_password_file=str(tmp_path / "none")).writer_settings()
 

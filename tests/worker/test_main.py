@@ -1,4 +1,4 @@
-"""A real worker process on a tiny checkpoint: from its first line to its exit status."""
+"""A real worker process on a tiny checkpoint, from its first line to its exit status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lost(self, step):
 ModelRunner.launch = lost
 sys.exit(main(sys.argv[1:]))
 """
-LOADS_FOR_EVER = """
+LOADS_FOREVER = """
 import sys
 import torch
 import worker.loader
@@ -194,14 +194,14 @@ async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) ->
         ["--redis", "redis://127.0.0.1:1", "--worker-id", "a:b"],
     ],
 )
-def test_what_cannot_be_served_ends_with_status_two(start, option: list[str]) -> None:
+def test_an_unusable_configuration_exits_with_status_two(start, option: list[str]) -> None:
     code, stderr = start(*option).end()
     assert code == 2
     assert "headstart worker:" in stderr
     assert "Traceback" not in stderr
 
 
-async def test_a_lost_device_ends_the_worker_loudly_and_every_stream(start, model: Path) -> None:
+async def test_a_lost_device_fails_every_stream_and_ends_the_worker(start, model: Path) -> None:
     process = start("--model", str(model), entry=("-c", LOSES_ITS_DEVICE))
     url = process.ready()["url"]
     async with aiohttp.ClientSession() as http:
@@ -231,15 +231,15 @@ def test_sigterm_while_loading_ends_at_once(start, model: Path) -> None:
     assert "Traceback" not in stderr
 
 
-def test_sigterm_while_torch_loads_in_its_own_code_is_no_abort(start) -> None:
-    process = start(entry=("-c", LOADS_FOR_EVER))
+def test_sigterm_inside_native_code_exits_cleanly(start) -> None:
+    process = start(entry=("-c", LOADS_FOREVER))
     while "loading for ever" not in process.process.stderr.readline():
         pass
     code, stderr = process.end(signal.SIGTERM)
     assert (code, stderr) == (0, "")
 
 
-async def test_sampling_is_a_function_of_seed_and_position_whatever_the_mix(start, model: Path) -> None:
+async def test_sampling_is_a_function_of_seed_and_position_in_any_batch(start, model: Path) -> None:
     import asyncio
 
     process = start("--model", str(model), "--num-blocks", "40", "--max-num-batched-tokens", "64")

@@ -42,7 +42,7 @@ def test_frames_survive_any_cut(cut: int) -> None:
     assert reader._unpacker is None, "between frames a stream takes no memory"
 
 
-def test_without_a_secret_nobody_is_asked_for_one() -> None:
+def test_without_a_secret_there_is_no_token() -> None:
     assert wire.gateway_token(b"") == ""
     assert len({wire.gateway_token(secret) for secret in (b"", b"one", b"two")}) == 3
 
@@ -100,7 +100,7 @@ def test_neighbouring_versions_speak_the_newest_that_both_know(newest: int, olde
     assert wire.shared_protocol(member) == shared
 
 
-def test_what_a_newer_peer_adds_is_ignored() -> None:
+def test_fields_of_a_newer_peer_are_ignored() -> None:
     message = msgpack.unpackb(wire.pack_request(REQUEST)) | {"colour": "red"}
     message["sampling"]["flavour"] = 3
     assert wire.unpack_request(msgpack.packb(message)) == REQUEST
@@ -120,12 +120,12 @@ def test_long_prompt_logprobs_are_read_as_they_arrive(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 100])
 @pytest.mark.parametrize("rest", [b"\x92\xc1", b"\x91\x91\xa1x", b"\x91\x05", b"\xc1"])
-def test_prompt_logprobs_of_no_sense_are_no_frame(rest: bytes, size: int) -> None:
+def test_invalid_prompt_logprobs_are_refused(rest: bytes, size: int) -> None:
     with pytest.raises(wire.WireError):
         read(b"\x92\x03" + rest + b"\x05" * 40, size)
 
 
 def read(data: bytes, size: int) -> list[wire.Frame]:
-    """As it arrives in pieces of so many bytes."""
+    """Read data that arrives in pieces of `size` bytes."""
     reader = wire.FrameReader()
     return [frame for start in range(0, len(data), size) for frame in reader.feed(data[start : start + size])]

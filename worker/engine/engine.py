@@ -210,7 +210,7 @@ class EngineCore:
         self._run_housekeeping(wait_s=0.0 if self._has_work else None)
         if self._runner.overlaps:
             if self._async_scheduling:
-                self._in_flight.launch_ahead()
+                self._in_flight.launch_async()
             while self._in_flight.prefill_runs:  # decodes alone end before a wake-up would pay
                 self._run_housekeeping(wait_s=POLL_INTERVAL_S)
         self._in_flight.process_result()

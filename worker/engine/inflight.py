@@ -1,6 +1,6 @@
 """The steps that the device has been given and whose results are still out: at most two, in order.
 
-    launch(n)   launch_ahead() -> n+1   process_result() of n   launch_ahead() -> n+2   process_result() of n+1   ...
+    launch(n)   launch_async() -> n+1   process_result() of n   launch_async() -> n+2   process_result() of n+1   ...
 
 A step that raises has written nothing that counts. Its requests run again one by one, and only those fail that fail
 alone. When all fail, a probe asks the device for one token; without an answer the engine is dead.
@@ -78,7 +78,7 @@ class InFlightBatches:
         assert not self._batches, "a step is in flight"
         self._launch(plan, begun_s, self._watchdog.begin_step())
 
-    def launch_ahead(self) -> None:
+    def launch_async(self) -> None:
         """Launch the step behind the only one in flight, if the scheduler can plan it without that one's tokens."""
         begun_s = time.monotonic()
         if len(self._batches) == 1 and (plan := self._scheduler.schedule_ahead()) is not None:

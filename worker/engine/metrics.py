@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -68,20 +67,11 @@ class WorkerMetrics:
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
 
         self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
-        self._index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
+        self.index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
         self.index_events = counter(
             "index_events", "Publishing problems: invalid, refused, displaced, failed; and rewritten", ["event"]
         )
-        self._index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
-
-    def follow_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count the loop's tasks at every scrape."""
-        self.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-
-    def follow_index(self, connected: Callable[[], bool], num_entries: Callable[[], int]) -> None:
-        """Read these at every scrape."""
-        self._index_connected.set_function(connected)
-        self._index_entries.set_function(num_entries)
+        self.index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
 
     def render(self) -> bytes:
         """Return the Prometheus text format."""

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cache.records import WorkerState
 from worker.common.sockets import HostNames
 from worker.engine.protocol import EngineDeadError, RefusedError
 from worker.http.service import WorkerService
@@ -205,10 +206,10 @@ class _Endpoints:
         return _msgpack(msgpack.packb({"found": self._service.abort(request_id, choice)}))
 
     async def state(self, request: Request) -> Response:
-        return _msgpack(pack(self._service.state))
+        return _msgpack(pack(WorkerState(self._service.engine.member, self._service.engine.load)))
 
     async def bundle(self, request: Request) -> Response:
-        return _msgpack(self._service.bundle)
+        return _msgpack(pack(self._service.engine.bundle))
 
     async def live(self, request: Request) -> Response:
         return _health(await self._service.liveness())
@@ -228,7 +229,7 @@ class _Endpoints:
         return JSONResponse({"draining": True, "open": self._service.num_open})
 
     async def purge(self, request: Request) -> Response:
-        return JSONResponse({"epoch": await self._service.purge()})
+        return JSONResponse({"epoch": await asyncio.wrap_future(self._service.engine.purge())})
 
 
 def _health(problem: str | None, index_problem: str | None = None) -> Response:

@@ -7,14 +7,12 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from cache.records import WorkerState
-from cache.types import Epoch
 from worker.common.tracing import Tracing
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventListener, RefusedError
 from worker.http.streams import OutputDispatcher, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
-from worker.wire import Failed, GenerateRequest, pack
+from worker.wire import Failed, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +54,6 @@ class WorkerService:
         if self._engine is None:
             raise RefusedError(Failed("not_ready", f"the worker is {self.progress}", retryable=True))
         return self._engine
-
-    @property
-    def bundle(self) -> bytes:
-        return pack(self.engine.bundle)
-
-    @property
-    def state(self) -> WorkerState:
-        return WorkerState(self.engine.member, self.engine.load)
 
     @property
     def num_open(self) -> int:
@@ -126,10 +116,6 @@ class WorkerService:
             with contextlib.suppress(EngineDeadError):  # its streams have failed already
                 await asyncio.wrap_future(self._engine.fail_all(Failed("draining", "the worker stops", retryable=True)))
             await asyncio.sleep(0)
-
-    async def purge(self) -> Epoch:
-        """Empty the cache, under a new epoch. Raises EngineDeadError."""
-        return await asyncio.wrap_future(self.engine.purge())
 
     async def liveness(self) -> str | None:
         """Return what is wrong, or None. A model that loads is fine."""

@@ -1,6 +1,6 @@
-"""The engine's thread: nothing lost, nothing waited for, the poisoned alone fail, a dead device is told.
+"""The engine thread: outputs, events and load, failed steps, dead devices, hangs.
 
-Most of it twice: over a device that is this thread, and over one that computes beside it, where errors come up late.
+Most tests run twice: on a device that computes in the engine thread, and on one that overlaps and raises errors late.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecordingListener:
 
 
 class ThreadedEngine:
-    """A started engine over the arithmetic runner, and the answers that came out of it."""
+    """A started engine over the arithmetic runner, and its answers."""
 
     def __init__(self, stream: DeviceStream, *, async_scheduling: bool = True, **limits) -> None:
         self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE, stream)
@@ -112,11 +112,11 @@ class ThreadedEngine:
         return self.answers[key]
 
     def settle(self) -> None:
-        """Everything put into the inbox so far has been done, and the step that ran then has ended."""
+        """Run every command put so far, and process the steps in flight."""
         self.engine.mailbox.call(lambda: None, before=self.engine._in_flight.process_all).result(HANG_S)
 
-    def heard(self) -> None:
-        """Everything put into the inbox so far has been done."""
+    def run_commands(self) -> None:
+        """Run every command put so far."""
         self.engine.mailbox.call(lambda: None).result(HANG_S)
 
     def counted(self, name: str, **labels: str) -> float:
@@ -124,7 +124,7 @@ class ThreadedEngine:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Poll: for what the engine does in its own time."""
+    """Poll for a condition."""
     deadline_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline_s
@@ -144,27 +144,27 @@ def running(stream: DeviceStream, *, async_scheduling: bool = True, max_num_seqs
 
 
 @pytest.fixture
-def inline() -> Iterator[ThreadedEngine]:
-    """Over a device that is the engine's own thread."""
+def blocking() -> Iterator[ThreadedEngine]:
+    """An engine whose device computes in the engine thread."""
     with running(HostStream()) as engine:
         yield engine
 
 
 @pytest.fixture
-def beside() -> Iterator[ThreadedEngine]:
-    """Over a device that computes beside it."""
+def overlapping() -> Iterator[ThreadedEngine]:
+    """An engine whose device overlaps with the engine thread."""
     stream = ThreadedStream()
     with running(stream) as engine:
         yield engine
     stream.close()
 
 
-@pytest.fixture(params=["inline", "beside"])
+@pytest.fixture(params=["blocking", "overlapping"])
 def threaded(request: pytest.FixtureRequest) -> ThreadedEngine:
     return request.getfixturevalue(request.param)
 
 
-def test_many_requests_from_many_threads_all_end_right(threaded: ThreadedEngine) -> None:
+def test_requests_from_many_threads_all_finish(threaded: ThreadedEngine) -> None:
     def submit_some(first: int) -> None:
         for i in range(first, first + 10):
             threaded.submit(i, generate([i % 50, 1, 2, 3, 4], 8))
@@ -185,7 +185,7 @@ def test_many_requests_from_many_threads_all_end_right(threaded: ThreadedEngine)
     assert threaded.counted("output_tokens_total") == 480
 
 
-def test_what_is_offered_replays_to_what_the_pool_holds(threaded: ThreadedEngine) -> None:
+def test_offered_events_replay_to_the_held_blocks(threaded: ThreadedEngine) -> None:
     for i in range(40):  # more than the pool holds, so blocks are evicted too
         threaded.submit(i, generate([i, i + 1, *range(30)], 6))
     for i in range(40):
@@ -207,7 +207,7 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     threaded.wait(again)
 
 
-def test_a_suspect_is_said_to_have_begun_before_the_device_sees_it(threaded: ThreadedEngine) -> None:
+def test_started_is_sent_before_a_suspect_request_reaches_the_device(threaded: ThreadedEngine) -> None:
     num_sent: list[int] = []
     threaded.runner.fails = lambda step: num_sent.append(threaded.frames.qsize())
     threaded.submit(0, generate(range(10), 1, is_suspect=True))
@@ -215,45 +215,45 @@ def test_a_suspect_is_said_to_have_begun_before_the_device_sees_it(threaded: Thr
     assert num_sent == [1]
 
 
-def test_abort_during_a_step_takes_effect_after_it(inline: ThreadedEngine) -> None:
-    inline.runner.gate.clear()
-    key = inline.submit(0, generate(range(10), 200))
-    assert inline.runner.entered.acquire(timeout=HANG_S)
-    inline.engine.abort(key)
-    inline.engine.abort(key)
-    inline.engine.abort(RequestKey(99))
-    inline.runner.gate.set()
-    got = inline.wait(key)
+def test_abort_during_a_step_takes_effect_after_it(blocking: ThreadedEngine) -> None:
+    blocking.runner.gate.clear()
+    key = blocking.submit(0, generate(range(10), 200))
+    assert blocking.runner.entered.acquire(timeout=HANG_S)
+    blocking.engine.abort(key)
+    blocking.engine.abort(key)
+    blocking.engine.abort(RequestKey(99))
+    blocking.runner.gate.set()
+    got = blocking.wait(key)
     assert got.finished[0].reason == "abort"
     assert len(got.tokens[0]) == 1
-    inline.settle()
-    assert inline.allocator.num_free_blocks == NUM_BLOCKS - 1
+    blocking.settle()
+    assert blocking.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 
-def test_commands_are_heard_while_a_step_runs_on_the_device(beside: ThreadedEngine) -> None:
-    beside.runner.gate.clear()
-    aborted = beside.submit(0, generate(range(10), 200))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    other = beside.submit(1, generate(range(20, 40), 5))
-    beside.engine.abort(aborted)
-    got = beside.wait(aborted)
+def test_commands_run_while_the_device_computes_a_step(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.gate.clear()
+    aborted = overlapping.submit(0, generate(range(10), 200))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    other = overlapping.submit(1, generate(range(20, 40), 5))
+    overlapping.engine.abort(aborted)
+    got = overlapping.wait(aborted)
     assert got.finished[0].reason == "abort"
     assert not got.tokens
-    waiting = beside.engine.mailbox.call(lambda: [len(sequence.block_hashes) for sequence in beside.scheduler.waiting])
+    waiting = overlapping.engine.mailbox.call(
+        lambda: [len(sequence.block_hashes) for sequence in overlapping.scheduler.waiting]
+    )
     assert waiting.result(HANG_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
-    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
-    assert beside.engine.health(0.0) is not None
-    beside.runner.gate.set()
-    assert beside.wait(other).tokens[0] == answer(range(20, 40), 100, 5)
-    beside.settle()
-    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
-    assert beside.allocator.find([*range(10), 1], ROOT) == 8  # what the step has computed is kept
+    assert overlapping.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
+    assert overlapping.engine.health(0.0) is not None
+    overlapping.runner.gate.set()
+    assert overlapping.wait(other).tokens[0] == answer(range(20, 40), 100, 5)
+    overlapping.settle()
+    assert overlapping.allocator.num_free_blocks == NUM_BLOCKS - 1
+    assert overlapping.allocator.find([*range(10), 1], ROOT) == 8  # what the step has computed is kept
 
 
 @pytest.mark.parametrize(("async_scheduling", "num_steps"), [(True, 2), (False, 1)])
-def test_a_device_is_given_the_next_decode_before_the_last_is_seen_unless_told_not_to(
-    async_scheduling: bool, num_steps: int
-) -> None:
+def test_async_scheduling_launches_a_second_step(async_scheduling: bool, num_steps: int) -> None:
     stream = ThreadedStream()
     with running(stream, async_scheduling=async_scheduling) as engine:
         got = engine.wait(engine.submit(0, generate(range(20), 50)))
@@ -262,14 +262,14 @@ def test_a_device_is_given_the_next_decode_before_the_last_is_seen_unless_told_n
     assert stream.max_in_flight == num_steps
 
 
-def test_who_waits_past_its_deadline_hears_of_it_while_every_step_is_launched_ahead() -> None:
+def test_deadlines_expire_under_async_scheduling() -> None:
     stream = ThreadedStream()
     with running(stream, max_num_seqs=1) as engine:
         engine.runner.gate.clear()
         seated = engine.submit(0, generate(range(20), 300))
         assert engine.runner.entered.acquire(timeout=HANG_S)
         late = engine.submit(1, generate(range(30), 5, deadline_s=0.0))
-        engine.heard()
+        engine.run_commands()
         engine.runner.gate.set()
         assert engine.wait(late).last == Failed("deadline", "it waited too long", retryable=False)
         assert engine.answers[seated].last is None
@@ -277,53 +277,53 @@ def test_who_waits_past_its_deadline_hears_of_it_while_every_step_is_launched_ah
     stream.close()
 
 
-def test_a_choice_that_ends_while_the_prompt_is_computed_leaves_the_others_alone(beside: ThreadedEngine) -> None:
-    beside.runner.gate.clear()
-    key = beside.submit(0, generate(range(10), 6, 3))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    beside.engine.abort(key, 1)
-    beside.heard()
-    beside.runner.gate.set()
-    got = beside.wait(key)
+def test_abort_of_a_choice_during_prefill_leaves_the_others(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.gate.clear()
+    key = overlapping.submit(0, generate(range(10), 6, 3))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    overlapping.engine.abort(key, 1)
+    overlapping.run_commands()
+    overlapping.runner.gate.set()
+    got = overlapping.wait(key)
     assert {i: got.finished[i].reason for i in range(3)} == {0: "length", 1: "abort", 2: "length"}
     assert got.tokens == {i: answer(range(10), 100 + i, 6) for i in (0, 2)}
 
 
-def test_nothing_of_a_step_that_raises_is_findable(beside: ThreadedEngine) -> None:
-    beside.runner.fails = lambda step: any(49 in sequence.token_ids for sequence in step.sequences)
-    beside.runner.gate.clear()
-    bad = beside.submit(0, generate([49, *range(20)], 5))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    beside.heard()  # launched without an error, which comes when it is collected
-    beside.runner.gate.set()
-    assert isinstance(beside.wait(bad).last, Failed)
-    beside.settle()
-    assert beside.allocator.find([49, *range(20)], ROOT) == 0
-    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
+def test_blocks_of_a_failed_step_cannot_be_found(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.fails = lambda step: any(49 in sequence.token_ids for sequence in step.sequences)
+    overlapping.runner.gate.clear()
+    bad = overlapping.submit(0, generate([49, *range(20)], 5))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    overlapping.run_commands()  # launched without an error, which comes when it is collected
+    overlapping.runner.gate.set()
+    assert isinstance(overlapping.wait(bad).last, Failed)
+    overlapping.settle()
+    assert overlapping.allocator.find([49, *range(20)], ROOT) == 0
+    assert overlapping.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 
-def test_what_was_launched_behind_a_step_that_raises_has_never_been(beside: ThreadedEngine) -> None:
-    beside.runner.fails = lambda step: len(beside.runner.steps) == 6
-    keys = [beside.submit(i, generate([i, *range(9)], 20)) for i in range(2)]
+def test_a_step_launched_behind_a_failed_one_is_discarded(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.fails = lambda step: len(overlapping.runner.steps) == 6
+    keys = [overlapping.submit(i, generate([i, *range(9)], 20)) for i in range(2)]
     for i, key in enumerate(keys):
-        assert beside.wait(key).tokens[0] == answer([i, *range(9)], 100, 20)
-    assert beside.counted("step_failures_total") == 1
-    beside.settle()
-    assert beside.allocator.num_free_blocks == NUM_BLOCKS - 1
+        assert overlapping.wait(key).tokens[0] == answer([i, *range(9)], 100, 20)
+    assert overlapping.counted("step_failures_total") == 1
+    overlapping.settle()
+    assert overlapping.allocator.num_free_blocks == NUM_BLOCKS - 1
 
 
-def test_purge_waits_for_the_step_that_runs(beside: ThreadedEngine) -> None:
-    beside.runner.gate.clear()
-    key = beside.submit(0, generate(range(10), 5))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    purged = beside.engine.purge()
+def test_purge_waits_for_the_step_in_flight(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.gate.clear()
+    key = overlapping.submit(0, generate(range(10), 5))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    purged = overlapping.engine.purge()
     assert not purged.done()
-    beside.runner.gate.set()
+    overlapping.runner.gate.set()
     purged.result(HANG_S)
-    assert beside.wait(key).tokens[0] == answer(range(10), 100, 5)
+    assert overlapping.wait(key).tokens[0] == answer(range(10), 100, 5)
 
 
-def test_the_poisoned_request_fails_and_its_neighbours_do_not(threaded: ThreadedEngine) -> None:
+def test_only_the_request_that_breaks_a_step_fails(threaded: ThreadedEngine) -> None:
     threaded.runner.fails = lambda step: any(49 in sequence.token_ids[:1] for sequence in step.sequences)
     threaded.runner.gate.clear()
     good = [threaded.submit(i, generate([i, 2, 3], 1)) for i in range(5)]
@@ -337,7 +337,7 @@ def test_the_poisoned_request_fails_and_its_neighbours_do_not(threaded: Threaded
     assert threaded.deaths.empty()
 
 
-def test_what_a_step_that_raised_held_is_let_go_before_it_is_run_again(threaded: ThreadedEngine) -> None:
+def test_tensors_of_a_failed_step_are_freed_before_the_retry(threaded: ThreadedEngine) -> None:
     """A device without room for a step has room for its requests one by one, unless the error keeps its tensors."""
 
     class Activations:
@@ -364,7 +364,7 @@ def test_what_a_step_that_raised_held_is_let_go_before_it_is_run_again(threaded:
     assert set(num_alive) == {0}
 
 
-def test_a_device_that_computes_nothing_ends_the_engine(threaded: ThreadedEngine) -> None:
+def test_a_broken_device_ends_the_engine(threaded: ThreadedEngine) -> None:
     threaded.runner.fails = lambda step: True
     threaded.runner.gate.clear()
     threaded.submit(0, generate([1, 2, 3]))
@@ -374,10 +374,10 @@ def test_a_device_that_computes_nothing_ends_the_engine(threaded: ThreadedEngine
 
 
 @pytest.mark.parametrize("num_newcomers", [1, 2])
-def test_who_broke_the_device_is_told_where_it_can_have_been_only_one(
+def test_the_only_prefill_of_a_step_that_breaks_the_device_is_poisonous(
     threaded: ThreadedEngine, num_newcomers: int
 ) -> None:
-    """So that no other worker computes it. Who has had a token before is above suspicion."""
+    """No other worker then computes it. A request that has had a token is not to blame."""
     broken: list[Step] = []
 
     def fails(step: Step) -> bool:
@@ -392,19 +392,19 @@ def test_who_broke_the_device_is_told_where_it_can_have_been_only_one(
     for _ in range(4):
         assert threaded.runner.entered.acquire(timeout=HANG_S)
     newcomers = [RequestKey(i) for i in range(1, 1 + num_newcomers)]
-    threaded.engine.mailbox.call(lambda: [threaded.submit(i, generate([i, 2, 3])) for i in newcomers])  # heard as one
+    threaded.engine.mailbox.call(lambda: [threaded.submit(i, generate([i, 2, 3])) for i in newcomers])  # as one command
     threaded.runner.gate.set()
     assert "does not compute" in str(threaded.deaths.get(timeout=HANG_S))
     while not threaded.frames.empty():
         threaded.next()
-    told = [threaded.answers[key].last for key in (old, *newcomers)]
+    lasts = [threaded.answers[key].last for key in (old, *newcomers)]
     if num_newcomers == 1:
-        assert told == [None, Failed("poisonous", "the request has broken the device", retryable=False)]
+        assert lasts == [None, Failed("poisonous", "the request has broken the device", retryable=False)]
     else:
-        assert told == [None] * 3
+        assert lasts == [None] * 3
 
 
-def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: ThreadedEngine) -> None:
+def test_results_of_a_retry_are_sent_before_the_next_retry(threaded: ThreadedEngine) -> None:
     num_sent: list[int] = []
 
     def fails(step: Step) -> bool:
@@ -423,20 +423,20 @@ def test_what_a_request_gets_alone_is_sent_before_the_next_is_tried(threaded: Th
     threaded.wait(blocker)
 
 
-def test_what_was_to_be_sent_is_sent_before_the_engine_dies(inline: ThreadedEngine) -> None:
+def test_buffered_outputs_are_sent_before_the_engine_dies(blocking: ThreadedEngine) -> None:
     output = EngineOutput(RequestKey(7), Started(0))
 
     def break_down() -> None:
-        inline.engine._outputs.put([output])
+        blocking.engine._outputs.put([output])
         raise ZeroDivisionError
 
-    inline.engine.mailbox.put(break_down)
-    assert isinstance(inline.deaths.get(timeout=HANG_S), ZeroDivisionError)
-    assert inline.frames.get(timeout=HANG_S) == output
+    blocking.engine.mailbox.put(break_down)
+    assert isinstance(blocking.deaths.get(timeout=HANG_S), ZeroDivisionError)
+    assert blocking.frames.get(timeout=HANG_S) == output
 
 
 @pytest.mark.parametrize("ends", ["dies", "stops"])
-def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: ThreadedEngine, ends: str) -> None:
+def test_calls_to_an_engine_that_has_ended_fail_at_once(threaded: ThreadedEngine, ends: str) -> None:
     engine, blocked = threaded.engine, threading.Event()
 
     def break_down() -> None:
@@ -468,27 +468,27 @@ def test_whatever_is_asked_of_an_engine_that_has_ended_ends_at_once(threaded: Th
         assert (last.code, last.retryable) == ("worker_lost", True)
 
 
-def test_what_waits_for_a_step_that_breaks_the_engine_is_told(beside: ThreadedEngine) -> None:
-    """The command is at work: it has left the inbox, and lands the step first."""
-    beside.runner.fails = lambda step: True
-    beside.runner.gate.clear()
-    beside.submit(0, generate(range(10), 5))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    purged = beside.engine.purge()
-    beside.runner.gate.set()
+def test_a_call_that_waits_for_a_broken_step_fails(overlapping: ThreadedEngine) -> None:
+    """The command has left the mailbox, and processes the step first."""
+    overlapping.runner.fails = lambda step: True
+    overlapping.runner.gate.clear()
+    overlapping.submit(0, generate(range(10), 5))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    purged = overlapping.engine.purge()
+    overlapping.runner.gate.set()
     with pytest.raises(EngineDeadError, match="does not compute"):
         purged.result(HANG_S)
-    assert beside.deaths.get(timeout=HANG_S)
+    assert overlapping.deaths.get(timeout=HANG_S)
 
 
-def test_the_step_that_runs_is_waited_for_at_the_end(beside: ThreadedEngine) -> None:
-    beside.runner.gate.clear()
-    beside.submit(0, generate(range(10), 5))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    threading.Timer(0.05, beside.runner.gate.set).start()
-    beside.engine.stop()
-    assert not beside.engine._in_flight
-    assert beside.runner.steps
+def test_stop_waits_for_the_step_in_flight(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.gate.clear()
+    overlapping.submit(0, generate(range(10), 5))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    threading.Timer(0.05, overlapping.runner.gate.set).start()
+    overlapping.engine.stop()
+    assert not overlapping.engine._in_flight
+    assert overlapping.runner.steps
 
 
 def test_a_long_step_is_a_hang(threaded: ThreadedEngine) -> None:
@@ -505,34 +505,34 @@ def test_a_long_step_is_a_hang(threaded: ThreadedEngine) -> None:
     assert threaded.engine.health(0.0) is None
 
 
-def test_steps_that_stand_behind_each_other_last_no_longer_than_all_of_them(beside: ThreadedEngine) -> None:
-    beside.runner.fails = lambda step: time.sleep(0.005)
+def test_queued_steps_are_timed_without_overlap(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.fails = lambda step: time.sleep(0.005)
     begun_s = time.monotonic()
-    beside.wait(beside.submit(0, generate([1, 2, 3], 20)))
-    beside.settle()
+    overlapping.wait(overlapping.submit(0, generate([1, 2, 3], 20)))
+    overlapping.settle()
     elapsed_s = time.monotonic() - begun_s
-    assert beside.runner.steps[9].sequences[0].follows == 0
-    assert beside.counted("step_seconds_count", kind="decode") == 19
-    assert 0.0 < beside.counted("step_seconds_sum", kind="decode") <= elapsed_s
+    assert overlapping.runner.steps[9].sequences[0].follows == 0
+    assert overlapping.counted("step_seconds_count", kind="decode") == 19
+    assert 0.0 < overlapping.counted("step_seconds_sum", kind="decode") <= elapsed_s
 
 
-def test_a_hang_is_seen_in_a_step_that_was_launched_ahead_too(beside: ThreadedEngine) -> None:
+def test_a_hang_is_seen_in_the_second_step_in_flight(overlapping: ThreadedEngine) -> None:
     def close_gate(step: Step) -> bool:
-        if len(beside.runner.steps) == 3:
-            beside.runner.gate.clear()
+        if len(overlapping.runner.steps) == 3:
+            overlapping.runner.gate.clear()
         return False
 
-    beside.runner.fails = close_gate
-    key = beside.submit(0, generate([1, 2, 3], 10))
-    while len(beside.answers[key].tokens.get(0, ())) < 3:
-        beside.next()
-    until(lambda: "a step has been running" in (beside.engine.health(0.0) or ""))
-    assert beside.runner.steps[2].sequences[0].follows == 0
-    beside.runner.gate.set()
-    beside.wait(key)
+    overlapping.runner.fails = close_gate
+    key = overlapping.submit(0, generate([1, 2, 3], 10))
+    while len(overlapping.answers[key].tokens.get(0, ())) < 3:
+        overlapping.next()
+    until(lambda: "a step has been running" in (overlapping.engine.health(0.0) or ""))
+    assert overlapping.runner.steps[2].sequences[0].follows == 0
+    overlapping.runner.gate.set()
+    overlapping.wait(key)
 
 
-def test_probe_allocates_and_computes_past_the_queue_and_gives_back(threaded: ThreadedEngine) -> None:
+def test_probe_computes_ahead_of_the_queue_and_frees_its_block(threaded: ThreadedEngine) -> None:
     seen: list[int] = []
 
     class OneToken(ArithmeticRunner):
@@ -559,27 +559,27 @@ def test_a_probe_without_an_answer_is_a_hang(threaded: ThreadedEngine) -> None:
     threaded.runner.fails = lambda step: True
     probed = threaded.engine.probe()
     assert threaded.runner.entered.acquire(timeout=HANG_S)
-    assert threaded.engine.watchdog.started_s is not None  # for who ends a process that hangs
+    assert threaded.engine.watchdog.started_s is not None  # the watchdog reads it
     assert "a step has been running" in (threaded.engine.health(0.0) or "")
     proved_s = threaded.engine.watchdog._proved_s
     threaded.runner.gate.set()
     with pytest.raises(EngineDeadError, match="does not compute"):
         probed.result(HANG_S)
     assert threaded.engine.watchdog.started_s is None
-    assert threaded.engine.watchdog._proved_s == proved_s  # it proved nothing: the next look asks again
+    assert threaded.engine.watchdog._proved_s == proved_s  # it proved nothing: the next health check probes again
 
 
-def test_a_call_given_up_before_its_turn_harms_nobody(inline: ThreadedEngine) -> None:
-    inline.runner.gate.clear()
-    key = inline.submit(0, generate([1, 2, 3], 1))
-    assert inline.runner.entered.acquire(timeout=HANG_S)
+def test_a_cancelled_call_is_skipped(blocking: ThreadedEngine) -> None:
+    blocking.runner.gate.clear()
+    key = blocking.submit(0, generate([1, 2, 3], 1))
+    assert blocking.runner.entered.acquire(timeout=HANG_S)
     called: list[int] = []
-    assert inline.engine.mailbox.call(lambda: called.append(1)).cancel()
-    inline.runner.gate.set()
-    inline.wait(key)
-    inline.settle()
+    assert blocking.engine.mailbox.call(lambda: called.append(1)).cancel()
+    blocking.runner.gate.set()
+    blocking.wait(key)
+    blocking.settle()
     assert not called
-    assert inline.deaths.empty()
+    assert blocking.deaths.empty()
 
 
 def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: ThreadedEngine) -> None:
@@ -596,7 +596,7 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     assert replay(threaded.listener.events) == set(threaded.allocator.held())
 
 
-def test_the_load_tells_whose_prefill_waits(threaded: ThreadedEngine) -> None:
+def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> None:
     threaded.runner.gate.clear()
     threaded.submit(0, generate([1] * 100, 2, gateway_id="a"))
     assert threaded.runner.entered.acquire(timeout=HANG_S)
@@ -611,18 +611,18 @@ def test_the_load_tells_whose_prefill_waits(threaded: ThreadedEngine) -> None:
     assert loads[-1].queued_prefill_s == {}
     assert loads[-1].draining
     assert loads[-1].assigned_prefill_s > 0.0
-    assert loads[-1].prefill_tokens_per_s != loads[0].prefill_tokens_per_s  # measured anew
+    assert loads[-1].prefill_tokens_per_s != loads[0].prefill_tokens_per_s
     assert loads[-1].num_free_blocks == loads[-1].num_blocks - 1
 
 
-def test_an_engine_without_work_has_said_so(threaded: ThreadedEngine) -> None:
-    """It waits for commands then, and tells nothing more."""
+def test_an_idle_engine_has_reported_no_load(threaded: ThreadedEngine) -> None:
+    """It then waits for commands and reports nothing."""
     threaded.wait(threaded.submit(0, generate(range(8), 2)))  # its last step fills no block: that is no news
     assert any(load.num_running for load in threaded.listener.loads)
     until(lambda: not threaded.listener.loads[-1].num_running)
 
 
-def test_the_load_tells_how_fast_the_queue_moves() -> None:
+def test_the_load_has_the_start_interval() -> None:
     with running(HostStream(), max_num_seqs=1) as engine:
         engine.runner.gate.clear()
         keys = [engine.submit(i, generate([i, 2, 3], 3)) for i in range(4)]
@@ -633,15 +633,15 @@ def test_the_load_tells_how_fast_the_queue_moves() -> None:
         assert engine.listener.loads[-1].start_interval_s > 0.0
 
 
-def test_the_load_is_told_while_a_prefill_runs(beside: ThreadedEngine) -> None:
-    beside.runner.gate.clear()
-    beside.submit(0, generate([1] * 100, 2, gateway_id="a"))
-    assert beside.runner.entered.acquire(timeout=HANG_S)
-    beside.submit(1, generate([2] * 50, 2, gateway_id="b"))
+def test_the_load_is_reported_while_a_prefill_runs(overlapping: ThreadedEngine) -> None:
+    overlapping.runner.gate.clear()
+    overlapping.submit(0, generate([1] * 100, 2, gateway_id="a"))
+    assert overlapping.runner.entered.acquire(timeout=HANG_S)
+    overlapping.submit(1, generate([2] * 50, 2, gateway_id="b"))
     deadline_s = time.monotonic() + HANG_S
-    while "b" not in beside.listener.loads[-1].queued_prefill_s:
-        assert time.monotonic() < deadline_s, "nobody hears of what has come since the step was launched"
-        beside.heard()
+    while "b" not in overlapping.listener.loads[-1].queued_prefill_s:
+        assert time.monotonic() < deadline_s, "the load lacks a request that came during the step"
+        overlapping.run_commands()
 
 
 def test_failing_all_ends_every_request(threaded: ThreadedEngine) -> None:

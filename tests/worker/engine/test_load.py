@@ -32,7 +32,7 @@ def test_the_rate_follows_what_is_measured_and_forgets() -> None:
     assert rate.seconds(50) == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_measurement_of_long_ago_gives_way_to_a_new_one() -> None:
+def test_an_old_measurement_yields_to_a_new_one() -> None:
     slow = PrefillRate()
     for second in range(60):
         slow.add(100, 1.0, 1.0 + second)
@@ -62,8 +62,8 @@ def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -
     assert reported(reporter).assigned_prefill_s == 0.0
 
 
-def test_a_prefill_that_has_begun_has_taken_its_blocks() -> None:
-    """It allocates chunk by chunk, and nobody else will be admitted to what it is still to take."""
+def test_a_running_prefill_counts_all_its_blocks() -> None:
+    """It allocates chunk by chunk, and admission reserves the blocks that it will need."""
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
     reporter = LoadReporter(engine.scheduler, PrefillRate(), WorkerMetrics())
     allocator = engine.scheduler.allocator
@@ -82,7 +82,7 @@ def test_a_prefill_that_has_begun_has_taken_its_blocks() -> None:
     assert num_held() == 0
 
 
-def test_what_is_cached_is_not_queued() -> None:
+def test_cached_tokens_are_not_queued() -> None:
     engine = HandEngine()
     engine.submit(generate(range(40)))
     engine.finish()
@@ -91,7 +91,7 @@ def test_what_is_cached_is_not_queued() -> None:
     assert reported(reporter).queued_prefill_s == pytest.approx({"g": 0.1})
 
 
-def test_steps_that_decode_say_nothing_about_prefilling() -> None:
+def test_decode_steps_do_not_measure_prefill() -> None:
     engine = HandEngine()
     reporter = LoadReporter(engine.scheduler, PrefillRate(), WorkerMetrics())
     engine.submit(generate(range(10), 4))

@@ -65,7 +65,7 @@ async def holds(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_what_the_engine_offers_is_found(redis_server: RedisServer) -> None:
+async def test_offered_blocks_are_found(redis_server: RedisServer) -> None:
     hashes = chain(20)
     async with publishing(redis_server) as (publisher, index):
         engine = threading.Thread(
@@ -81,20 +81,20 @@ async def test_what_the_engine_offers_is_found(redis_server: RedisServer) -> Non
         assert found[0].load.num_running == 7
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-async def test_a_purge_is_a_new_epoch(redis_server: RedisServer, is_told: bool) -> None:
+@pytest.mark.parametrize("has_event", [False, True])
+async def test_a_purge_is_a_new_epoch(redis_server: RedisServer, has_event: bool) -> None:
     hashes = chain(4)
     async with publishing(redis_server) as (publisher, index):
         publisher.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 4)
-        if is_told:
+        if has_event:
             publisher.offer([Cleared()], WorkerLoad())
         publisher.begin_epoch(member("e1"))
         publisher.offer([Stored(hashes[0])], WorkerLoad())
         await matches(index, hashes, 1, "e1")
 
 
-async def test_flushed_killed_and_empty_servers_are_filled_again(redis_server: RedisServer) -> None:
+async def test_flushed_and_killed_servers_are_filled_again(redis_server: RedisServer) -> None:
     hashes = chain(50)
     async with publishing(redis_server) as (publisher, index):
         publisher.offer([Stored(block) for block in hashes], WorkerLoad())
@@ -116,7 +116,7 @@ async def test_a_clean_end_leaves_the_registry(redis_server: RedisServer) -> Non
         assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
 
 
-async def test_the_lease_is_renewed_without_news(redis_server: RedisServer) -> None:
+async def test_the_lease_is_renewed_without_events(redis_server: RedisServer) -> None:
     async with publishing(redis_server) as (publisher, index):
         publisher.offer([], WorkerLoad())
         await matches(index, [], 0)
@@ -127,7 +127,7 @@ async def test_the_lease_is_renewed_without_news(redis_server: RedisServer) -> N
 
 
 @given(st.lists(st.tuples(st.sampled_from("srct"), st.integers(0, 8)), max_size=60))
-def test_what_is_taken_turns_the_published_set_into_the_held_one(actions: list[tuple[str, int]]) -> None:
+def test_taken_changes_turn_the_published_set_into_the_held_one(actions: list[tuple[str, int]]) -> None:
     blocks = chain(9)
     changes, published, held = Changes(), set[bytes](), set[BlockHash]()
     for action, number in actions:
@@ -150,7 +150,7 @@ def test_what_is_taken_turns_the_published_set_into_the_held_one(actions: list[t
     assert not changes
 
 
-def test_a_batch_holds_so_many_entries_of_both_kinds() -> None:
+def test_a_batch_is_limited_over_both_kinds() -> None:
     changes, blocks = Changes(), chain(5)
     changes.apply([Stored(block) for block in blocks[:3]])
     assert len(changes.take(3)[0]) == 3
@@ -173,7 +173,7 @@ def test_held_keeps_parents_before_children() -> None:
         assert list(changes.held) == [index_entry(block) for block in blocks[:depth]]
 
 
-async def test_a_round_that_raises_is_counted_told_and_made_good(redis_server: RedisServer) -> None:
+async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: RedisServer) -> None:
     hashes, events = chain(5), list[str]()
     settings = PublisherSettings(0.002, 0.05, 0.01, 0.05, rewrite_s=0.0, silent_s=0.05)
     publisher = Publisher(redis_server.url, member(), settings=settings, count=events.append)
@@ -194,7 +194,7 @@ async def test_a_round_that_raises_is_counted_told_and_made_good(redis_server: R
         await matches(index, hashes, 5)
 
 
-async def test_a_worker_without_redis_says_so() -> None:
+async def test_a_worker_without_redis_reports_a_problem() -> None:
     publisher = Publisher("redis://127.0.0.1:1", member(), settings=PublisherSettings(silent_s=0.05))
     async with running(publisher):
         await holds(lambda: "no connection" in (publisher.problem or ""))

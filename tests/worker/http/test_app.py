@@ -1,4 +1,4 @@
-"""The worker over HTTP: what is refused and how, streams to their last frame, clients that leave."""
+"""The worker over HTTP: refusals, streams to their last frame, clients that leave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NUM_BLOCKS = 129
 
 
 class SlowRunner(ArithmeticRunner):
-    """Takes a step whenever the test allows one; by default at once."""
+    """Runs a step whenever the test allows one; by default at once."""
 
     def __init__(self, stream: DeviceStream) -> None:
         super().__init__(NUM_BLOCKS, 4, stream=stream)
@@ -59,8 +59,8 @@ class SlowRunner(ArithmeticRunner):
 
 @pytest.fixture
 def runner(request: pytest.FixtureRequest) -> Iterator[SlowRunner]:
-    """Of a device that is the engine's own thread, or of one "beside" it."""
-    if getattr(request, "param", "inline") == "inline":
+    """A runner that computes in the engine thread, or overlaps with it."""
+    if getattr(request, "param", "blocking") == "blocking":
         yield SlowRunner(HostStream())
     else:
         stream = ThreadedStream()
@@ -91,7 +91,7 @@ async def test_a_stream_has_every_frame_in_order(worker: LiveWorker) -> None:
         assert token_ids == answer(range(10), 100 + choice, 6)
 
 
-async def test_frames_that_wait_for_one_flush_travel_together(worker: LiveWorker, runner: SlowRunner) -> None:
+async def test_buffered_frames_are_taken_together(worker: LiveWorker, runner: SlowRunner) -> None:
     stream = await worker.service.submit(generate(range(10), 30))
     await worker.until(lambda: stream.ended)
     assert len(list(FrameReader().feed(await stream.take()))) == 33
@@ -128,7 +128,7 @@ async def test_refusals(worker: LiveWorker, change, status: int, code: str) -> N
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"{}", msgpack.packb([1, 2]), msgpack.packb({"protocol": 1})])
-async def test_a_body_that_is_no_request(worker: LiveWorker, body: bytes) -> None:
+async def test_an_invalid_body_is_refused(worker: LiveWorker, body: bytes) -> None:
     async with worker.http.post(worker.url + "/generate", data=body) as response:
         assert response.status == 400
         (failed,) = FrameReader().feed(await response.read())
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_aborts(worker: LiveWorker, runner: SlowRunne
     assert len(runner.steps) <= tokens_before + 2
 
 
-async def test_a_client_that_leaves_before_its_turn_is_never_run(worker: LiveWorker, runner: SlowRunner) -> None:
+async def test_a_client_that_leaves_the_queue_is_never_run(worker: LiveWorker, runner: SlowRunner) -> None:
     runner.free_running.clear()
     first = asyncio.create_task(worker.generate(generate([1] * 500, 2)))
     await worker.until(lambda: worker.service.num_open == 1)
@@ -242,7 +242,7 @@ async def test_draining_lets_the_open_finish_and_refuses_the_new(worker: LiveWor
     assert got.tokens[0] == answer(range(10), 100, 5)
 
 
-async def test_what_outlives_the_grace_is_failed_for_another_worker(worker: LiveWorker, runner: SlowRunner) -> None:
+async def test_requests_that_outlive_the_grace_fail_retryably(worker: LiveWorker, runner: SlowRunner) -> None:
     runner.free_running.clear()
     task = asyncio.create_task(worker.generate(generate(range(10), 400)))
     await worker.until(lambda: worker.service.num_open == 1)
@@ -273,7 +273,7 @@ async def test_a_dead_engine_fails_every_stream_and_is_seen(worker: LiveWorker, 
 async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_error(
     worker: LiveWorker, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would ever answer its stream, nor end the drain that waits for it."""
+    """Its stream would never end, nor the drain that waits for it."""
     entered, compiled = asyncio.Event(), asyncio.Event()
 
     async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
@@ -302,9 +302,7 @@ async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_err
                 assert "the engine died" in failed.message
 
 
-async def test_streams_that_a_dead_engine_has_left_open_do_not_hold_up_the_end(
-    worker: LiveWorker, runner: SlowRunner
-) -> None:
+async def test_streams_opened_on_a_dead_engine_do_not_block_the_drain(worker: LiveWorker, runner: SlowRunner) -> None:
     runner.fails = lambda step: True
     await worker.generate(generate([1, 2, 3], 5))
     await worker.until(lambda: worker.service.draining)
@@ -328,7 +326,7 @@ async def test_a_grammar_that_is_compiled_while_the_worker_drains_is_refused(
     assert got.last == Failed("draining", "the worker is draining", retryable=True)
 
 
-async def test_what_a_gateway_reads(worker: LiveWorker) -> None:
+async def test_state_and_bundle(worker: LiveWorker) -> None:
     await worker.generate(generate(range(10), 5))
     async with worker.http.get(worker.url + "/state") as response:
         state = unpack(await response.read(), WorkerState)
@@ -338,7 +336,7 @@ async def test_what_a_gateway_reads(worker: LiveWorker) -> None:
         assert unpack(await response.read(), TokenizerBundle) == BUNDLE
 
 
-async def test_what_an_operator_reads(worker: LiveWorker, runner: SlowRunner) -> None:
+async def test_metrics_and_debug_state(worker: LiveWorker, runner: SlowRunner) -> None:
     await worker.generate(generate(range(10), 5))
     async with worker.http.get(worker.url + "/metrics") as response:
         text = await response.text()
@@ -350,7 +348,7 @@ async def test_what_an_operator_reads(worker: LiveWorker, runner: SlowRunner) ->
     assert state["pool"]["num_free_blocks"] == NUM_BLOCKS - 1
 
 
-async def test_a_worker_outside_of_the_index_says_so_and_is_ready(worker: LiveWorker) -> None:
+async def test_a_worker_outside_the_index_is_ready_and_reports_it(worker: LiveWorker) -> None:
     worker.service.index_problem = lambda: "nothing published for 9 s: no connection to Redis"
     async with worker.http.get(worker.url + "/health/ready") as response:
         assert response.status == 200
@@ -375,7 +373,7 @@ async def test_before_the_model_is_loaded() -> None:
 
 
 @pytest.mark.usefixtures("small_heap")
-@pytest.mark.parametrize("runner", ["inline", "beside"], indirect=True)
+@pytest.mark.parametrize("runner", ["blocking", "overlapping"], indirect=True)
 async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorker, runner: SlowRunner) -> None:
     async def one(i: int) -> None:
         task = asyncio.create_task(worker.generate(generate([i % 50, *range(i % 40)], 1 + i % 30, n=1 + i % 3)))
@@ -413,6 +411,6 @@ async def assert_idle(worker: LiveWorker) -> None:
     await worker.settled()
     allocator = worker.scheduler.allocator
     await asyncio.wrap_future(worker.engine.mailbox.call(allocator.check_integrity))
-    await worker.until(lambda: allocator.num_free_blocks == NUM_BLOCKS - 1)  # a step may still run for nobody
+    await worker.until(lambda: allocator.num_free_blocks == NUM_BLOCKS - 1)  # an aborted step may still run
     assert len(worker.scheduler.running) == len(worker.scheduler.waiting) == 0
     assert worker.service.streams.queue.num_requests == 0

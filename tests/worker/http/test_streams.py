@@ -1,4 +1,4 @@
-"""Streams that lag, and the queue that refuses."""
+"""Slow readers, and the limits of the queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimi
 from worker.wire import Failed, FrameReader, Tokens, pack_frame
 
 
-async def test_a_reader_that_lags_gets_every_frame_in_order() -> None:
+async def test_a_slow_reader_gets_every_frame_in_order() -> None:
     stream = Stream(RequestKey(0), generate([1]))
     frames = [Tokens(0, (number,)) for number in range(2 * MAX_COALESCED_FRAMES + 1)]
     for frame in frames:
@@ -45,7 +45,7 @@ def test_a_tenant_fills_its_own_share_only() -> None:
     assert queue.num_requests == 0
 
 
-def test_a_wait_too_long_is_refused_with_the_time_it_takes() -> None:
+def test_a_long_wait_is_refused_with_a_retry_time() -> None:
     queue = QueueAccounting(QueueLimits(max_queue_s=5.0))
     heavy, weak = generate([1], tenant="heavy"), generate([1], tenant="weak")
     for _ in range(10):
@@ -57,17 +57,17 @@ def test_a_wait_too_long_is_refused_with_the_time_it_takes() -> None:
     assert (refused.code, refused.retryable, refused.retry_after_s) == ("queue_full", True, pytest.approx(5.5))
     assert queue.refusal(weak, 0.5) is None
     assert queue.wait_s("weak", 0.5) == 1.0, "two tenants take turns"
-    hurried = replace(weak, deadline_s=0.9)
-    assert queue.refusal(hurried, 0.5) is not None
+    urgent = replace(weak, deadline_s=0.9)
+    assert queue.refusal(urgent, 0.5) is not None
     assert queue.refusal(replace(weak, deadline_s=2.0), 0.5) is None
 
 
-def test_an_empty_queue_refuses_nobody() -> None:
+def test_an_empty_queue_refuses_no_request() -> None:
     queue = QueueAccounting(QueueLimits(max_queue_s=0.0, max_queued_tokens=1))
     assert queue.refusal(generate([1] * 1000, deadline_s=0.0), 100.0) is None
 
 
-def test_the_retry_time_travels_and_old_peers_understand_what_has_none() -> None:
+def test_failed_without_a_retry_time_is_packed_for_old_peers() -> None:
     reader = FrameReader()
     for failed in (Failed("queue_full", "m", True, 2.5), Failed("draining", "m", True)):
         assert list(reader.feed(pack_frame(failed))) == [failed]
@@ -78,7 +78,7 @@ def test_the_interval_between_starts_is_measured_while_others_wait() -> None:
     starts = StartInterval()
     starts.note(3, 0, 0.0)
     starts.note(1, 0, 50.0)
-    assert starts.mean_s == 0.0, "nobody waited"
+    assert starts.mean_s == 0.0, "no request waited"
     for step in range(1, 101):
         starts.note(int(step % 5 == 0), 4, 100.0 + 0.1 * step)
     assert starts.mean_s == pytest.approx(0.5, rel=0.05)
