@@ -5,64 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import Final
 
-import cache  # noqa: F401 - which refuses to run without assertions, before any part is started
+import cache  # noqa: F401 - refuses to run without assertions, before any part is started
 
-
-def _serve(argv: Sequence[str]) -> int:
-    from server.cli.serve import main
-
-    return main(argv)
-
-
-def _gateway(argv: Sequence[str]) -> int:
-    from server.gateway import main
-
-    return main(list(argv))
-
-
-def _keys(argv: Sequence[str]) -> int:
-    from server.cli.keys import main
-
-    return main(argv)
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from server.cli.doctor import main
-
-    return main(argv)
-
-
-def _top(argv: Sequence[str]) -> int:
-    from server.cli.top import main
-
-    return main(argv)
-
-
-def _index(argv: Sequence[str]) -> int:
-    from server.cli.index import main
-
-    return main(argv)
-
-
-def _exec_module(module: str, argv: Sequence[str]) -> NoReturn:
-    """Become `python -m module`: the gateway's package never imports the worker's torch."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
-
-
-COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
-    "serve": ("everything on this machine: Redis, workers and a gateway", _serve),
-    "gateway": ("one gateway: the OpenAI API in front of the workers", _gateway),
-    "worker": ("one worker: a model on one device", lambda argv: _exec_module("worker", argv)),
-    "top": ("the fleet in a terminal: workers, load, decisions", _top),
-    "doctor": ("what this machine lacks, and how to mend it", _doctor),
-    "keys": ("API keys: make one, check a file of them", _keys),
-    "index": ("what the shared index holds; shared prefixes; emptying a worker", _index),
-    "bench": ("the measurements; each prints a table", lambda argv: _exec_module("benchmarks", argv)),
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "serve": ("everything on this machine: Redis, workers and gateways", "server.cli.serve"),
+    "gateway": ("one gateway: the OpenAI API in front of the workers", "server.gateway"),
+    "worker": ("one worker: a model on one device", "worker"),
+    "top": ("the fleet in a terminal: workers, load, decisions", "server.cli.top"),
+    "doctor": ("what this machine lacks, and how to mend it", "server.cli.doctor"),
+    "keys": ("API keys: make one, check a file of them", "server.cli.keys"),
+    "index": ("what the shared index holds; shared prefixes; emptying a worker", "server.cli.index"),
+    "bench": ("the measurements; each prints a table", "benchmarks"),
 }
+"""Summary and module of each command."""
 
 
 def usage() -> str:
@@ -71,19 +31,23 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. Modules outside of `server` replace this process: they load torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
     name, *rest = arguments
     if name == "--version":
-        from importlib.metadata import version
-
         print(f"headstart {version('headstart')}")
         return 0
     if name not in COMMANDS:
         print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    if os.getpid() == 1:  # of a container: the kernel drops what has no handler, and the parts install theirs later
+    if os.getpid() == 1:  # in a container: the kernel drops signals without a handler, and parts install theirs late
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    return COMMANDS[name][1](rest)
+    module = COMMANDS[name][1]
+    if not module.startswith("server."):
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", module, *rest])
+    status: int = import_module(module).main(rest)
+    return status

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -172,68 +174,57 @@ def _redis_advice(reason: str) -> str:
 
 async def port(name: str, host: str, number: int, option: str) -> Check:
     """Check that a port is free, or that a Headstart gateway serves there."""
+    where = f"{host}:{number}"
     try:
         family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         with socket.create_server((host, number), family=family):
-            return Check(name, "ok", f"{host}:{number} is free")
+            return Check(name, "ok", f"{where} is free")
     except PermissionError:
-        return Check(name, "fail", f"{host}:{number} may not be taken", f"choose one above 1023 with {option}")
+        return Check(name, "fail", f"{where} may not be taken", f"choose one above 1023 with {option}")
     except OSError as error:
-        if error.errno not in (98, 48):  # in use, on Linux and on macOS
-            return Check(name, "fail", f"{host}:{number}: {error}", f"choose another address or port with {option}")
-    num_workers = await _num_workers_of_gateway(host, number)
-    if num_workers is None:
-        mend = f"end that program (`ss -ltnp 'sport = :{number}'` names it), or choose another with {option}"
-        return Check(name, "fail", f"{host}:{number} is taken by another program", mend)
-    if num_workers == 0:
-        mend = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
-        return Check(name, "warn", f"a Headstart gateway serves at {host}:{number}, and no worker", mend)
-    plural = "" if num_workers == 1 else "s"
-    return Check(name, "ok", f"a Headstart gateway serves at {host}:{number}, with {num_workers} worker{plural}")
+        if error.errno != errno.EADDRINUSE:
+            return Check(name, "fail", f"{where}: {error}", f"choose another address or port with {option}")
+    match await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number):
+        case None:
+            mend = f"end that program (`ss -ltnp 'sport = :{number}'` names it), or choose another with {option}"
+            return Check(name, "fail", f"{where} is taken by another program", mend)
+        case 0:
+            mend = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
+            return Check(name, "warn", f"a Headstart gateway serves at {where}, and no worker", mend)
+        case num_workers:
+            plural = "" if num_workers == 1 else "s"
+            return Check(name, "ok", f"a Headstart gateway serves at {where}, with {num_workers} worker{plural}")
 
 
 async def _num_workers_of_gateway(host: str, number: int) -> int | None:
     """Return None where no gateway answers, neither with TLS nor without."""
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    netloc = f"{f'[{address}]' if ':' in address else address}:{number}"
+    netloc = f"{f'[{host}]' if ':' in host else host}:{number}"
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     for scheme in ("http", "https"):
-        try:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, OSError):
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+                aiohttp.ClientSession(timeout=timeout) as session,
                 session.get(f"{scheme}://{netloc}/health/ready", ssl=False) as response,
             ):
                 if response.status == 503 and "x-request-id" in response.headers:
                     return 0
-                detail = await response.json(content_type=None)
-                return int(detail["workers"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, OSError):
-            continue
+                return int((await response.json(content_type=None))["workers"])
     return None
 
 
-async def worker_checks(options: Sequence[str]) -> AsyncIterator[Check]:
-    """Yield the checks of `worker.doctor` as it makes them."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", WORKER_MODULE, *options), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    errors = asyncio.create_task(process.stderr.read())
+def worker_checks(options: Sequence[str]) -> list[Check]:
+    """Return the checks of `worker.doctor`."""
+    command = [sys.executable, "-m", WORKER_MODULE, *options]
     try:
-        async with asyncio.timeout(WORKER_TIMEOUT_S):
-            async for line in process.stdout:
-                yield msgspec.json.decode(line, type=Check)
-            lines = (await errors).decode(errors="replace").strip().splitlines() or ["it ended without a word"]
-            if await process.wait():
-                yield Check("worker", "fail", lines[-1], "run `make install` again")
-    except TimeoutError:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
         mend = f"run `python -m {WORKER_MODULE}` to see where it hangs; a GPU that does not answer is the usual reason"
-        yield Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", mend)
-    finally:
-        errors.cancel()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        return [Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", mend)]
+    checks = [msgspec.json.decode(line, type=Check) for line in done.stdout.splitlines()]
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        checks.append(Check("worker", "fail", lines[-1], "run `make install` again"))
+    return checks
 
 
 async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
@@ -253,7 +244,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
         return
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
-    async for check in worker_checks([*options, *(["--dtype", args.dtype] if args.dtype else [])]):
+    for check in worker_checks([*options, *(["--dtype", args.dtype] if args.dtype else [])]):
         yield check
 
 

@@ -1,4 +1,4 @@
-"""`headstart keys`: makes keys and entries of a key file, and checks one."""
+"""`headstart keys`: make keys and entries of a key file, and check one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from typing import Final
 from server.auth.api_keys import KeyFileError, digest_text, load_keys, parse_keys
 
 KEY_BYTES: Final = 32
-KEY_PREFIX: Final = "hs-"
 MIN_CHARS: Final = 22
 """So many random base64 characters have 128 bits."""
 
 
 def new_key() -> str:
-    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    return f"hs-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def entry_text(key: str, args: argparse.Namespace) -> str:
-    """One table of the file. Raises ValueError for a value that is refused there."""
+    """Return the key's table for the file. Raises ValueError for a value that the file may not have."""
     lines = ["[[keys]]", f"digest = {_quoted(digest_text(key.encode()))}", f"tenant = {_quoted(args.tenant)}"]
     if args.name is not None:
         lines.append(f"name = {_quoted(args.name)}")
@@ -36,6 +35,26 @@ def entry_text(key: str, args: argparse.Namespace) -> str:
     text = "\n".join(lines) + "\n"
     parse_keys(text)
     return text
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML basic string. Raises ValueError for control characters."""
+    if any(ord(char) < 32 or ord(char) == 127 for char in text):
+        raise ValueError(f"control characters in {text!r}")
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def append(path: Path, entry: str) -> None:
+    """Append to a key file, in one write, if it is valid with the entry. Raises ValueError and OSError."""
+    old = path.read_text() if path.exists() else ""
+    text = ("\n" if old else "") + entry
+    try:
+        parse_keys(old + text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    path.touch(mode=0o600)
+    with path.open("a") as file:
+        file.write(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"headstart keys: {len(key)} characters can be guessed; use `headstart keys new`", file=sys.stderr)
         entry = entry_text(key, args)
         if args.file is not None:
-            _append(args.file, entry)
+            append(args.file, entry)
     except (KeyFileError, ValueError, OSError) as error:
         print(f"headstart keys: {error}", file=sys.stderr)
         return 2
@@ -79,23 +98,3 @@ def main(argv: Sequence[str]) -> int:
     if args.file is None:
         print(entry, end="")
     return 0
-
-
-def _append(path: Path, entry: str) -> None:
-    """In one write, and only to what is a key file with it. Raises ValueError and OSError."""
-    old = path.read_text() if path.exists() else ""
-    text = ("\n" if old else "") + entry
-    try:
-        parse_keys(old + text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    path.touch(mode=0o600)
-    with path.open("a") as file:
-        file.write(text)
-
-
-def _quoted(text: str) -> str:
-    """A TOML basic string. Raises ValueError for control characters."""
-    if any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise ValueError(f"control characters in {text!r}")
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -17,10 +17,11 @@ from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
 from server.router.placement import RouteRequest
 
-MAX_BLOCKS: Final = 1 << 17
-"""Blocks of all prefixes that are remembered, shared ones counted once a prefix: about 8 MB."""
+MAX_MATCHES: Final = 2048
+MAX_BLOCKS: Final = 1 << 16
+"""Of all matches, shared blocks counted once a match: about 4 MB."""
 MAX_INCARNATIONS: Final = 4096
-"""Workers remembered per prefix."""
+"""Workers remembered per match."""
 MAX_ROWS: Final = 16
 MAX_HOLDERS: Final = 6
 """Workers named in a row; the rest are counted."""
@@ -81,47 +82,50 @@ class PrefixTree:
         match.num_hits[incarnation] = match.num_hits.get(incarnation, 0) + 1
         if len(match.num_hits) > MAX_INCARNATIONS:
             del match.num_hits[next(iter(match.num_hits))]
-        while self._num_blocks > self._max_blocks and len(self._matches) > 1:
-            oldest = next(iter(self._matches))
-            self._num_blocks -= len(self._matches.pop(oldest).hashes)
+        while len(self._matches) > MAX_MATCHES or (self._num_blocks > self._max_blocks and len(self._matches) > 1):
+            oldest = self._matches.pop(next(iter(self._matches)))
+            self._num_blocks -= len(oldest.hashes)
 
     def top(self, live: Iterable[WorkerMember], limit: int) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens. Only hits on `live` workers, in their current epoch, count."""
         incarnations = {(member.worker_id, member.epoch) for member in live}
-        now_s = self._clock()
-        paths: dict[BlockHash, list[BlockHash]] = {}
-        hits: dict[BlockHash, Counter[WorkerId]] = {}
-        last_s: dict[BlockHash, float] = {}
+        own: dict[BlockHash, dict[WorkerId, int]] = {}
         for last, match in self._matches.items():
             found = {key[0]: count for key, count in match.num_hits.items() if key in incarnations}
-            if not found:
-                continue
-            paths[last] = [block_hash for block_hash in match.hashes if block_hash in self._matches]
-            for block_hash in paths[last]:
-                hits.setdefault(block_hash, Counter()).update(found)
-                last_s[block_hash] = max(last_s.get(block_hash, 0.0), match.last_s)
+            if found:
+                own[last] = found
+        paths = {last: [block_hash for block_hash in self._matches[last].hashes if block_hash in own] for last in own}
+        num_hits = dict.fromkeys(own, 0)
+        for last, path in paths.items():
+            for block_hash in path:
+                num_hits[block_hash] += sum(own[last].values())
 
-        def shared(last: BlockHash) -> SharedPrefix:
-            match = self._matches[last]
-            holders = sorted(hits[last].items(), key=lambda holder: (-holder[1], holder[0]))
-            names = tuple(index_entry(block_hash).hex() for block_hash in paths[last] if block_hash in paths)
-            return SharedPrefix(
-                model=match.model,
-                hash=names[-1],
-                path=names,
-                num_blocks=len(match.hashes),
-                num_tokens=len(match.hashes) * match.block_size,
-                num_hits=hits[last].total(),
-                idle_s=max(0.0, now_s - last_s[last]),
-                workers=tuple(worker_id for worker_id, _ in holders),
-            )
+        def num_saved_tokens(last: BlockHash) -> int:
+            return num_hits[last] * len(self._matches[last].hashes) * self._matches[last].block_size
 
-        def saved_tokens(last: BlockHash) -> int:
-            match = self._matches[last]
-            return hits[last].total() * len(match.hashes) * match.block_size
+        best = sorted(own, key=lambda last: (-num_saved_tokens(last), last))[:limit]
+        holders: dict[BlockHash, Counter[WorkerId]] = {last: Counter() for last in best}
+        last_s = dict.fromkeys(best, 0.0)
+        for last, path in paths.items():
+            for block_hash in holders.keys() & path:
+                holders[block_hash].update(own[last])
+                last_s[block_hash] = max(last_s[block_hash], self._matches[last].last_s)
+        return [self._shared(last, paths[last], holders[last], last_s[last]) for last in best]
 
-        best = sorted(paths, key=lambda last: (-saved_tokens(last), last))
-        return [shared(last) for last in best[:limit]]
+    def _shared(
+        self, last: BlockHash, path: Sequence[BlockHash], hits: Counter[WorkerId], last_s: float
+    ) -> SharedPrefix:
+        match = self._matches[last]
+        return SharedPrefix(
+            model=match.model,
+            hash=index_entry(last).hex(),
+            path=tuple(index_entry(block_hash).hex() for block_hash in path),
+            num_blocks=len(match.hashes),
+            num_tokens=len(match.hashes) * match.block_size,
+            num_hits=hits.total(),
+            idle_s=max(0.0, self._clock() - last_s),
+            workers=tuple(worker_id for worker_id, _ in sorted(hits.items(), key=lambda item: (-item[1], item[0]))),
+        )
 
 
 def tree_rows(prefixes: Sequence[SharedPrefix]) -> list[dict[str, Any]]:

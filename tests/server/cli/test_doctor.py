@@ -99,7 +99,7 @@ def test_a_wrong_question(argv: list[str], capsys: pytest.CaptureFixture[str]) -
     assert argv[0] in capsys.readouterr().err
 
 
-async def test_a_worker_part_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_part_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "WORKER_MODULE", "no_such_module_anywhere")
-    (check,) = [check async for check in doctor.worker_checks([])]
+    (check,) = doctor.worker_checks([])
     assert (check.status, "no_such_module_anywhere" in check.found) == ("fail", True)
