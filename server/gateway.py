@@ -52,10 +52,10 @@ from server.request.limits import PromptTokenLimiter
 from server.request.request import RequestServices
 from server.request.retry import RetryPolicy
 from server.request_context import add_ids
-from server.router.router import Router, RouterSettings
+from server.router.router import Router
 from server.tracing import SERVICE
 from server.workers.client import WorkerClient
-from server.workers.fleet import Fleet, FleetSettings, NoIndex
+from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from server.workers.watch import StallWatch
 from worker.common.logs import configure_logging
@@ -95,15 +95,20 @@ class Gateway:
         options = ModelOptions(config.aliases, config.tool_parser, config.reasoning, config.control_tokens_in_content)
         self.models = Models(self._client, self._executor, options)
         self._index = self._open_index()
-        settings = FleetSettings(workers=config.workers, cluster_secret=secret, networks=networks)
         self.fleet = Fleet(
-            self._index, self._client.state, settings, clock=time.monotonic, namespaces=self.models.namespaces
+            self._index,
+            self._client.state,
+            targets=config.workers,
+            cluster_secret=secret,
+            networks=networks,
+            namespaces=self.models.namespaces,
         )
         prefix_tree, decisions = PrefixTree(time.monotonic), DecisionLog()
         self.router = Router(
             self._index,
             self.fleet,
-            RouterSettings(gateway_id, policy=config.policy),
+            gateway_id,
+            policy=config.policy,
             on_stage=self.metrics.routed,
             on_match=prefix_tree.add,
             observer=decisions,
@@ -141,7 +146,7 @@ class Gateway:
                 lambda: {worker.model for worker in self.fleet.workers()},
                 overview.candidates,
                 self.fleet.broken,
-                lambda: self.router.index_state().blind,
+                lambda: self.router.index_state()["blind"],
                 self.router.num_outstanding,
             )
         )

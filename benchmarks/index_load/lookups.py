@@ -21,7 +21,7 @@ from cache.redis_index.client import RedisClient, pack
 from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
 from server.router.placement import RouteRequest
-from server.router.router import Router, RouterSettings
+from server.router.router import Router
 from server.workers.client import WorkerLost
 from server.workers.fleet import Fleet
 
@@ -80,8 +80,7 @@ async def measure_decision(url: str, client: RedisClient, count: int = 500) -> T
     root = Namespace("model", "r", "t", 16).root(salt=b"s")
     await populate(client, hash_chain(root, tokens, 16), 64, "shared")
     index = RedisIndex(url, READER)
-    fleet = Fleet(index, _no_fetch, clock=time.monotonic)
-    router = Router(index, fleet, RouterSettings(GatewayId("gateway-1")))
+    router = Router(index, Fleet(index, _no_fetch), GatewayId("gateway-1"))
 
     async def decide() -> None:
         hashes = hash_chain(root, tokens, 16)

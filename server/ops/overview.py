@@ -71,7 +71,7 @@ class Overview:
             {**asdict(each.member), "load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
             for each in self.candidates()
         ]
-        return {"workers": workers, "index": self.router.index_state().as_json()}
+        return {"workers": workers, "index": self.router.index_state()}
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, lost ones included, by model and name."""
@@ -116,7 +116,7 @@ class Overview:
     def index_state(self) -> dict[str, Any]:
         """Return the health of the shared index and of each of its shards."""
         shards = self.index.health() if isinstance(self.index, RedisIndex) else []
-        return {**self.router.index_state().as_json(), "shards": [asdict(shard) for shard in shards]}
+        return {**self.router.index_state(), "shards": [asdict(shard) for shard in shards]}
 
     async def index_report(self) -> dict[str, Any]:
         """Read the registry. Raises NotFoundError without a Redis, UnavailableError when it does not answer."""

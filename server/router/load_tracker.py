@@ -22,6 +22,7 @@ _OTHERS_MEMORY_S = 60.0
 _MAX_UNSEEN_S = 1.0
 _RATE_MEMORY_S = 300.0
 """A slow worker without another measurement for so long counts as one without any."""
+_HIT_RATE_WINDOW_S = 120.0
 _MAX_COMPARED = 128
 """The requests of a long queue that are looked at; the rest is assumed to be like them."""
 
@@ -79,6 +80,23 @@ class AssignedWork:
         return self._assigned.at(now_s) + self._unreported_s
 
 
+class HitRate:
+    """The share of recent prompt tokens that a worker found cached."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens = DecayedSum(_HIT_RATE_WINDOW_S)
+        self._num_cached_tokens = DecayedSum(_HIT_RATE_WINDOW_S)
+
+    def add(self, num_prompt_tokens: int, num_cached_tokens: int, now_s: float) -> None:
+        self._num_prompt_tokens.add(num_prompt_tokens, now_s)
+        self._num_cached_tokens.add(num_cached_tokens, now_s)
+
+    def at(self, now_s: float) -> float | None:
+        """Return 0..1, or None where less than a token is left after decay."""
+        num_prompt_tokens = self._num_prompt_tokens.at(now_s)
+        return min(1.0, self._num_cached_tokens.at(now_s) / num_prompt_tokens) if num_prompt_tokens >= 1.0 else None
+
+
 class WorkerLoadEstimate:
     """The load of one worker incarnation."""
 
@@ -93,6 +111,7 @@ class WorkerLoadEstimate:
         self.queued_s = 0.0
         """Estimated prefill seconds of own requests without a first token."""
         self.assigned = AssignedWork(window_s)
+        self.hit_rate = HitRate()
         self._queue: dict[ActiveRequest, None] = {}
         self._advanced_s = 0.0
         self._num_arriving_blocks = 0

@@ -19,6 +19,7 @@ from server.router.cost import CostModel
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
 
+PENDING_TTL_S: Final = 900.0
 _MIN_RELEASED_BLOCKS: Final = 1e-3
 """Fewer released blocks, after decay, are too few to measure the residency."""
 
@@ -32,7 +33,6 @@ class TrackerSettings:
     """Blocks of requests just routed count as cached."""
     publish_delay_s: float = 0.3
     """From a worker's first token until the index is sure to know the prompt's blocks."""
-    pending_ttl_s: float = 900.0
 
 
 class NoWorkerError(Exception):
@@ -114,19 +114,6 @@ class PlacementObserver(Protocol):
 class Placement:
     """One request at the worker chosen for it. Methods may be called in any state; each counts once."""
 
-    __slots__ = (
-        "_active",
-        "_estimate",
-        "_pending",
-        "_prefill_tokens_per_s",
-        "_saw_token",
-        "_tracker",
-        "num_cached_tokens",
-        "promised_tokens",
-        "request",
-        "worker",
-    )
-
     def __init__(self, tracker: PlacementTracker, request: RouteRequest, view: WorkerView) -> None:
         member, now_s = view.member, tracker.clock()
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
@@ -154,7 +141,9 @@ class Placement:
         tracker = self._tracker
         num_uncached = max(0, self.request.num_prompt_tokens - num_cached_tokens)
         prefill_s = tracker.settings.cost.prefill_s(num_uncached, self._prefill_tokens_per_s)
-        self._estimate.start(self._active, prefill_s, tracker.clock())
+        now_s = tracker.clock()
+        self._estimate.start(self._active, prefill_s, now_s)
+        self._estimate.hit_rate.add(self.request.num_prompt_tokens, num_cached_tokens, now_s)
         if tracker.observer is not None:
             tracker.observer.prefill_started(self, num_cached_tokens)
 
@@ -188,17 +177,19 @@ class PlacementTracker:
         self.settings = settings
         self.clock = clock
         self.observer = observer
-        self.pending = PendingPrefixes(publish_delay_s=settings.publish_delay_s, ttl_s=settings.pending_ttl_s)
+        self.pending = PendingPrefixes(publish_delay_s=settings.publish_delay_s, ttl_s=PENDING_TTL_S)
         self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
         self._released_blocks = DecayedSum(settings.cost.window_s)
         self._block_seconds = DecayedSum(settings.cost.window_s)
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
         """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
-        estimate = self._estimates.get(member.worker_id)
-        if estimate is None or estimate.epoch != member.epoch:
-            estimate = WorkerLoadEstimate(member.epoch, self.settings.cost.window_s)
-            self._estimates[member.worker_id] = estimate
+        known = self._estimates.get(member.worker_id)
+        if known is not None and known.epoch == member.epoch:
+            return known
+        estimate = self._estimates[member.worker_id] = WorkerLoadEstimate(member.epoch, self.settings.cost.window_s)
+        if known is not None:
+            estimate.hit_rate = known.hit_rate
         return estimate
 
     def forget(self, worker_id: WorkerId) -> None:
@@ -208,6 +199,11 @@ class PlacementTracker:
     def num_outstanding(self) -> int:
         """Return the number of placed requests that have not ended, at the workers' present incarnations."""
         return sum(estimate.num_outstanding for estimate in self._estimates.values())
+
+    def hit_rate(self, worker_id: WorkerId) -> float | None:
+        """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
+        estimate = self._estimates.get(worker_id)
+        return None if estimate is None else estimate.hit_rate.at(self.clock())
 
     def mean_residency_s(self, now_s: float) -> float:
         """Return how long requests that ended lately held a block; 0.0 while nothing is known."""

@@ -9,12 +9,11 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from cache.records import Candidate, PrefixIndex, WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.router.index_accuracy import HitRates, IndexAccuracy
+from server.router.index_accuracy import IndexAccuracy
 from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import (
     NoWorkerError,
@@ -31,26 +30,6 @@ from server.workers.fleet import Fleet
 MAX_RECENT_BLOCKS: Final = 1 << 20
 RETRY_AFTER_S: Final = 1.0
 _BREAKER: Final = "breaker open"
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    gateway_id: GatewayId
-    policy: str = "headstart"
-    tracker: TrackerSettings = field(default_factory=TrackerSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class IndexState:
-    """The index's health: blind when it gives no answer, or wrong ones."""
-
-    blind: bool
-    reason: str
-    precision: float
-    recall: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {"blind": self.blind, "reason": self.reason, "kept": self.precision, "told": self.recall}
 
 
 class RouterObserver(Protocol):
@@ -72,30 +51,31 @@ class Router:
         self,
         index: PrefixIndex,
         fleet: Fleet,
-        settings: RouterSettings,
+        gateway_id: GatewayId,
         *,
+        policy: str = "headstart",
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_stage: Callable[[str, float], None] = lambda stage, elapsed_s: None,
         on_match: Callable[[RouteRequest, WorkerMember, int], None] = lambda request, member, num_cached_tokens: None,
         observer: RouterObserver | None = None,
     ) -> None:
-        """`on_stage` receives the duration of each stage of a decision: lookup and choose.
+        """Raises ValueError for an unknown policy.
 
-        `on_match` receives each request with its worker and the number of tokens found cached there.
+        `on_stage` receives the duration of each stage of a decision: lookup and choose. `on_match` receives each
+        request with its worker and the number of tokens found cached there.
         """
         self._index = index
         self._fleet = fleet
-        self._policy_name = settings.policy
+        self._policy_name = policy
         self._clock = clock
         self._on_stage = on_stage
         self._on_match = on_match
         self._observer = observer
-        self._tracker = PlacementTracker(settings.tracker, clock, self)
-        self._scorer = Scorer(settings.gateway_id, make_policy(settings.policy), self._tracker, rng or random.Random())
+        self._tracker = PlacementTracker(TrackerSettings(), clock, self)
+        self._scorer = Scorer(gateway_id, make_policy(policy), self._tracker, rng or random.Random())
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
-        self._hit_rates = HitRates()
         self._failed_s = self._answered_s = -math.inf
         """When a lookup last failed, and when one succeeded."""
         fleet.on_forgotten = self._tracker.forget
@@ -159,7 +139,6 @@ class Router:
         """Compare what was promised with what the worker found. Called by placements."""
         request = placement.request
         self._accuracy.add(placement.promised_tokens, num_cached_tokens)
-        self._hit_rates.add(placement.worker.worker_id, request.num_prompt_tokens, num_cached_tokens, self._clock())
         self._on_match(request, placement.worker, num_cached_tokens)
         if self._observer is not None:
             self._observer.started(request.request_id, num_cached_tokens)
@@ -176,14 +155,18 @@ class Router:
 
     def hit_rate(self, worker_id: WorkerId) -> float | None:
         """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
-        return self._hit_rates.rate(worker_id, self._clock())
+        return self._tracker.hit_rate(worker_id)
 
-    def index_state(self) -> IndexState:
-        """Return the index's health, for readiness and metrics."""
+    def index_state(self) -> dict[str, Any]:
+        """Return the index's health as JSON: blind when it gives no answer or wrong ones, precision and recall."""
         accuracy = self._accuracy
         failed = self._failed_s > max(self._answered_s, self._fleet.index_answered_s)
-        reason = "the last lookup got no answer" if failed else accuracy.reason
-        return IndexState(failed or accuracy.blind, reason, accuracy.precision, accuracy.recall)
+        return {
+            "blind": failed or accuracy.blind,
+            "reason": "the last lookup got no answer" if failed else accuracy.reason,
+            "kept": accuracy.precision,
+            "told": accuracy.recall,
+        }
 
     # --- inputs of a decision ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ lease is only an address to ask.
     alive                   any              a candidate with the match that the index says
     lapsed or unread        healthy          a candidate with match 0
     lapsed or unread        failing          gone
-    lapsed or unread        not asked yet    a candidate with match 0 for `grace_s` after it was last seen
+    lapsed or unread        not asked yet    a candidate with match 0 for GRACE_S after it was last seen
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """Asks the worker at a URL for its state: `WorkerClient.state`."""
+POLL_S: Final = 1.0
+GRACE_S: Final = 5.0
+FORGET_S: Final = 600.0
+FIRST_BREAK_S: Final = 1.0
+MAX_BREAK_S: Final = 30.0
 MAX_CONTRADICTED: Final = 16
 MAX_ASKING: Final = 64
 """Workers that are asked at a time: each takes a connection."""
@@ -48,21 +54,6 @@ class NoIndex:
 
     def members(self) -> list[WorkerMember]:
         return []
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSettings:
-    workers: tuple[str, ...] = ()
-    """Base URLs, or dns:NAME:PORT for every address of a name."""
-    poll_s: float = 1.0
-    grace_s: float = 5.0
-    forget_s: float = 600.0
-    first_break_s: float = 1.0
-    max_break_s: float = 30.0
-    cluster_secret: bytes = field(default=b"", repr=False)
-    """A worker whose member is not signed with it is refused."""
-    networks: WorkerNetworks = field(default_factory=WorkerNetworks)
-    """Where workers may be."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,21 +85,30 @@ class Fleet:
         self,
         index: RegistryIndex,
         fetch_state: FetchState,
-        settings: FleetSettings | None = None,
         *,
-        clock: Callable[[], float],
+        targets: Sequence[str] = (),
+        cluster_secret: bytes = b"",
+        networks: WorkerNetworks | None = None,
+        forget_s: float = FORGET_S,
+        clock: Callable[[], float] = time.monotonic,
         namespaces: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`namespaces` returns the namespace that each model's workers must announce, as far as it is known."""
+        """`targets`: base URLs of workers, or dns:NAME:PORT for every address of a name.
+
+        `namespaces` returns the namespace that each model's workers must announce, as far as it is known.
+        """
         self._index = index
         self._fetch_state = fetch_state
-        self._settings = settings or FleetSettings()
-        for target in self._settings.workers:
+        for target in targets:
             check_target(target)
+        self._targets = targets
+        self._cluster_secret = cluster_secret
+        self._networks = networks or WorkerNetworks()
+        self._forget_s = forget_s
         self._clock = clock
         self._namespaces = namespaces
         self._workers: dict[WorkerId, FleetWorker] = {}
-        self._verifier = MemberVerifier(self._settings.cluster_secret, self._settings.networks)
+        self._verifier = MemberVerifier(cluster_secret, self._networks)
         self._unreachable: set[str] = set()
         self.index_answered_s = -math.inf
         """When a poll last read the registry."""
@@ -149,15 +149,15 @@ class Fleet:
         if worker is None:
             return
         worker.num_failures += 1
-        break_s = self._settings.first_break_s * 2.0 ** min(worker.num_failures - 1, 10)
-        worker.broken_until_s = self._clock() + min(self._settings.max_break_s, break_s)
+        break_s = FIRST_BREAK_S * 2.0 ** min(worker.num_failures - 1, 10)
+        worker.broken_until_s = self._clock() + min(MAX_BREAK_S, break_s)
         self._wake.set()
 
     def report_wrong_epoch(self, member: WorkerMember) -> None:
         """Open the breaker and ask the worker for its epoch: it has refused the one that it is known with."""
         worker = self._workers.get(member.worker_id)
         if worker is not None and worker.member.epoch == member.epoch:
-            worker.broken_until_s = self._clock() + self._settings.first_break_s
+            worker.broken_until_s = self._clock() + FIRST_BREAK_S
             self._wake.set()
 
     def report_success(self, worker_id: WorkerId) -> None:
@@ -191,7 +191,7 @@ class Fleet:
             await self.poll()
             self._wake.clear()
             try:
-                async with asyncio.timeout(self._settings.poll_s):
+                async with asyncio.timeout(POLL_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -206,7 +206,7 @@ class Fleet:
         for candidate in found or ():
             if self._accepts(candidate.member, namespaces):
                 self._lease(candidate, now_s)
-        urls = set(await target_urls(self._settings.workers, self._settings.networks.scheme))
+        urls = set(await target_urls(self._targets, self._networks.scheme))
         vouched = {
             worker_id
             for worker_id, worker in self._workers.items()
@@ -272,7 +272,7 @@ class Fleet:
         member = candidate.member
         worker = self._workers.get(member.worker_id)
         if worker is None or worker.member is not member:
-            if worker is not None and self._settings.cluster_secret and _is_replayed(member, worker):
+            if worker is not None and self._cluster_secret and _is_replayed(member, worker):
                 return False
             worker = self._update(member, now_s)
             worker.member = member  # the object that the index hands out, so that `is` succeeds next time
@@ -282,11 +282,11 @@ class Fleet:
 
     def _is_live(self, worker: FleetWorker, now_s: float) -> bool:
         """Return whether a worker without a present lease may still be a candidate."""
-        if worker.answered_s > worker.unanswered_s and now_s - worker.answered_s <= 3 * self._settings.poll_s:
+        if worker.answered_s > worker.unanswered_s and now_s - worker.answered_s <= 3 * POLL_S:
             return True
         if worker.unanswered_s > max(worker.answered_s, worker.leased_s):
             return False
-        return now_s - max(worker.seen_s, worker.answered_s) <= self._settings.grace_s
+        return now_s - max(worker.seen_s, worker.answered_s) <= GRACE_S
 
     def _forget(self) -> None:
         """Drop workers that left the registry and have neither lease nor answer for long."""
@@ -294,7 +294,7 @@ class Fleet:
         registered = {member.worker_id for member in self._index.members()}
         for worker_id, worker in list(self._workers.items()):
             last_s = max(worker.seen_s, worker.answered_s)
-            if worker_id not in registered and now_s - last_s > self._settings.forget_s:
+            if worker_id not in registered and now_s - last_s > self._forget_s:
                 del self._workers[worker_id]
                 self.on_forgotten(worker_id)
                 logger.info("worker %s is forgotten", worker_id)

@@ -28,9 +28,9 @@ from server.cli.index import shown
 from server.models import ModelOptions, Models, namespace_of
 from server.ops.overview import index_row
 from server.router.placement import NoWorkerError, RouteRequest
-from server.router.router import Router, RouterSettings
+from server.router.router import Router
 from server.workers.client import WorkerClient
-from server.workers.fleet import FetchState, Fleet, FleetSettings
+from server.workers.fleet import FetchState, Fleet
 from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
 from worker.engine.publisher import Publisher, PublisherSettings
@@ -158,15 +158,16 @@ class Gateway:
         self.index = RedisIndex(url, reader_settings, count=self._count)
         self.executor = ThreadPoolExecutor(1)
         self.models = Models(client, self.executor, ModelOptions())
-        settings = FleetSettings(workers=tuple(static), cluster_secret=secret, networks=NETWORKS, forget_s=0.5)
         self.fleet = Fleet(
             self.index,
             fetch,
-            settings,
-            clock=time.monotonic,
+            targets=static,
+            cluster_secret=secret,
+            networks=NETWORKS,
+            forget_s=0.5,
             namespaces=lambda: {MODEL: namespace_of(BUNDLE).fingerprint},
         )
-        self.router = Router(self.index, self.fleet, RouterSettings(GatewayId("g")), rng=random.Random(1))
+        self.router = Router(self.index, self.fleet, GatewayId("g"), rng=random.Random(1))
 
     def _count(self, event: str) -> None:
         self.counts[event] += 1

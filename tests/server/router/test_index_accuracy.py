@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from server.router.index_accuracy import AccuracySettings, IndexAccuracy
+from server.router.index_accuracy import IndexAccuracy
 
 
 def test_a_blind_index_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    accuracy = IndexAccuracy(AccuracySettings(num_requests=20, min_requests=10, min_tokens=100))
+    accuracy = IndexAccuracy(window=20, min_requests=10, min_tokens=100)
     for _ in range(20):
         accuracy.add(predicted=100, found=90)
     assert not accuracy.blind
@@ -24,8 +24,7 @@ def test_a_blind_index_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_few_requests_prove_nothing_and_a_doubtful_index_keeps_its_state() -> None:
-    settings = AccuracySettings(num_requests=20, min_requests=10, min_tokens=100, blind_below=0.4, seeing_above=0.6)
-    blind, seeing = IndexAccuracy(settings), IndexAccuracy(settings)
+    blind, seeing = (IndexAccuracy(window=20, min_requests=10, min_tokens=100) for _ in range(2))
     for _ in range(9):
         blind.add(predicted=100, found=0)
     assert not blind.blind
@@ -39,7 +38,7 @@ def test_few_requests_prove_nothing_and_a_doubtful_index_keeps_its_state() -> No
 
 
 def test_cold_prompts_do_not_make_the_index_blind() -> None:
-    accuracy = IndexAccuracy(AccuracySettings(num_requests=20, min_requests=10, min_tokens=100))
+    accuracy = IndexAccuracy(window=20, min_requests=10, min_tokens=100)
     for _ in range(50):
         accuracy.add(predicted=0, found=0)
     assert not accuracy.blind

@@ -11,9 +11,9 @@ from benchmarks.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.router.placement import NoWorkerError, Placement, RouteRequest
-from server.router.router import Router, RouterSettings
+from server.router.router import Router
 from server.workers.client import WorkerLost
-from server.workers.fleet import Fleet, FleetSettings, RegistryIndex
+from server.workers.fleet import Fleet, RegistryIndex
 from worker.wire import PROTOCOL_VERSION
 
 BLOCK = 16
@@ -87,13 +87,12 @@ class Fleets:
         self.clock = Clock()
         self.index = Index(self.clock)
         self.states: dict[str, WorkerState] = {}
-        self.fleet = Fleet(
-            self.index, self.fetch, FleetSettings(workers=workers), clock=self.clock, namespaces=lambda: {"m": "n"}
-        )
+        self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock, namespaces=lambda: {"m": "n"})
         self.router = Router(
             self.index,
             self.fleet,
-            RouterSettings(GatewayId("g"), policy),
+            GatewayId("g"),
+            policy=policy,
             clock=self.clock,
             rng=random.Random(1),
         )
@@ -199,7 +198,7 @@ async def test_what_a_worker_has_found_is_remembered(three: Fleets) -> None:
     for _ in range(2):  # counted once
         placement.prefill_started(200)
     assert three.router.hit_rate(worker_id) == pytest.approx(0.25)
-    assert three.router.index_state().recall == 0.0, "nothing was predicted"
+    assert three.router.index_state()["told"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
     assert three.router.hit_rate(worker_id) is None
 
@@ -430,18 +429,18 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
         assert placement.worker.worker_id == home
         assert placement.promised_tokens == 30 * BLOCK
         placement.close()
-    assert three.router.index_state().blind
+    assert three.router.index_state()["blind"]
     three.index.away = False
     await three.place(chain(1))
-    assert not three.router.index_state().blind
+    assert not three.router.index_state()["blind"]
     three.index.away = True
     three.clock.now_s += 1.0
     await three.place(chain(1))
-    assert three.router.index_state().blind
+    assert three.router.index_state()["blind"]
     three.index.away = False
     three.clock.now_s += 1.0
     await three.fleet.poll()  # nobody asks for anything, and yet it is known that the index is back
-    assert not three.router.index_state().blind
+    assert not three.router.index_state()["blind"]
 
 
 async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
@@ -523,7 +522,7 @@ def test_an_unusable_workers_argument_is_refused(target: str) -> None:
         raise WorkerLost
 
     with pytest.raises(ValueError, match="--workers"):
-        Fleet(index, fetch, FleetSettings(workers=(target,)), clock=Clock())
+        Fleet(index, fetch, targets=(target,))
 
 
 def test_an_unknown_policy_is_refused() -> None:

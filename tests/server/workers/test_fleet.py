@@ -11,7 +11,7 @@ import pytest
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import WorkerId
 from server.workers.client import WorkerClient, WorkerLost
-from server.workers.fleet import Fleet, FleetSettings
+from server.workers.fleet import Fleet
 from server.workers.networks import WorkerNetworks
 from tests.running import listening
 from tests.server.router.test_router import Fleets, Index, member
@@ -100,8 +100,9 @@ class Signed:
         self.epoch = self.member("e2", 2)
         self.answers = True
         networks = WorkerNetworks(["10.0.0.0/8"])
-        settings = FleetSettings(workers=workers, cluster_secret=b"secret", networks=networks)
-        self.fleet = Fleet(self.index, self.fetch, settings, clock=self.clock)
+        self.fleet = Fleet(
+            self.index, self.fetch, targets=workers, cluster_secret=b"secret", networks=networks, clock=self.clock
+        )
 
     def member(self, epoch: str, started_ms: int, **changes: object) -> WorkerMember:
         fields: dict[str, object] = {"url": "http://10.0.0.1:8100", "epoch_started_ms": started_ms, **changes}

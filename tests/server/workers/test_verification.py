@@ -12,7 +12,7 @@ from cache.records import WorkerLoad, WorkerMember, WorkerState, signature, sign
 from cache.types import Epoch, WorkerId
 from server.workers.client import WorkerClient, WorkerLost
 from server.workers.connection import ConnectionPool
-from server.workers.fleet import Fleet, FleetSettings, NoIndex
+from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import AddressRefusedError, WorkerNetworks
 from tests.worker.live_worker import serve
 from worker.engine.metrics import WorkerMetrics
@@ -63,7 +63,7 @@ async def test_the_fleet_takes_signed_workers_only(
 
     index = NoIndex()
     index.members = lambda: [member]  # type: ignore[method-assign]
-    fleet = Fleet(index, fetch, FleetSettings(cluster_secret=b"secret"), clock=lambda: 1.0)
+    fleet = Fleet(index, fetch, cluster_secret=b"secret", clock=lambda: 1.0)
     await fleet.poll()
     assert asked == [member.url] * accepted
     assert bool(fleet.workers()) == accepted
