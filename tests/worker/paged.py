@@ -12,9 +12,9 @@ from cache.types import BlockId
 from worker.attention.base import Attention
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.engine.step import SequenceStep, Step
+from worker.engine.step import SequenceStep
 from worker.model.load import LoadedModel
-from worker.runner.model_runner import build_batch
+from worker.runner.model_runner import attention_order, build_batch
 
 
 class PagedSequence:
@@ -62,10 +62,12 @@ class PagedModel:
     @torch.inference_mode()
     def logits(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """One forward over all steps -> (tokens of the step, vocab_size) for each."""
-        batch = build_batch(Step(steps), self._attention, self._model.device, self.block_size)
-        logits = self._model.decoder.logits(self._model.decoder.forward(batch.forward, self._attention))
-        by_index = {part.index: logits[part.first : part.stop].float() for part in batch.sequences}
-        return [by_index[index] for index in range(len(steps))]
+        order = attention_order(steps)
+        sequences = [steps[index] for index in order]
+        batch = build_batch(sequences, self._attention, self._model.device, self.block_size)
+        logits = self._model.decoder.logits(self._model.decoder.forward(batch, self._attention)).float()
+        parts = logits.split([len(sequence.token_ids) for sequence in sequences])
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
 
     def chunked(self, token_ids: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Logits of a whole sequence, computed in chunks of the given sizes, the last repeated as needed."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -90,7 +91,12 @@ class ModelRunner:
     def _compute(self, step: Step) -> _StepOutput:
         last, self._last = self._last, None
         self.cache.copy_blocks(step.copies)
-        token_ids = _followed_token_ids(step, last)
+        token_ids = None
+        if indices := [sequence.follows for sequence in step.sequences if sequence.follows is not None]:
+            assert len(indices) == len(step.sequences), "only a part of the step follows another"
+            token_ids = None if last is None else last.followed_token_ids(indices)
+            if token_ids is None:
+                raise RuntimeError("there is no step to follow")
         output = self._replay(step.sequences, token_ids) or self._forward(step, token_ids)
         if self._stream.overlaps:
             self._last = output
@@ -98,20 +104,23 @@ class ModelRunner:
 
     def _forward(self, step: Step, token_ids: Tensor | None) -> _StepOutput:
         """Run the model over any step. `token_ids` (sequences,), if given, replace those of its decodes."""
-        if not step.sequences:
-            return _StepOutput((), None, None, (), None)
-        batch = build_batch(step, self._attention, self._device, self.cache.block_size)
+        order = attention_order(step.sequences)
+        sequences = [step.sequences[index] for index in order]
+        if not sequences:
+            return _StepOutput((), (), None, None, (), None)
+        batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
         if token_ids is not None:
-            order = to_device([sequence.index for sequence in batch.sequences], torch.int64, self._device)
-            batch.forward.token_ids.copy_(token_ids[order])
-        hidden = self._decoder.forward(batch.forward, self._attention)
-        sampled = self._sample(batch, hidden)
+            batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
+        hidden = self._decoder.forward(batch, self._attention)
+        ends = list(accumulate(len(sequence.token_ids) for sequence in sequences))
+        sampled = self._sample(sequences, ends, hidden)
         return _StepOutput(
-            [(sequence.index, sequence.step) for sequence in batch.sequences],
+            order,
+            sequences,
             None if sampled is None else sampled.token_ids,
             None if sampled is None else sampled.to_host(),
-            [self._prompt_logprobs(sequence, hidden) for sequence in batch.sequences],
-            to_host(self.cache.find_extremes(batch.forward.slots)),
+            [self._prompt_logprobs(sequence, end, hidden) for sequence, end in zip(sequences, ends, strict=True)],
+            to_host(self.cache.find_extremes(batch.slots)),
         )
 
     def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> _StepOutput | None:
@@ -125,30 +134,30 @@ class ModelRunner:
         logits, slots = replayed
         sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
         extremes = to_host(self.cache.find_extremes(slots))
-        return _StepOutput(
-            list(enumerate(sequences)), sampled.token_ids, sampled.to_host(), [()] * len(sequences), extremes
-        )
+        order, logprobs = range(len(sequences)), [()] * len(sequences)
+        return _StepOutput(order, sequences, sampled.token_ids, sampled.to_host(), logprobs, extremes)
 
-    def _sample(self, batch: Batch, hidden: Tensor) -> SamplerOutput | None:
-        """Sample every row of each sequence from the logits of its last token."""
-        sampling = [sequence for sequence in batch.sequences if sequence.step.sampling_rows]
-        if not sampling:
+    def _sample(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> SamplerOutput | None:
+        """Sample every row of each sequence from the logits of its last token, before `ends`."""
+        rows = [row for sequence in sequences for row in sequence.sampling_rows]
+        if not rows:
             return None
-        if len(sampling) < len(hidden):
-            hidden = hidden[to_device([sequence.stop - 1 for sequence in sampling], torch.int64, self._device)]
+        last_tokens = [end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling_rows]
+        if len(last_tokens) < len(hidden):
+            hidden = hidden[to_device(last_tokens, torch.int64, self._device)]
         logits = self._decoder.logits(hidden)
-        rows = [row for sequence in sampling for row in sequence.step.sampling_rows]
-        if len(rows) > len(sampling):
-            sources = [source for source, sequence in enumerate(sampling) for _ in sequence.step.sampling_rows]
+        if len(rows) > len(last_tokens):
+            counts = [len(sequence.sampling_rows) for sequence in sequences if sequence.sampling_rows]
+            sources = [source for source, count in enumerate(counts) for _ in range(count)]
             logits = logits[to_device(sources, torch.int64, self._device)]
         return sample(logits, rows, self._eos_token_ids)
 
-    def _prompt_logprobs(self, sequence: BatchedSequence, hidden: Tensor) -> Sequence[LogprobRows]:
-        num_top = sequence.step.num_prompt_logprobs
+    def _prompt_logprobs(self, sequence: SequenceStep, end: int, hidden: Tensor) -> list[LogprobRows]:
+        num_top, next_ids = sequence.num_prompt_logprobs, sequence.next_token_ids
         if num_top is None:
-            return ()
-        next_ids, first = sequence.step.next_token_ids, sequence.first
-        found: list[LogprobRows] = []
+            return []
+        first = end - len(sequence.token_ids)
+        found = []
         for start in range(0, len(next_ids), _LOGPROB_ROWS):
             ids = next_ids[start : start + _LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[first + start : first + start + len(ids)])
@@ -176,46 +185,26 @@ class ModelRunner:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchedSequence:
-    """Sequence `index` of the step; its tokens are rows first..stop-1 of the batch."""
+def attention_order(sequences: Sequence[SequenceStep]) -> list[int]:
+    """Return the order that `worker.attention.base` asks for: decodes first, by context length, then chunks."""
 
-    step: SequenceStep
-    first: int
-    stop: int
-    index: int
+    def sort_key(index: int) -> tuple[bool, int]:
+        is_chunk = len(sequences[index].token_ids) > 1
+        return is_chunk, 0 if is_chunk else sequences[index].start
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The inputs of one forward."""
-
-    sequences: tuple[BatchedSequence, ...]
-    forward: ForwardBatch
+    return sorted(range(len(sequences)), key=sort_key)
 
 
-def build_batch(step: Step, attention: Attention, device: torch.device, block_size: int) -> Batch:
-    """Lay the step's sequences end to end, in the order that `worker.attention.base` asks for."""
-    order = sorted(range(len(step.sequences)), key=lambda index: _sort_key(step.sequences[index]))
-    sequences, first = [], 0
-    for index in order:
-        sequence = step.sequences[index]
-        stop = first + len(sequence.token_ids)
-        sequences.append(BatchedSequence(sequence, first, stop, index))
-        first = stop
-    parts = [batched.step for batched in sequences]
-    plan = attention.plan([_span(part, block_size) for part in parts])
-    token_ids = [token_id for part in parts for token_id in part.token_ids]
-    positions = [position for part in parts for position in range(part.start, part.start + len(part.token_ids))]
-    slots = [slot for part in parts for slot in part.slots]
+def build_batch(
+    sequences: Sequence[SequenceStep], attention: Attention, device: torch.device, block_size: int
+) -> ForwardBatch:
+    """Lay sequences, which are in order, end to end."""
+    token_ids = [token_id for part in sequences for token_id in part.token_ids]
+    positions = [position for part in sequences for position in range(part.start, part.start + len(part.token_ids))]
+    slots = [slot for part in sequences for slot in part.slots]
     tensors = to_device((token_ids, positions, slots), torch.int64, device)
-    return Batch(tuple(sequences), ForwardBatch(tensors[0], tensors[1], tensors[2], plan))
-
-
-def _sort_key(sequence: SequenceStep) -> tuple[int, int]:
-    """Sort decodes first, by context length. Chunks keep their order, as sorting is stable."""
-    is_decode = len(sequence.token_ids) == 1
-    return (0, sequence.start) if is_decode else (1, 0)
+    plan = attention.plan([_span(part, block_size) for part in sequences])
+    return ForwardBatch(tensors[0], tensors[1], tensors[2], plan)
 
 
 def _span(part: SequenceStep, block_size: int) -> Span:
@@ -234,8 +223,9 @@ def _span(part: SequenceStep, block_size: int) -> Span:
 class _StepOutput:
     """A step's output on the host, in the order of the batch."""
 
-    sequences: Sequence[tuple[int, SequenceStep]]
-    """Each with its index in the step."""
+    order: Sequence[int]
+    """The index of each sequence in the step."""
+    sequences: Sequence[SequenceStep]
     token_ids: Tensor | None
     """The sampled tokens, on the device."""
     sampled: SamplerOutput | None
@@ -243,13 +233,13 @@ class _StepOutput:
     extremes: Tensor | None
     """Of the written keys and values."""
 
-    def first_rows(self) -> dict[int, int]:
-        """Return the row of `token_ids` with the first token of each sequence, by its index in the step."""
-        rows, row = {}, 0
-        for index, sequence in self.sequences:
-            rows[index] = row
-            row += len(sequence.sampling_rows)
-        return rows
+    def followed_token_ids(self, indices: Sequence[int]) -> Tensor | None:
+        """Return the first token that each of these sequences of the step sampled, on the device."""
+        if self.token_ids is None:
+            return None
+        ends = accumulate(len(sequence.sampling_rows) for sequence in self.sequences)
+        first_rows = dict(zip(self.order, (0, *ends), strict=False))
+        return self.token_ids[to_device([first_rows[i] for i in indices], torch.int64, self.token_ids.device)]
 
     def results(self) -> list[SequenceResult]:
         """Read the tensors. Raises SamplingError, NonFiniteKV."""
@@ -257,22 +247,10 @@ class _StepOutput:
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
             raise NonFiniteKV("keys or values of the step are not finite")
         results = [SequenceResult()] * len(self.sequences)
-        for (index, sequence), logprobs in zip(self.sequences, self.prompt_logprobs, strict=True):
+        for index, sequence, logprobs in zip(self.order, self.sequences, self.prompt_logprobs, strict=True):
             sampled = tuple(next(tokens) for _ in sequence.sampling_rows)
             results[index] = SequenceResult(sampled, tuple(token for rows in logprobs for token in rows.rows()))
         return results
-
-
-def _followed_token_ids(step: Step, last: _StepOutput | None) -> Tensor | None:
-    """Return (sequences,) the tokens that the last step sampled for decodes that follow it. None: these do not."""
-    indices = [sequence.follows for sequence in step.sequences if sequence.follows is not None]
-    if not indices:
-        return None
-    assert len(indices) == len(step.sequences), "only a part of the step follows another"
-    if last is None or last.token_ids is None:
-        raise RuntimeError("there is no step to follow")
-    rows = last.first_rows()
-    return last.token_ids[to_device([rows[index] for index in indices], torch.int64, last.token_ids.device)]
 
 
 @dataclass(frozen=True, slots=True)
