@@ -18,6 +18,7 @@ from torch import Tensor
 
 from worker.device import to_device
 from worker.engine.step import SamplingRow
+from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]
 _FORBIDDEN: Final = float("-inf")
@@ -41,27 +42,13 @@ def has_rules(row: SamplingRow) -> bool:
 class TokenRules:
     """The rules of one request as tensors. Those that it does not use are None."""
 
-    __slots__ = ("_bad_words", "_biases", "_forbidden", "_prompt_ids", "_stop_ids")
+    __slots__ = ("_bad_words", "_bias", "_prompt_ids", "_stop_ids")
 
     def __init__(self, row: SamplingRow, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
         params = row.params
-        single = [word[0] for word in params.bad_words if len(word) == 1]
         longer = [word for word in params.bad_words if len(word) > 1]
         self._bad_words = _BadWords(longer) if longer else None
-        self._forbidden: Tensor | None = None
-        """(vocab_size,) bool"""
-        if params.allowed_token_ids is not None or single:
-            forbidden = np.zeros(vocab_size, dtype=np.bool_)
-            if params.allowed_token_ids is not None:
-                forbidden[:] = True
-                forbidden[_distinct(params.allowed_token_ids, vocab_size)] = False
-            forbidden[_distinct(single, vocab_size)] = True
-            self._forbidden = to_device(torch.from_numpy(forbidden), torch.bool, device)
-        self._biases: tuple[Tensor, Tensor] | None = None
-        """Distinct tokens, int64, and their biases, float32."""
-        if params.logit_bias:
-            ids, biases = _sum_by_id(params.logit_bias, vocab_size)
-            self._biases = (_ids_to_device(ids, device), to_device(torch.from_numpy(biases), torch.float32, device))
+        self._bias = _bias(params, vocab_size, device)
         self._stop_ids: Tensor | None = None
         """Tokens that are forbidden before min_tokens."""
         if params.min_tokens > 0:
@@ -80,23 +67,18 @@ class TokenRules:
         return rules
 
     def apply(self, logits: Tensor, row: SamplingRow) -> None:
-        """Change the logits (vocab_size,) of one row in place."""
-        self._forbid(logits, row)
-        self._penalise(logits, row)
-        if self._biases is not None:
-            logits.index_add_(0, *self._biases)
+        """Change the logits (vocab_size,) of one row in place. A forbidden token gets -inf.
 
-    def _forbid(self, logits: Tensor, row: SamplingRow) -> None:
-        """Set forbidden logits to -inf. min_tokens yields if it leaves no other token."""
+        min_tokens yields if it leaves no other token.
+        """
         if row.allowed is not None:
             allowed = to_device(_unpack_bits(row.allowed, len(logits)), torch.bool, logits.device)
             logits.masked_fill_(~allowed, _FORBIDDEN)
-        if self._forbidden is not None:
-            logits.masked_fill_(self._forbidden, _FORBIDDEN)
-        if self._bad_words is not None:
-            completions = self._bad_words.completions(row.output_ids)
-            if completions:
-                logits[_ids_to_device(_distinct(completions, len(logits)), logits.device)] = _FORBIDDEN
+        if self._bad_words is not None and (completions := self._bad_words.completions(row.output_ids)):
+            logits[_ids_to_device(_distinct(completions, len(logits)), logits.device)] = _FORBIDDEN
+        self._penalise(logits, row)
+        if self._bias is not None:
+            logits += self._bias
         if self._stop_ids is not None and len(row.output_ids) < row.params.min_tokens:
             kept = logits[self._stop_ids]
             logits[self._stop_ids] = _FORBIDDEN
@@ -119,6 +101,23 @@ class TokenRules:
             logits[seen] = output_logits
         if params.frequency_penalty or params.presence_penalty:
             logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
+    """Return (vocab_size,) float32: logit_bias, and -inf for tokens that are never allowed. None: neither is set."""
+    single = [word[0] for word in params.bad_words if len(word) == 1]
+    if params.allowed_token_ids is None and not single and not params.logit_bias:
+        return None
+    bias = np.zeros(vocab_size)
+    if params.allowed_token_ids is not None:
+        bias[:] = _FORBIDDEN
+        bias[_distinct(params.allowed_token_ids, vocab_size)] = 0.0
+    bias[_distinct(single, vocab_size)] = _FORBIDDEN
+    pairs: Iterable[float] = chain.from_iterable(params.logit_bias)
+    ids, values = np.fromiter(pairs, dtype=np.float64, count=2 * len(params.logit_bias)).reshape(-1, 2).T
+    inside = (ids >= 0) & (ids < vocab_size)
+    np.add.at(bias, ids[inside].astype(np.int64), values[inside])
+    return to_device(torch.from_numpy(bias), torch.float32, device)
 
 
 class _BadWords:
@@ -201,12 +200,3 @@ def _ids_to_device(ids: Ids, device: torch.device) -> Tensor:
 def _distinct(token_ids: Sequence[int], vocab_size: int) -> Ids:
     ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
     return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
-
-
-def _sum_by_id(pairs: Sequence[tuple[int, float]], vocab_size: int) -> tuple[Ids, NDArray[np.float32]]:
-    """Return the distinct ids, and the sum of each one's values."""
-    flat: Iterable[float] = chain.from_iterable(pairs)
-    both = np.fromiter(flat, dtype=np.float64, count=2 * len(pairs)).reshape(-1, 2)
-    both = both[(both[:, 0] >= 0) & (both[:, 0] < vocab_size)]
-    ids, places = np.unique(both[:, 0].astype(np.int64), return_inverse=True)
-    return ids, np.bincount(places, weights=both[:, 1], minlength=len(ids)).astype(np.float32)

@@ -20,10 +20,10 @@ MAX_COMPARED: Final = 128
 
 class _Admitted(NamedTuple):
     sequence: TokenSequence
+    num_choices: int
+    """Its first ones, which have slots."""
     num_tokens: int
     """Of its first chunk."""
-    rest: TokenSequence | None
-    """The choices for which there are no slots."""
 
 
 class BatchAdmission:
@@ -66,7 +66,7 @@ class BatchAdmission:
                     num_waiting[victim.tenant] += 1
                 load = _BatchLoad(self._running, self._allocator, self._limits)
                 for earlier in admitted:
-                    load.add(earlier.sequence)
+                    load.add(earlier.sequence, earlier.num_choices)
             num_fitting = load.num_tokens_left // sequence.request.max_total_tokens
             num_choices = min(num_choices, load.num_slots_left, num_fitting)
             if budget.left == 0 or num_choices <= 0:
@@ -74,24 +74,25 @@ class BatchAdmission:
             granted = self._allocate(sequence, budget, load)
             if granted == 0:
                 break
-            rest = sequence.split(num_choices) if num_choices < len(sequence.choices) else None
-            load.add(sequence)
+            load.add(sequence, num_choices)
             prefilling.append(sequence)
-            admitted.append(_Admitted(sequence, granted, rest))
-            if rest is None:
+            admitted.append(_Admitted(sequence, num_choices, granted))
+            if num_choices == len(sequence.choices):
                 num_waiting[sequence.tenant] -= 1
                 if not num_waiting[sequence.tenant]:
                     del num_waiting[sequence.tenant]
         if min_admitted is not None and len(admitted) < min_admitted:
-            self._undo(admitted, budget)
+            for sequence, _, num_tokens in reversed(admitted):
+                sequence.release()
+                budget.give_back(num_tokens)
             return []
         if admitted:
             plan.batch_growth_reason = self._growth_reason()
-        for sequence, num_tokens, rest in admitted:
+        for sequence, num_choices, num_tokens in admitted:
             self._waiting.remove(sequence)
             self._running.add(sequence)
-            if rest is not None:
-                self._waiting.add(rest)
+            if num_choices < len(sequence.choices):
+                self._waiting.add(sequence.split(num_choices))
             plan.add_tokens(sequence, num_tokens)
         return [sequence for sequence, _, _ in admitted]
 
@@ -144,17 +145,6 @@ class BatchAdmission:
         if self._limits.waiting_served_ratio is None:
             return "chunking"
         return "backpressure" if self._min_admitted() is not None else "wait_exceeded"
-
-    @staticmethod
-    def _undo(admitted: list[_Admitted], budget: PrefillBudget) -> None:
-        for sequence, num_tokens, rest in reversed(admitted):
-            if rest is not None:
-                sequence.merge(rest)
-            assert sequence.allocation is not None
-            sequence.allocation.free()
-            sequence.allocation = None
-            sequence.num_computed = 0
-            budget.give_back(num_tokens)
 
     # --- slots of another tenant --------------------------------------------------------------------------------------
 
@@ -280,10 +270,9 @@ class _BatchLoad:
         self.num_growth_blocks = 0
         self._total_tokens = 0
         for sequence in running:
-            self.add(sequence)
+            self.add(sequence, len(sequence.choices))
 
-    def add(self, sequence: TokenSequence) -> None:
-        num_choices = len(sequence.choices)
+    def add(self, sequence: TokenSequence, num_choices: int) -> None:
         self.num_sequences += 1
         self.num_choices += num_choices
         self.num_slots[sequence.request] = self.num_slots.get(sequence.request, 0) + num_choices

@@ -207,11 +207,6 @@ class TokenSequence:
         self.request.sequences.append(rest)
         return rest
 
-    def merge(self, rest: TokenSequence) -> None:
-        """Undo `split`."""
-        self.choices += rest.choices
-        self.request.sequences.remove(rest)
-
     def release(self) -> None:
         """Free the blocks. Tokens that are not cached have to be computed again."""
         if self.allocation is not None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 
 from cache.allocators.base import Allocator
-from cache.types import BlockId
 from worker.common.logs import about
 from worker.engine.protocol import EngineOutput, RequestKey
 from worker.engine.step import SampledToken, SequenceResult
@@ -176,7 +175,11 @@ class Scheduler:
         self._in_flight.clear()
         while self._finished_in_flight:
             self._finished_in_flight.pop().release()
-        self._preempt_holders({copy.destination for copy in copies})
+        destinations = {copy.destination for copy in copies}
+        for sequence in self.running if destinations else ():
+            assert sequence.allocation is not None
+            if not destinations.isdisjoint(sequence.allocation.block_table):
+                self._admission.preempt(sequence)
         yield from plan.by_request()
 
     def update(self, plan: StepPlan, results: Sequence[SequenceResult], now_s: float) -> list[EngineOutput]:
@@ -236,13 +239,6 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
-
-    def _preempt_holders(self, block_ids: Set[BlockId]) -> None:
-        """Preempt the sequences that hold one of these blocks."""
-        for sequence in self.running if block_ids else ():
-            assert sequence.allocation is not None
-            if not block_ids.isdisjoint(sequence.allocation.block_table):
-                self._admission.preempt(sequence)
 
     # --- after the step -----------------------------------------------------------------------------------------
 
