@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from worker.model.checkpoint import QuantisedTensor
-from worker.model.config import ModelConfig, config_from_hf
-from worker.model.llama import LlamaDecoder
+from worker.model.base import ModelFamily, QuantisedTensor
+from worker.model.config import ModelConfig
+from worker.model.huggingface import config_from_hf
 from worker.model.load import LoadedModel, LoadOptions
-from worker.model.weights import WeightLoader
+from worker.model.registry import FAMILIES
 
 _LLAMA3_ROPE: Final = {
     "rope_type": "llama3",
@@ -51,7 +51,7 @@ _STD: Final = 0.02
 
 
 class RandomCheckpoint:
-    """A `worker.model.checkpoint.Checkpoint` of no file. Its tensors are made where and as `options` want them."""
+    """A `worker.model.base.Checkpoint` of no file. Its tensors are made where and as `options` want them."""
 
     path = Path()
     revision = "random"
@@ -60,16 +60,17 @@ class RandomCheckpoint:
     def __init__(self, shape: str, options: LoadOptions) -> None:
         self.name = f"{shape} of random weights"
         self.fields: Mapping[str, Any] = {**SHAPES[shape], "tie_word_embeddings": False}
+        self.shape = self.config(FAMILIES[self.model_type])
         self._options = options
 
-    def config(self) -> ModelConfig:
-        return config_from_hf({**self.fields, "model_type": self.model_type})
+    def config(self, family: ModelFamily) -> ModelConfig:
+        return config_from_hf({**self.fields, "model_type": self.model_type}, family)
 
     def has(self, name: str) -> bool:
         return not name.endswith(".bias")
 
     def tensor(self, name: str) -> Tensor:
-        config, options = self.config(), self._options
+        config, options = self.shape, self._options
         hidden, inner = config.hidden_size, config.intermediate_size
         sizes = {
             "q_proj": (config.query_size, hidden),
@@ -97,9 +98,8 @@ class RandomCheckpoint:
 def random_model(shape: str, options: LoadOptions) -> LoadedModel:
     """One of SHAPES on its device, in the forms that a checkpoint would be loaded in."""
     checkpoint = RandomCheckpoint(shape, options)
-    config = checkpoint.config()
-    weights = WeightLoader(checkpoint, config, options).load(lambda done, total: None)
-    return LoadedModel(LlamaDecoder(config, weights), checkpoint, options)
+    decoder = FAMILIES[checkpoint.model_type].load(checkpoint, checkpoint.shape, options, lambda done, total: None)
+    return LoadedModel(decoder, checkpoint, options)
 
 
 def random_reference(shape: str, options: LoadOptions) -> Any:

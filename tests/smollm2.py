@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from worker.model.bpe import tokenizer_from_gguf
-from worker.model.checkpoint import find_checkpoint
 from worker.model.gguf import GGUFCheckpoint
+from worker.model.load import find_checkpoint
+from worker.tokenizer_bundle import tokenizer_from_gguf
 
 
 def checkpoint() -> GGUFCheckpoint:

@@ -21,9 +21,9 @@ from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.config import num_ranks_on
 from worker.device import current_device
-from worker.model.config import ModelConfig
-from worker.model.errors import ModelError, UnsupportedModel
-from worker.model.options import DTYPES
+from worker.model.config import DTYPES, ModelConfig, ModelError, UnsupportedModel
+from worker.model.load import find_checkpoint, is_hub_id
+from worker.model.registry import read_config
 from worker.runner.memory import block_bytes, free_memory_bytes
 
 NEWEST_TORCH: Final = (2, 15)
@@ -137,13 +137,11 @@ def _places(span: Span) -> range:
 
 def model(source: str) -> tuple[Finding, ModelConfig | None]:
     """The checkpoint's head. A Hugging Face id is looked up in the cache of what was fetched, not fetched."""
-    from worker.model.checkpoint import find_checkpoint, is_hub_id
-
     if is_hub_id(source) and not Path(source).expanduser().exists():
         return _hub(source), None
     try:
         checkpoint = find_checkpoint(source)
-        config = checkpoint.config()
+        config = read_config(checkpoint)
     except UnsupportedModel as error:
         found = f"{source}: {_line(error)}"
         return Finding("model", "warn", found, "it will run through transformers, and is checked at load"), None

@@ -1,29 +1,68 @@
-"""What a gateway needs of a model's tokenizer, built from the checkpoint that the worker has loaded."""
+"""The tokenizer bundle that gateways fetch, built from the checkpoint that the worker has loaded.
+
+GGUF files hold a vocabulary and merges; for byte-level BPE families they become a `tokenizers` tokenizer here.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.model.bpe import TokenType, canonical_json, tokenizer_from_gguf
-from worker.model.checkpoint import Checkpoint
-from worker.model.errors import CheckpointError
+from worker.model.base import Checkpoint
+from worker.model.config import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint, Metadata
+from worker.model.huggingface import read_json
 from worker.model.load import LoadedModel
-from worker.model.safetensors import read_json
 from worker.wire import TokenizerBundle
 
 _END_OF_TURN: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end an answer when the model's chat template writes them, whatever its file calls EOS."""
+"""Control tokens that end an answer if the chat template writes them, whatever the file calls EOS."""
+_SPLIT_ENDING: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS_AND_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LLAMA3_PATTERN: Final = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SPLIT_ENDING
+_QWEN2_PATTERN: Final = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SPLIT_ENDING
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How a family of tokenizers splits text before BPE. `pattern` None: GPT-2's own, inside ByteLevel."""
+
+    pattern: str | None
+    single_digits: bool = False
+    whole_words_first: bool = False
+    nfc: bool = False
+
+
+_FAMILIES: Final = {
+    "smollm": _Family(pattern=None, single_digits=True),
+    "gpt-2": _Family(pattern=None),
+    "llama-bpe": _Family(pattern=_LLAMA3_PATTERN, whole_words_first=True),
+    "llama3": _Family(pattern=_LLAMA3_PATTERN, whole_words_first=True),
+    "qwen2": _Family(pattern=_QWEN2_PATTERN, nfc=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The fields that make two tokenizers different."""
+    """The fields by which two tokenizers differ."""
 
     tokenizer_json: bytes
     chat_template: str | None
@@ -42,7 +81,7 @@ class _Parts:
 
 
 def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> TokenizerBundle:
-    """Raises ModelError when the checkpoint has no tokenizer that `tokenizers` can run."""
+    """Raise ModelError when the checkpoint has no tokenizer that `tokenizers` can run."""
     parts = _parts(model.checkpoint)
     return TokenizerBundle(
         fingerprint=parts.fingerprint,
@@ -113,7 +152,7 @@ def _from_folder(folder: Path) -> _Parts:
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    """generation_config.json says best; config.json is next; the tokenizer's own EOS always counts."""
+    """Take generation_config.json, else config.json, and the tokenizer's own EOS in any case."""
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         listed = _optional_json(folder / file).get("eos_token_id")
@@ -126,7 +165,7 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, or the field of tokenizer_config.json: a text, or named texts of which `default` counts."""
+    """Read chat_template.jinja, or the field of tokenizer_config.json: a text, or named texts with a `default`."""
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
@@ -137,7 +176,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _token_text(token: object) -> str | None:
-    """Special tokens are stored as a text, or as an object with its `content`."""
+    """Return the text of a special token, which is stored as a text or as an object with its `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -145,3 +184,69 @@ def _token_text(token: object) -> str | None:
 
 def _optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
+
+
+def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
+    """Build a tokenizer that encodes as the original does. With special tokens, BOS comes first if the file says so."""
+    kind, family_name = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or family_name not in _FAMILIES:
+        raise UnsupportedModel(
+            f"tokenizer {kind!r} with pre-tokenizer {family_name!r}: GGUF files are supported with gpt2-style "
+            f"tokenizers of {', '.join(sorted(_FAMILIES))}; use the model's safetensors and tokenizer.json instead"
+        )
+    family, tokens = _FAMILIES[family_name], metadata["tokenizer.ggml.tokens"]
+    tokenizer = Tokenizer(_bpe(tokens, metadata["tokenizer.ggml.merges"], family))
+    if family.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(family)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = _post_processor(metadata, tokens)
+    _add_special_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
+    return tokenizer
+
+
+def _bpe(tokens: Sequence[str], merges: Sequence[str], family: _Family) -> models.BPE:
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        raise CheckpointError("tokenizer.ggml.tokens has a token twice")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=family.whole_words_first)
+
+
+def _pre_tokenizer(family: _Family) -> pre_tokenizers.PreTokenizer:
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if family.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if family.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(family.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.pattern is None))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> processors.PostProcessor:
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    if not metadata.get("tokenizer.ggml.add_bos_token", False):
+        return byte_level
+    bos_id = int(metadata["tokenizer.ggml.bos_token_id"])
+    bos = tokens[bos_id]
+    template = processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
+    )
+    return processors.Sequence([byte_level, template])
+
+
+def _add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    special = (TokenType.CONTROL, TokenType.UNKNOWN)
+    added = [
+        AddedToken(token, special=kind in special, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in special or kind == TokenType.USER_DEFINED
+    ]
+    tokenizer.add_tokens(added)
+    if tokenizer.get_vocab_size() != len(tokens):
+        raise CheckpointError(f"the GGUF vocabulary of {len(tokens)} became {tokenizer.get_vocab_size()} tokens")
+
+
+def canonical_json(tokenizer: Tokenizer) -> bytes:
+    """Return tokenizer.json, the same bytes for the same tokenizer in every process."""
+    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")).encode()

@@ -12,7 +12,7 @@ from benchmarks.random_model import RandomCheckpoint
 from tests.tiny_model import write_tiny_model
 from tests.worker.device_streams import LateStream
 from worker.doctor import num_parameters
-from worker.model.options import LoadOptions
+from worker.model.config import LoadOptions
 from worker.runner import model_runner
 
 # Names that scripts outside of the repository read.
@@ -42,7 +42,7 @@ def test_a_shape_of_random_weights_needs_no_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine with a GPU and no network; and steps overlap, as there."""
-    monkeypatch.setattr(model_runner, "stream_of", lambda device: LateStream())
+    monkeypatch.setattr(model_runner, "default_stream", lambda device: LateStream())
     threads = torch.get_num_threads()
     arguments = ["--shape", "tiny", "--dtype", "float32", "--block-size", "32", "--json", *SMALL]
     assert engine.main(arguments) == 0
@@ -55,5 +55,5 @@ def test_a_shape_of_random_weights_needs_no_files(
 
 
 def test_the_shape_that_stands_for_a_large_model_has_its_size() -> None:
-    config = RandomCheckpoint("llama-8b", LoadOptions(dtype="bfloat16")).config()
+    config = RandomCheckpoint("llama-8b", LoadOptions(dtype="bfloat16")).shape
     assert num_parameters(config) == pytest.approx(8.03e9, rel=1e-3)

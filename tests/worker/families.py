@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family that the lean decoder runs, written by `transformers` itself."""
+"""Tiny random checkpoints of every family that the Llama decoder runs, written by `transformers` itself."""
 
 from __future__ import annotations
 

@@ -14,11 +14,10 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tests import smollm2
 from tests.tiny_model import write_tiny_model
 from tests.worker.gguf_files import train, write_tokenizer
-from worker.model.bpe import canonical_json, tokenizer_from_gguf
-from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.model.config import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
-from worker.tokenizer_bundle import build_bundle
+from worker.tokenizer_bundle import build_bundle, canonical_json, tokenizer_from_gguf
 from worker.wire import TokenizerBundle
 
 _TAUBENCH = Path(__file__).parents[1] / "data" / "taubench_airline_text_dev.jsonl.gz"

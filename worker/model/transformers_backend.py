@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.model.checkpoint import Checkpoint
-from worker.model.config import ModelConfig, RopeConfig
-from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.model.options import LoadOptions
+from worker.model.base import Checkpoint
+from worker.model.config import CheckpointError, LoadOptions, ModelConfig, RopeConfig, UnsupportedModel
 
 _NUM_CHECKED: Final = 64
 _CHECK_BLOCK: Final = 8
@@ -45,10 +43,12 @@ class _Call:
     window: int | None
 
 
-class ForeignDecoder:
-    """A `worker.model.decoder.Decoder` around a model of `transformers`."""
+class TransformersForCausalLM:
+    """A `worker.model.base.Decoder` around a model of `transformers`."""
 
     __slots__ = ("_batch", "_calls", "_head", "_kernel", "_model", "config")
+
+    is_recordable = False
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
         """Loads, probes and checks the model. Raises ModelError."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from worker.attention.base import CONTEXTS, ROWS, Attention, ForwardBatch, Span, padded
 from worker.device import to_device
 from worker.engine.step import SequenceStep
-from worker.model.decoder import Decoder
+from worker.model.base import Decoder
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]

@@ -22,7 +22,6 @@ from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
 from worker.device import DeviceStream, current_device, default_stream, to_device, to_host
 from worker.engine.step import Launch, SequenceResult, SequenceStep, Step
-from worker.model.llama import LlamaDecoder
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
@@ -178,7 +177,7 @@ class ModelRunner:
                     block_size=self.cache.block_size,
                     max_rows=max_rows,
                     max_model_len=max_model_len,
-                    record=cuda_recorder() if isinstance(model.decoder, LlamaDecoder) else rerun,
+                    record=cuda_recorder() if model.decoder.is_recordable else rerun,
                 )
         except RuntimeError as error:
             logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.worker.families import write_family
-from worker.model.checkpoint import default_model_path, digest_files, find_checkpoint, name_of_file
-from worker.model.config import config_from_hf
-from worker.model.errors import CheckpointError, ModelError, UnsupportedModel
-from worker.model.load import LoadOptions, load_model
+from worker.model.config import CheckpointError, ModelError, UnsupportedModel
+from worker.model.gguf import name_of_file
+from worker.model.huggingface import config_from_hf, digest_files
+from worker.model.load import LoadOptions, default_model_path, find_checkpoint, load_model
+from worker.model.registry import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +123,19 @@ def test_the_old_spelling_of_rope(folder: Path) -> None:
     new = {**raw, "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}
     del raw["rope_parameters"]
     old = {**raw, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    assert config_from_hf(new).rope == config_from_hf(old).rope
-    assert config_from_hf(old).rope.original_max_len == 256
+    family = FAMILIES["llama"]
+    assert config_from_hf(new, family).rope == config_from_hf(old, family).rope
+    assert config_from_hf(old, family).rope.original_max_len == 256
 
 
 def test_layer_types_win_over_max_window_layers(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     qwen = {**raw, "model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
-    assert config_from_hf(qwen).sliding_windows == (None, 7, 7)
+    family = FAMILIES["qwen2"]
+    assert config_from_hf(qwen, family).sliding_windows == (None, 7, 7)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert config_from_hf({**qwen, "layer_types": kinds}).sliding_windows == (7, None, 7)
-    assert config_from_hf({**qwen, "use_sliding_window": False}).sliding_windows == ()
+    assert config_from_hf({**qwen, "layer_types": kinds}, family).sliding_windows == (7, None, 7)
+    assert config_from_hf({**qwen, "use_sliding_window": False}, family).sliding_windows == ()
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("weights", "squeezed")])

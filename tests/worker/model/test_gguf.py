@@ -10,9 +10,10 @@ import torch
 from tests.worker.families import write_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
-from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.model.gguf import GGUFCheckpoint, gguf_name
+from worker.model.config import CheckpointError, UnsupportedModel
+from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadOptions, load_model
+from worker.model.registry import read_config
 from worker.model.rope import rope_table
 
 IDS = [5, 17, 3, 98, 41, 41, 7, 60, 2, 2, 33, 12]
@@ -61,7 +62,7 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     assert factors.max() > 1.5
     write_gguf(tmp_path / "model.gguf", reference, "llama", rope_factors=factors)
     checkpoint = GGUFCheckpoint(tmp_path / "model.gguf")
-    config = checkpoint.config()
+    config = read_config(checkpoint)
     table = rope_table(config.rope, config.head_dim, 256, checkpoint.rope_factors())
     want = rope_table(hf.config.rope, hf.config.head_dim, 256)
     torch.testing.assert_close(table, want, rtol=0, atol=1e-4)
@@ -79,9 +80,13 @@ def test_equal_files_have_equal_revisions(tmp_path: Path) -> None:
     assert a.name == "m"
 
 
-def test_names() -> None:
-    assert gguf_name("model.layers.13.self_attn.q_norm.weight") == "blk.13.attn_q_norm.weight"
-    assert gguf_name("lm_head.weight") == "output.weight"
+def test_a_missing_tensor_has_its_name_in_the_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", write_family("qwen3", tmp_path / "hf"), "qwen3")
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    assert checkpoint.has("model.layers.1.self_attn.q_norm.weight")
+    assert not checkpoint.has("model.layers.1.nonesuch.weight")
+    with pytest.raises(CheckpointError, match=r"blk\.1\.attn_q\.bias"):
+        checkpoint.tensor("model.layers.1.self_attn.q_proj.bias")
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The lean decoder against `transformers`, for every family, however the tokens are cut and batched."""
+"""The Llama decoder against `transformers`, for every family, however the tokens are cut and batched."""
 
 from __future__ import annotations
 

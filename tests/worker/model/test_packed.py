@@ -12,11 +12,10 @@ import torch
 from tests.worker.families import write_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
-from worker.model.checkpoint import QuantisedTensor
-from worker.model.errors import UnsupportedModel
-from worker.model.linear import DenseLinear
+from worker.model.base import QuantisedTensor
+from worker.model.config import UnsupportedModel
+from worker.model.linear import DenseLinear, PackedLinear, is_packable
 from worker.model.load import LoadOptions, load_model
-from worker.model.packed import PackedLinear, is_packable
 
 
 def quantised(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[QuantisedTensor, torch.Tensor]:

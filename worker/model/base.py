@@ -1,0 +1,91 @@
+"""The interfaces of the model folder: what a checkpoint gives, what a decoder does, what makes a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from worker.attention.base import Attention, ForwardBatch
+from worker.model.config import LoadOptions, ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (layers loaded, layers in all) while a model loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedTensor:
+    """The stored blocks of a quantised matrix: `data` (rows, bytes of a row) uint8, rows in Hugging Face's order."""
+
+    kind: str
+    data: np.ndarray
+    shape: tuple[int, int]
+
+
+class Checkpoint(Protocol):
+    """Weights by their Hugging Face names, whatever the file format. Tensors are read when asked for."""
+
+    @property
+    def path(self) -> Path:
+        """The GGUF file, or the folder of a Hugging Face checkpoint."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def revision(self) -> str:
+        """A commit, or a digest of the files: equal files have equal revisions on every machine."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    def config(self, family: ModelFamily) -> ModelConfig:
+        """Read the shape of the decoder. Raise ModelError."""
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor, dequantised. Raise CheckpointError when there is none of this name."""
+
+    def quantised(self, name: str) -> QuantisedTensor | None:
+        """Read the stored blocks of a matrix. None: it is not quantised."""
+
+    def rope_factors(self) -> Tensor | None:
+        """Return (head_dim / 2) divisors of the rotary frequencies if the file has them (GGUF of Llama 3)."""
+
+
+class Decoder(Protocol):
+    """A causal language model over a paged KV cache: tensors in, tensors out. It never sees a request."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a CUDA graph can record it: it does nothing on the host that a replay would not repeat."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one forward and its logits read."""
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+        """Return the normalised hidden state after the last layer, (num_tokens, hidden_size)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(rows, hidden_size) -> (rows, vocab_size), in the model's dtype"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """Models with one decoder. What their files do not say about them stands here."""
+
+    load: Callable[[Checkpoint, ModelConfig, LoadOptions, Progress], Decoder]
+    """Build the decoder. Raise ModelError."""
+    qk_norm: bool = False
+    """Queries and keys are normed per head."""
+    optional_window: bool = False
+    """A sliding window counts with `use_sliding_window` alone, from layer `max_window_layers` on."""

@@ -1,0 +1,198 @@
+"""Hugging Face checkpoints: a folder with config.json and safetensors files, which are memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from worker.model.base import ModelFamily, QuantisedTensor
+from worker.model.config import CheckpointError, ModelConfig, RopeConfig, UnsupportedModel
+
+_INDEX: Final = "model.safetensors.index.json"
+_SAMPLES: Final = 256
+_SAMPLE_BYTES: Final = 4096
+
+
+class SafetensorsCheckpoint:
+    """A `worker.model.base.Checkpoint` over a folder."""
+
+    __slots__ = ("_files", "_opened", "_raw", "name", "path", "revision")
+
+    def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
+        self.path = path
+        self.name = name or path.resolve().name
+        self._raw = read_json(path / "config.json")
+        if "auto_map" in self._raw and not self._raw.get("model_type"):
+            raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
+        self._files = _files_by_tensor(path)
+        self._opened: dict[Path, Any] = {}
+        self.revision = revision or digest_files([path / "config.json", *set(self._files.values())])
+
+    @property
+    def model_type(self) -> str:
+        return str(self._raw.get("model_type"))
+
+    def config(self, family: ModelFamily) -> ModelConfig:
+        return config_from_hf(self._raw, family)
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str) -> Tensor:
+        if (file := self._files.get(name)) is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        try:
+            tensor: Tensor = self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: {error}") from error
+        return tensor
+
+    def quantised(self, name: str) -> QuantisedTensor | None:
+        return None
+
+    def rope_factors(self) -> Tensor | None:
+        return None
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file. Raise CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """Return 32 hex digits from names, sizes and evenly spread samples: constant time, however large the files are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(paths, key=lambda path: path.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for offset in sorted({max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _files_by_tensor(path: Path) -> dict[str, Path]:
+    if (index := path / _INDEX).is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index} has no weight_map")
+        files = {path / str(file) for file in weight_map.values()}
+        if any(file.parent != path for file in files):
+            raise CheckpointError(f"{index} names a file outside of its folder")
+        if missing := sorted(file.name for file in files if not file.is_file()):
+            raise CheckpointError(f"{path} lacks {missing[0]} ({len(missing)} of {len(files)} files are missing)")
+        return {str(name): path / str(file) for name, file in weight_map.items()}
+    files = set(path.glob("*.safetensors"))
+    if not files:
+        hint = " (there are pickled weights, which are never loaded)" if list(path.glob("*.bin")) else ""
+        raise CheckpointError(f"{path} has no *.safetensors files{hint}")
+    return {name: file for file in sorted(files) for name in _tensor_names(file)}
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
+    """Read a parsed config.json. Raise ModelError."""
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedModel(f"hidden_act {activation!r} of a {raw['model_type']} model; only silu is known")
+    if "quantization_config" in raw:
+        raise UnsupportedModel("quantization_config: quantised safetensors are not supported; use GGUF instead")
+    try:
+        num_heads = int(raw["num_attention_heads"])
+        max_len = int(raw["max_position_embeddings"])
+        num_layers = int(raw["num_hidden_layers"])
+        return ModelConfig(
+            model_type=str(raw["model_type"]),
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // num_heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=_rope(raw, max_len),
+            max_model_len=max_len,
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=family.qk_norm,
+            sliding_windows=_sliding_windows(raw, num_layers, family),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"config.json has no field {error.args[0]!r}") from error
+    except TypeError as error:
+        raise CheckpointError(f"config.json: {error}") from error
+
+
+def _rope(raw: Mapping[str, Any], max_len: int) -> RopeConfig:
+    """Read both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling`."""
+    fields = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if fields.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel("rope_parameters.partial_rotary_factor other than 1 is not known for this family")
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        raise UnsupportedModel("rope_parameters.mscale is not known for this family")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=float(fields["factor"]))
+    original = int(fields.get("original_max_position_embeddings") or max_len)
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            kind="llama3",
+            factor=float(fields["factor"]),
+            original_max_len=original,
+            low_freq_factor=float(fields["low_freq_factor"]),
+            high_freq_factor=float(fields["high_freq_factor"]),
+        )
+    if kind == "yarn":
+        attention_factor = fields.get("attention_factor")
+        return RopeConfig(
+            theta=theta,
+            kind="yarn",
+            factor=float(fields.get("factor") or max_len / original),
+            original_max_len=original,
+            beta_fast=float(fields.get("beta_fast") or 32),
+            beta_slow=float(fields.get("beta_slow") or 1),
+            attention_factor=None if attention_factor is None else float(attention_factor),
+            truncate=bool(fields.get("truncate", True)),
+        )
+    raise UnsupportedModel(f"rope type {kind!r}: only default, linear, llama3 and yarn are known")
+
+
+def _sliding_windows(raw: Mapping[str, Any], num_layers: int, family: ModelFamily) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if window is None or (family.optional_window and not raw.get("use_sliding_window", False)):
+        return ()
+    window = int(window)
+    if (layer_types := raw.get("layer_types")) is not None:
+        if len(layer_types) != num_layers:
+            raise CheckpointError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    first = int(raw.get("max_window_layers", 28)) if family.optional_window else 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
