@@ -1,4 +1,4 @@
-"""`headstart bench cache`: what the paged cache's bookkeeping costs a request, beside the hashing of its blocks.
+"""`headstart bench cache`: the cost of the paged cache's bookkeeping for a request, and of hashing its blocks.
 
 A request is looked up, allocated and released, with its hashes computed before, as a worker does it. Pools are full of
 findable blocks, so what a request finds is spread over memory and what it takes must evict. Every figure is the best
@@ -70,7 +70,7 @@ def serve(allocator: HashAllocator, request: Request) -> None:
 
 
 def hold_and_release(allocator: HashAllocator, request: Request) -> None:
-    """What is measured: lookup, allocation and release."""
+    """Seconds of one round: lookup, allocation and release."""
     allocation = allocator.allocate(len(request.token_ids), request.token_ids, BlockHash(b""), hashes=request.hashes)
     assert allocation is not None
     allocation.free()
@@ -108,7 +108,7 @@ def hit_ns(allocator: HashAllocator, num_prompts: int, workload: Workload, round
     before = allocator.stats().hit_tokens
     value = ns_per_block(
         rounds,
-        # The latest three quarters: what a hit takes beside its prefix evicts the oldest.
+        # The latest three quarters: what a hit takes besides its prefix evicts the oldest.
         lambda: [workload.request(choose.randrange(num_prompts // 4, num_prompts)) for _ in range(REQUESTS_PER_ROUND)],
         lambda request: hold_and_release(allocator, request),
         workload.prompt_blocks,
@@ -119,7 +119,7 @@ def hit_ns(allocator: HashAllocator, num_prompts: int, workload: Workload, round
 
 
 def miss_ns(allocator: HashAllocator, workload: Workload, rounds: int) -> float:
-    """Prompts that nobody has seen: every block that they take is evicted."""
+    """Return new prompts: every block that they take is evicted."""
     numbers = iter(range(1_000_000, 2_000_000))
     before = allocator.stats()
 

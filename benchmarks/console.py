@@ -1,4 +1,4 @@
-"""`headstart bench console`: what a dashboard that somebody looks at costs the gateway and the browser.
+"""`headstart bench console`: what an open dashboard costs the gateway and the browser.
 
 One real gateway on one core; Redis, 64 registered workers without a model, the load and a real Chromium on the other.
 The load is the same all the time; the page is open in every other phase, and what it costs is the difference.
@@ -44,9 +44,9 @@ class Tab:
     """One page as it is after the measurement."""
 
     private_bytes: int
-    """Of the page's own process: what would be free without it."""
+    """Private memory of the page's own process."""
     heap_bytes: int
-    """Of its JavaScript."""
+    """JavaScript heap of the page."""
     num_nodes: int
 
 

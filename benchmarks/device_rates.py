@@ -1,4 +1,4 @@
-"""What a device can do at best, measured: bytes of memory moved a second, and operations of a matrix product."""
+"""Measure what a device can do at best: bytes of memory moved a second, and operations of a matrix product."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`headstart bench engine`: the scheduler and the runner on one device, without HTTP, beside `transformers`.
+"""`headstart bench engine`: the scheduler and the runner on one device, without HTTP, against `transformers`.
 
 The floor is the time that the model's fused weights take in matrix-vector products alone, warm, in the same process:
 what a decode step of one sequence cannot go below by scheduling or kernels around the products. Weights that lie in a
 better layout, or in fewer bits, can. Rounds of floor, step and packed step alternate, and the best of each counts: on
-a busy machine that is what they would take undisturbed. Decode is also set against the rate at which the device copies
-memory, and prefill against that of a large matrix product, both measured in the same run.
+a busy machine that is what they would take undisturbed. Decode is also compared
+with the device's copy rate of memory, and prefill with its rate of a large matrix product, both of the same run.
 
 A GPU without the network: `headstart bench engine --shape llama-8b --device cuda`.
 """
@@ -61,7 +61,7 @@ class Engine:
         )
         self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, ())
         self._num_requests = 0
-        self._flights: deque[tuple[StepPlan, Launch[list[SequenceResult]]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Launch[list[SequenceResult]]]] = deque()
 
     @property
     def steps_in_a_row(self) -> int:
@@ -88,25 +88,25 @@ class Engine:
         self._scheduler.submit(new_request(wire, key, arrival_s=0.0, aging_s=30.0, constraints={}))
 
     def step(self) -> int | None:
-        """Tokens that came out of one step; None when there was nothing to do. On a device that computes beside this
+        """Return the tokens of one step; None when there was nothing to do. On a device that computes next to this
         thread the next step is launched first, where the worker would."""
         now_s = time.monotonic()
-        if not self._flights:
+        if not self._in_flight:
             if (plan := self._scheduler.schedule(now_s)) is None:
                 return None
             self._launch(plan)
         if (
             self._runner.overlaps
-            and len(self._flights) == 1
+            and len(self._in_flight) == 1
             and (ahead := self._scheduler.schedule_ahead()) is not None
         ):
             self._launch(ahead)
-        plan, launch = self._flights.popleft()
+        plan, launch = self._in_flight.popleft()
         outputs = self._scheduler.update(plan, launch.collect(), now_s)
         return sum(len(output.frame.token_ids) for output in outputs if isinstance(output.frame, Tokens))
 
     def _launch(self, plan: StepPlan) -> None:
-        self._flights.append((plan, self._runner.launch(plan.step())))
+        self._in_flight.append((plan, self._runner.launch(plan.step())))
 
     def drain(self) -> int:
         """Step until all is done -> tokens that came out."""
@@ -199,7 +199,7 @@ def _reference(model: LoadedModel, options: argparse.Namespace) -> Any:
 
 
 def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
-    """Of what the device can do at best: a decode that only reads the weights, a prefill of nothing but products."""
+    """Compare with the device's best: a decode that only reads the weights, a prefill of products alone."""
     config, on_gpu = model.config, model.device.type == "cuda"
     bytes_per_s, flops_per_s = memory_rate(model.device), matrix_rate(model.device, model.dtype)
     read_s = model.decoder.weight_bytes / bytes_per_s

@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bench:
-    """What all measurements share."""
+    """Settings that all measurements share."""
 
     site: Site
     sizes: Sizes
@@ -70,7 +70,7 @@ class Bench:
 
 
 Started = AbstractContextManager[str]
-"""A front that runs meanwhile; its URL."""
+"""A running server; entering it gives its URL."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,7 +103,7 @@ async def _measure(stack: ExitStack, sizes: Sizes, peers: Path | None) -> list[F
 
 
 def _fronts(bench: Bench, stub: str) -> list[tuple[str, Started]]:
-    """What stands before the stub, by what its figures begin with: ours first, then the bare proxy and the peers."""
+    """Return the servers before the stub with the prefix of their figures: ours, the bare proxy, the peers."""
     fronts: list[tuple[str, Started]] = [
         ("", gateway_server(stub, bench.site.gateway_core, bench.site.redis)),
         ("proxy_", proxy_server(stub, bench.site.gateway_core)),
@@ -214,12 +214,12 @@ async def _slow_readers(bench: Bench) -> list[Figure]:
         for stream in streams:
             stream.close()
     assert not rates[-1].num_lost, "a stream has ended"
-    alone, beside = rates
+    alone, with_slow = rates
     note = f"{NUM_STREAMS - NUM_SLOW} streams beside {NUM_SLOW} of a byte a second, over those without"
     per_slow = (grown[1] - grown[0]) / NUM_SLOW
     return [
-        Figure("slow_readers_others_tokens_per_s", beside.per_s, "1/s", f"of {alone.per_s:,.0f} without them"),
-        Figure("slow_readers_others_ratio", beside.per_s / alone.per_s, "x", note, ">= 0.97"),
+        Figure("slow_readers_others_tokens_per_s", with_slow.per_s, "1/s", f"of {alone.per_s:,.0f} without them"),
+        Figure("slow_readers_others_ratio", with_slow.per_s / alone.per_s, "x", note, ">= 0.97"),
         Figure("slow_readers_bytes_each", per_slow, "B", f"grown in {seconds:.0f} s, over that without", "<= 65536"),
     ]
 

@@ -1,4 +1,4 @@
-"""`headstart bench index`: what a decision costs on a real Redis, beside PING and the peers' schemas.
+"""`headstart bench index`: the cost of a decision on a real Redis, against PING and the peers' schemas.
 
 A private `redis-server` is started on loopback TCP. The lookup is measured on the four patterns of `index_load.fleet`,
 and the worst counts.

@@ -1,8 +1,8 @@
-"""`headstart bench limits`: what single requests cost that are within every limit, each at the worst of its fields.
+"""`headstart bench limits`: the cost of single requests within every limit, each at the worst of its fields.
 
 A real gateway and a real worker with the model of `headstart serve`, each a process of its own; one request at a time.
-A case passes when the gateway grew by at most twice the body and 64 MB, its loop was never held for 100 ms, no step
-took a second longer than the longest without such a request, and the worker lives.
+A case passes within four bounds. The gateway grows by at most twice the body and 64 MB. Its loop is never held for
+100 ms. No step takes a second longer than the longest without such a request. The worker lives.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Measured:
     seconds: float
 
     def failures(self, base_step_s: float) -> list[str]:
-        """What is above its bound."""
+        """Return the figures above their bounds."""
         found = {
             "memory": self.grown_bytes > 2 * self.body_bytes + SPARE_BYTES,
             "loop": self.loop_s >= MAX_LOOP_S,

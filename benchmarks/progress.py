@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far a long run is; nothing where nobody watches."""
+"""One line on a terminal that says how far a long run is; silent without a terminal."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     headstart bench replay trace.jsonl.gz --url A --url B --rate 2 --html r.html    two servers, open loop, a report
     headstart bench replay chats/ --policies headstart round_robin              two policies, each on a fresh `serve`
 
-A source is a file or a folder of conversations in OpenAI's message format (.json or .jsonl, .gz too), or one of the
-published traces that name blocks by id. Every server gets the same requests: the recorded answers, not its own, are
-the history of the next turn.
+A source is a file or a folder of conversations in OpenAI's message format (.json or .jsonl, .gz too). It may also be a
+published trace that names blocks by id. Every server gets the same requests: recorded answers, not its own, are the
+history of the next turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every bench prints: a table for people, a plot on request, and one JSON object on the last line for programs.
+"""Print a bench's results: a table for people, a plot on request, and one JSON object on the last line for programs.
 
 figures = [Figure("hit_ns_per_block", 312.0, "ns", "8,192 tokens found cached", goal="<= 0.6 x hash")]
 options = option_parser("cache", "What it measures").parse_args(argv)
@@ -40,7 +40,7 @@ class Report:
     bench: str
     figures: Sequence[Figure]
     env: Mapping[str, object] = field(default_factory=dict)
-    """What else the figures depend on: sizes, repetitions, versions."""
+    """Sizes, repetitions and versions that the figures depend on."""
 
 
 def option_parser(bench: str, description: str) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""`headstart bench route`: every policy on recorded workloads, in simulated time, beside the bound of one shared cache.
+"""`headstart bench route`: every policy on recorded workloads in simulated time, against the bound of one shared cache.
 
 The router, the allocator and the index are the real code; the engine is a model (`benchmarks.simulation.engine`). A
 cell is a workload, a cache size and a number of workers:
@@ -120,7 +120,7 @@ def processes(num_jobs: int) -> ProcessPoolExecutor:
 
 
 def execute_all(runs: Sequence[Run], num_jobs: int) -> dict[tuple[str, str], list[Outcome]]:
-    """Every run, several at a time, with a progress line when somebody watches."""
+    """Yield every run, several at a time, with a progress line on a terminal."""
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     progress = Progress(len(runs))
     with processes(num_jobs) as pool:

@@ -1,4 +1,4 @@
-"""What holds for every test, however and wherever it is started."""
+"""Settings of every test, however and wherever it is started."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def newest_redis() -> str:
 
 @cache
 def has_tls(binary: str) -> bool:
-    """Whether it was built with TLS.
+    """Return whether it was built with TLS.
 
     It is asked by a command line that no server starts from: the first option that it does not know is in its answer.
     """

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 HANG_S: Final = 120.0
-"""What has not come by now never comes. No bound in a test is tighter: how fast the machine is decides nothing."""
+"""Bound of every wait in a test. No bound is tighter, so the machine's speed decides nothing."""
 
 
 async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = HANG_S) -> None:

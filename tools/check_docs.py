@@ -106,7 +106,7 @@ def said(source: str) -> Iterator[tuple[int, str]]:
 
 
 def names_in(source: str) -> set[str]:
-    """What code calls things; texts do not count."""
+    """Return the names in code, without texts."""
     return {
         token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.NAME
     }
@@ -129,7 +129,7 @@ def has_section(page: str, title: str) -> bool:
 
 
 def dead_references(file: Path, names: set[str]) -> Iterator[tuple[int, str]]:
-    """What the docstrings and comments of a module name that is not there."""
+    """Yield what a module's docstrings and comments name and what does not exist."""
     for number, text in said(file.read_text(encoding="utf-8")):
         found = {
             f'{page} has no section "{title}"' for page, title in SECTION.findall(text) if not has_section(page, title)

@@ -93,7 +93,7 @@ def row(action: argparse.Action) -> str:
 
 
 def is_default(text: str, action: argparse.Action) -> bool:
-    """Whether a closing parenthesis of a help text tells the default: by its word, or by the value itself."""
+    """Return whether a help text's closing parenthesis names the default, by its word or by the value itself."""
     inner = text.strip().strip("()")
     if inner.startswith("default") or inner == str(action.default):
         return True

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 SLOW_INTERVAL_S: Final = 1.0
 """Between two bytes that a slow reader takes."""
 _TOKEN: Final = b" the"
-"""What every token of the stub's says: several ready at once come as one event, so events would not tell."""
+"""Text of each of the stub's tokens: several ready at once come as one event, so events cannot be counted."""
 
 
 class Stream(asyncio.Protocol):

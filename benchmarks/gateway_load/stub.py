@@ -36,7 +36,7 @@ from worker.wire import (
 )
 
 PUBLISH_S: Final = 0.1
-"""Of one worker. Sixty-four share the process, and publish once a second."""
+"""Interval of one worker's publishes. Sixty-four workers share the process."""
 TOKEN_ID: Final = 260  # " the" in SmolLM2's vocabulary, as its OpenAI twin says
 _CHUNKED: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n"
 _PLAIN: Final = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n%b"
@@ -57,7 +57,7 @@ _EVENT: Final = (
 
 
 class Worker:
-    """What all connections share."""
+    """State that all connections share."""
 
     def __init__(self, bundle: TokenizerBundle, pace_s: float, *, tells_cached: bool = False) -> None:
         """`tells_cached`: hash each prompt to answer what is held of it, which takes time before the answer."""

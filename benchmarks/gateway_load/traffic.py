@@ -1,4 +1,4 @@
-"""What the gateway's bench asks: prompts of a given length in tokens, each with another text."""
+"""Requests of the gateway's bench: prompts of a given length in tokens, each with another text."""
 
 from __future__ import annotations
 

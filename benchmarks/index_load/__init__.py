@@ -1,1 +1,1 @@
-"""What `headstart bench index` measures."""
+"""The measurements of `headstart bench index`."""

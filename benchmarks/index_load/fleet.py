@@ -3,7 +3,7 @@
     three    3 workers match, the others nothing        head    all hold block 0 and no more
     shared   all share 64 blocks                        deep    all match deep, each differently from its neighbour
 
-Beside them `random`: all match deep, at lengths that have nothing to do with each other: no search hint helps there.
+Also `random`: all match deep, at lengths that have nothing to do with each other: no search hint helps there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.wire import PROTOCOL_VERSION
 
 PATTERNS: Final = ("three", "head", "shared", "deep")
 OTHER_BLOCKS: Final = 200
-"""Blocks a worker holds beside those of the prompt."""
+"""Blocks a worker holds besides those of the prompt."""
 LOAD: Final = WorkerLoad({GatewayId("gateway-1"): 1.5, GatewayId("gateway-2"): 0.25}, 1000.0, 8000.0, 5, 3, 900, 2000)
 SECRET: Final = b"cluster secret"
 """Entries are signed, as those of `headstart serve` are."""
@@ -73,7 +73,7 @@ def member_of(number: int) -> WorkerMember:
 
 
 def state_of(member: WorkerMember, batch: int) -> bytes:
-    """What the worker writes at its publish number `batch`."""
+    """Return what the worker writes at its publish number `batch`."""
     state = encode_state(member, LOAD, generation=1, batch=batch, deadline_ms=FAR_MS, written_ms=1, num_entries=9)
     return SIGNER.sign_state(member.worker_id, state)
 

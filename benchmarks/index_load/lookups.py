@@ -1,4 +1,4 @@
-"""What a lookup costs, beside PING, in a decision, and on a Redis that is busy."""
+"""Measure a lookup: against PING, within a decision, and on a busy Redis."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from cache.redis_index.client import RedisClient, pack
 
 
 async def measure_peers(client: RedisClient, num_workers: int, num_blocks: int) -> dict[str, Timing]:
-    """What others keep in Redis, all workers holding all blocks: read in one pipeline and decoded to matches."""
+    """Time lookups in what other routers keep in Redis, all workers holding all blocks: one pipeline, decoded."""
     blocks = [os.urandom(8) for _ in range(num_blocks)]
     fields = [json.dumps({"pod": f"10.0.0.{n}:8000", "tier": "gpu", "speculative": False}) for n in range(num_workers)]
     await client.call(("FLUSHALL",), timeout_s=30)

@@ -1,4 +1,4 @@
-"""What publishing costs."""
+"""Measure publishing."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _count(event: dict[str, Any], outcome: Outcome) -> None:
 
 
 async def first_model(url: str, api_key: str) -> str:
-    """What the server serves. Raises AnswerError."""
+    """Return the name of the served model. Raises AnswerError."""
     headers = {"authorization": f"Bearer {api_key}"}
     try:
         async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{url}/v1/models") as response:

@@ -61,7 +61,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def figures(runs: Sequence[Run], objective: Objective) -> list[Figure]:
-    """Of each run, then of every later one against the first."""
+    """Return the table of each run, then of every later one against the first."""
     listed = [figure for run in runs for figure in _of_run(run, objective)]
     for run in runs[1:]:
         listed += _ratios(runs[0], run)

@@ -1,7 +1,7 @@
-"""What to send: conversations in OpenAI's message format, or traces that give lengths and block ids alone.
+"""Load what to send: conversations in OpenAI's message format, or traces that give lengths and block ids alone.
 
-A trace without text gets some: a block id stands for as many single letters as the block has tokens, chosen by the id,
-so that equal prefixes are equal text and different ones differ. A letter after a space is one token in most tokenizers.
+A trace without text gets some: for each block as many single letters as it has tokens, chosen by its id. So equal
+prefixes are equal text, and different ones differ. A letter after a space is one token in most tokenizers.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Shape:
     min_turns: int = 1
     """Shorter conversations are left out."""
     max_turns: int | None = None
-    """Of each conversation, as many are played."""
+    """Turns of each conversation to play."""
     token_scale: float = 1.0
-    """Of prompts and answers of traces without text."""
+    """Scale of prompt and answer lengths, for traces without text."""
 
 
 def load(source: Path, shape: Shape) -> list[Conversation]:

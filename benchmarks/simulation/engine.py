@@ -1,4 +1,4 @@
-"""The simulated worker: FIFO, one prefill at a time, decodes beside it, and the real allocator as its KV cache.
+"""The simulated worker: FIFO, one prefill at a time with decodes next to it, and the real allocator as its KV cache.
 
     prefill   (10 ms + uncached tokens / rate), 1 % slower per decoding request
     decode    output tokens x (12 ms + 0.25 ms x batch)
@@ -54,7 +54,7 @@ class Job:
     started_s: float = 0.0
     prefill_s: float = 0.0
     left_s: float = 0.0
-    """Of `prefill_s`, at a worker that shares itself out."""
+    """Part of `prefill_s` that is left, at a worker that shares its time."""
 
 
 @dataclass(slots=True, eq=False)

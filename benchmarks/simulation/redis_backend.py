@@ -1,7 +1,7 @@
 """The replay's index on a real Redis: every publish and every lookup of simulated time goes through the real client.
 
 The answers are those of the in-memory index, so a replay gives the same figures with both; what it shows is that the
-shared index, not only its model, carries them. Redis' own clock runs on meanwhile, so leases are made to last.
+shared index, not only its model, carries them. Redis' own clock runs in real time, so leases are long.
 """
 
 from __future__ import annotations

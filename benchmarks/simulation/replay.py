@@ -43,7 +43,7 @@ class ReplaySettings:
     """One pool of the same total size, seen by every worker: the bound."""
     tracker: TrackerSettings = field(default_factory=TrackerSettings)
     unscored_share: float = 0.1
-    """Of the requests, the first ones, which meet cold caches."""
+    """Share of the first requests, which meet cold caches, to leave out."""
     seed: int = 0
     shared_engine: bool = False
     """Workers share themselves out as ours do, instead of one prefill after the other."""

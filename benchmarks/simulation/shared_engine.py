@@ -1,7 +1,8 @@
 """The simulated worker with our scheduler's order: half of it to the oldest prefill, half to the shortest other.
 
-What `worker.scheduler` does in chunks of a step, flowing: every request begins at once, and while several prefills run
-the oldest has half of the worker and the one with the least left the other half. All else is as in `engine`.
+`worker.scheduler` does this in chunks of a step, the simulation in continuous time: every request begins at once. Of
+several prefills the oldest has half of the worker, and the one with the least left the other half. All else is as in
+`engine`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The recorded workloads, as requests whose blocks are already hashed.
 
 Most traces name blocks by id, not by content; where there is text, its blocks get ids too. One id becomes one token of
-a block of one token, so that the real hash chain and the real allocator work on it; sizes in tokens stay beside it.
+a block of one token, so that the real hash chain and allocator work on it; sizes in tokens are kept next to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REST: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """`block_ids` stand for the prompt's full blocks and, last, for the rest of it, which nobody shares."""
+    """`block_ids` stand for the prompt's full blocks and, last, for its unshared rest."""
 
     number: int
     num_prompt_tokens: int
@@ -40,7 +40,7 @@ class TraceRequest:
     chain: Sequence[BlockHash]
     """The hash of every entry of `block_ids`."""
     hashes: Sequence[BlockHash]
-    """Of the full blocks alone: what a router sees."""
+    """Hashes of the full blocks alone, which a router sees."""
 
 
 def _request(number: int, num_prompt_tokens: int, num_output_tokens: int, full_blocks: list[int]) -> TraceRequest:
@@ -65,7 +65,7 @@ class Workload:
     num_requests: int
     num_distinct_blocks: int
     prefill_tokens_per_s: float
-    """Of one worker, as the reference simulation chose it for this workload."""
+    """Blocks of one worker's pool, as the reference simulation chose them for this workload."""
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -93,8 +93,10 @@ class ConversationTrace:
         self._num_distinct = len(distinct)
 
     def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
-        """Arrivals are spread evenly within their 3 s buckets, then the clock is scaled to `load` = gross input
-        tokens over what the fleet can prefill."""
+        """Return the requests with arrivals spread within their 3 s buckets, and the clock scaled to `load`.
+
+        `load` is gross input tokens over what the fleet can prefill.
+        """
         rng = random.Random(seed)
         times_s = [time_s + rng.uniform(0.0, _BUCKET_S) for time_s in self._times_s]
         num_tokens = sum(request.num_prompt_tokens for request in self._requests)

@@ -1,4 +1,4 @@
-"""The gateway's bench: whom it measures beside the gateway."""
+"""The gateway's bench measures peers next to the gateway."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The dashboard and the chat page in a real Chromium, over a real `headstart serve`.
 
-`make test-browser ARGS="--screenshots docs/images"` writes the pictures of the docs anew.
+`make test-browser ARGS="--screenshots docs/images"` writes the pictures of the docs again.
 """
 
 from __future__ import annotations

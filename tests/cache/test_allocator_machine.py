@@ -1,8 +1,8 @@
 """Every allocator against a simulated KV memory: random sequences, forks, steps that fail, evictions and resets.
 
-A slot of the memory holds what a real KV entry depends on, the tenant and all tokens up to its own. So a block that is
-found under a wrong prefix, written while it is shared, or taken while somebody needs it shows as a wrong entry. The
-vocabulary has two tokens, so that prefixes collide, and the pool is small, so that nearly everything gets evicted.
+A slot of the memory holds what a real KV entry depends on: the tenant and all tokens up to its own. A block that is
+found under a wrong prefix, written while shared, or taken while in use shows as a wrong entry. The vocabulary has two
+tokens, so prefixes collide; the pool is small, so nearly everything gets evicted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TENANT = st.sampled_from((TENANTS[0], TENANTS[0], TENANTS[0], TENANTS[1]))
 DEEP_STEPS = 200_000
 
 KV = tuple[BlockHash, tuple[int, ...]]
-"""What a KV entry is computed from."""
+"""All that a KV entry is computed from."""
 
 
 @dataclass(eq=False)

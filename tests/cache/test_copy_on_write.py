@@ -64,7 +64,7 @@ def test_the_first_write_into_a_shared_block_copies_it(kind: PrefixCache) -> Non
 
 
 @KINDS
-def test_room_that_nobody_wrote_is_replaced_without_a_copy(kind: PrefixCache) -> None:
+def test_unwritten_room_is_replaced_without_a_copy(kind: PrefixCache) -> None:
     allocator = make_allocator(kind, 12, 4)
     allocation = allocator.allocate(12, range(4), ROOT)
     assert allocation is not None

@@ -30,7 +30,7 @@ def smollm2() -> Iterator[Serve]:
 
 
 def run(command: list[str], folder: Path | None = None, **env: str) -> str:
-    """What the program printed; it may leave things in `folder`. Asserts that it succeeded."""
+    """Run a program in `folder`, assert that it succeeds, and return its output."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "*"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=540, cwd=folder, env=os.environ | quiet | env

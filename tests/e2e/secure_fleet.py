@@ -19,11 +19,11 @@ from tests.waiting import HANG_S
 from worker.wire import gateway_token
 
 WORKER_NAME: Final = "workers.headstart.test"
-"""What the workers' certificate is for: they share it, as pods of a StatefulSet do."""
+"""Name in the workers' certificate: they share it, as pods of a StatefulSet do."""
 
 
 class SecureFleet(Fleet):
-    """Of one gateway."""
+    """Open files of one gateway."""
 
     def __init__(self, folder: Path, model: Path, *tenants: str, worker_args: tuple[str, ...] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)

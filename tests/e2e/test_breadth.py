@@ -59,7 +59,7 @@ async def send_mutated(serve: Serve, *, num_bodies: int, seed: int) -> None:
             for path, data in bodies:
                 async with session.post(serve.url + path, data=data, headers=JSON) as response:
                     answered = check_answer(response.status, await response.read(), data)
-                num_ok += answered  # not in a statement that awaits: others count meanwhile
+                num_ok += answered  # not in a statement that awaits: other tasks count too
 
         async with asyncio.TaskGroup() as clients:
             for _ in range(NUM_AT_ONCE):
@@ -88,8 +88,10 @@ def ok(serve: Serve, path: str, body: dict[str, Any]) -> Any:
 
 
 def cold(body: dict[str, Any]) -> dict[str, Any]:
-    """With nothing of it cached: what is drawn from a random model's flat logits may turn on their last bits, and these
-    on how much of the prompt is computed at once."""
+    """Return the body with a salt of its own, so that nothing of it is cached.
+
+    A sample from a random model's flat logits depends on their last bits, and those on the prefill's chunks.
+    """
     return body | {"cache_salt": secrets.token_hex(8)}
 
 

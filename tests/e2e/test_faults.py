@@ -1,4 +1,4 @@
-"""What the main job survives: Redis gone and back, a worker killed. On a tiny model, with real processes."""
+"""The main job survives Redis gone and back, and a worker killed. A tiny model, real processes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_redis_killed_and_restarted_under_load(serve: Serve, model: str) -> None
 
 
 def _is_prefix_routed(serve: Serve, model: str) -> bool:
-    """Whether a later turn is promised its prefix by the index and finds it."""
+    """Return whether the index promises a later turn its prefix, and the turn finds it."""
     marker = f"{time.monotonic()} "
     first, second = long_conversation(1), long_conversation(2)
     for messages in (first, second):
@@ -149,7 +149,7 @@ def _serves(port: int) -> bool:
 
 
 def test_every_child_is_gone_within_five_seconds() -> None:
-    """What a stop may take at most: workers and gateway are killed after the one, then Redis after the other."""
+    """Bounds of a stop: workers and gateway are killed after the first, Redis after the second."""
     assert DRAIN_GRACE_S < STOP_GRACE_S
     assert STOP_GRACE_S + REDIS_GRACE_S < 5.0
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from tests.faults.client import ask_all, completion
-from tests.faults.forged_redis import beside_a_forger, hits, secret_cluster
+from tests.faults.forged_redis import hits, secret_cluster, with_a_forger
 from tests.faults.part import metrics, wait_until
 
 
@@ -17,7 +17,7 @@ def displaced(url: str) -> float:
 
 async def test_a_moment_with_a_forger(tmp_path: Path, tiny_model: Path) -> None:
     with secret_cluster(tmp_path, tiny_model, static_workers=False) as cluster:
-        await beside_a_forger(cluster, random.Random(1), 5.0, 40)
+        await with_a_forger(cluster, random.Random(1), 5.0, 40)
 
 
 async def test_two_fleets_with_other_secrets_and_equal_names_share_a_redis(tmp_path: Path, tiny_model: Path) -> None:

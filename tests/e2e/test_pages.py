@@ -1,6 +1,6 @@
-"""Every command that README and docs show is run: here against a live server, or by the test named beside it.
+"""Every command that README and docs show is run: here against a live server, or by the test named next to it.
 
-A new command in a page fails this test until somebody says how it is run.
+A new command in a page fails this test until `COVERED` says how it is run.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ TO_FIND: Final = {
     "wire types": "msgpack",
     "SSE format": "data: ",
 }
-"""What a reader of the README alone must find, and a word that the code named there has."""
+"""Topics that a reader of the README must find, each with a word of the code named there."""
 
 
 @pytest.mark.parametrize(("topic", "word"), TO_FIND.items())

@@ -1,4 +1,4 @@
-"""Two tenants of one fleet of real processes: neither sees the other's cache, and nobody else their text."""
+"""Two tenants of one fleet of real processes: neither sees the other's cache, and no third party sees their text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prompt_ids(fleet: SecureFleet, prompt: str = PROMPT) -> list[int]:
 
 
 def entries(fleet: SecureFleet, salt: bytes, token_ids: Sequence[int]) -> list[bytes]:
-    """What Redis would hold for these tokens under a salt."""
+    """Return what Redis would hold for these tokens under a salt."""
     b = unpack(fleet.ask_worker(fleet.workers[0], "/bundle"), TokenizerBundle)
     root = Namespace(b.model, b.revision, b.fingerprint, b.block_size).root(salt=salt)
     return [bytes(index_entry(link)) for link in hash_chain(root, token_ids, b.block_size)]
@@ -110,7 +110,7 @@ def block_sets(redis: Redis) -> list[bytes]:
     return [keys.blocks(worker_id, state.epoch, state.generation) for worker_id, state in states.items()]
 
 
-def test_a_tenant_finds_its_own_prompts_and_nobody_elses(fleet: SecureFleet) -> None:
+def test_a_tenant_finds_only_its_own_prompts(fleet: SecureFleet) -> None:
     assert cached_tokens(fleet.post("one", completion())) == 0
     assert cached_tokens(fleet.post("one", completion())) > 0.9 * len(prompt_ids(fleet)) - 16
     assert cached_tokens(fleet.post("two", completion())) == 0

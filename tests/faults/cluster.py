@@ -17,12 +17,12 @@ from tests.redis_server import RedisServer, newest_redis
 
 START_TIMEOUT_S: Final = 240.0
 NUM_BLOCKS: Final = 8192
-"""Of a worker's pool, unless a test says otherwise: 64 MiB."""
+"""Blocks of a worker's pool unless a test says otherwise: 64 MiB."""
 
 
 @dataclass
 class Topology:
-    """What a fleet is made of."""
+    """The parts of a fleet."""
 
     num_workers: int = 2
     num_gateways: int = 1
@@ -32,7 +32,7 @@ class Topology:
     redis: bool = True
     """Started with the fleet; without it the tests may start it later."""
     static_workers: bool = True
-    """Gateways are told the workers' addresses, too."""
+    """Pass the workers' addresses to gateways, too."""
     redis_ports: tuple[int | None, int | None] = (None, None)
     """Where gateways and workers look for Redis, when that is not its own port: a proxy."""
     advertise: dict[int, int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Cluster(Fleet):
     # --- invariants -------------------------------------------------------------------------------------------------
 
     def census(self) -> dict[str, int]:
-        """What each living part holds open: file descriptors and asyncio tasks."""
+        """Return what each living part holds open: file descriptors and asyncio tasks."""
         counts: dict[str, int] = {}
         for part in self.parts:
             if part.poll() is not None:
@@ -99,7 +99,7 @@ class Cluster(Fleet):
         return counts
 
     def quiet(self) -> str:
-        """What is not at rest, or "": blocks that are neither free nor cached, requests, counters, bookings."""
+        """Return what is not at rest, or "": blocks neither free nor cached, requests, counters, load."""
         for worker in self.workers:
             if worker.poll() is not None:
                 continue

@@ -1,4 +1,4 @@
-"""A fleet with a cluster secret beside somebody who writes to its Redis without it."""
+"""A fleet with a cluster secret, and a forger who writes to its Redis without it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def hits(cluster: Cluster, prompts: list[str]) -> list[int]:
     return [int(outcome.headers["x-headstart-cached-tokens"]) for outcome in outcomes]
 
 
-async def beside_a_forger(cluster: Cluster, rng: random.Random, duration_s: float, num_requests: int) -> None:
-    """Send requests, streamed and not, while somebody forges: none may fail, and afterwards hits are as before."""
+async def with_a_forger(cluster: Cluster, rng: random.Random, duration_s: float, num_requests: int) -> None:
+    """Send requests, streamed and not, while entries are forged: none may fail, and afterwards hits are as before."""
     prompts = [f"Conversation {number}. " + "One two three four five six seven. " * 12 for number in range(6)]
     await hits(cluster, prompts)
     purge(cluster)

@@ -1,4 +1,4 @@
-"""Somebody who may write to Redis and does not know the cluster secret."""
+"""A forger: it may write to Redis and does not know the cluster secret."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Forger:
         self._as_one(("DEL", key := self._rng.choice([*self._seen, KEYS.version])), ("RPUSH", key, b"x"))
 
     def _poison_set(self) -> None:
-        """Blocks that nobody holds in a worker's set, or none at all."""
+        """Put blocks that no worker holds into a worker's set, or empty it."""
         keys = sorted(self._store.scan_iter(b"{headstart:0}:b:*"))
         if keys:
             key = self._rng.choice(keys)

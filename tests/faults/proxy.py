@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to bytes on their way. Directions: up is to the server, down is to the client."""
+    """Faults of bytes on their way. Directions: up is to the server, down is to the client."""
 
     delay_s: float = 0.0
     """Each chunk comes so much later, each way."""

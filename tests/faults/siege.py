@@ -1,4 +1,4 @@
-"""A gateway under attack: what health and memory do meanwhile, and hand-written bytes to attack it with."""
+"""A gateway under attack: watch its health and memory, and send hand-written bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WATCH_INTERVAL_S: Final = 0.05
 
 @dataclass
 class Watched:
-    """What was seen during a siege."""
+    """Observations during a siege."""
 
     latencies_s: list[float] = field(default_factory=list)
     most_bytes: int = 0

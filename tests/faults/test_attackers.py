@@ -112,7 +112,7 @@ async def test_a_head_without_end(start: bytes, cluster: Cluster, siege: Watched
 
 @pytest.mark.parametrize("size", [1, 65536])
 async def test_a_chunked_body_without_end(size: int, cluster: Cluster, siege: Watched) -> None:
-    """Of one-byte chunks or of large ones, with a key and without."""
+    """Send one-byte chunks or large ones, with a key and without."""
     chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
     piece = chunk * max(1, 65536 // len(chunk))
 
@@ -281,7 +281,7 @@ GRAMMARS: Final = grammars()
 
 @pytest.mark.parametrize("name", [*GRAMMARS, "regex", "choices"])
 async def test_grammars_that_blow_up(name: str, cluster: Cluster, siege: Watched) -> None:
-    """They may be refused or run; nobody else notices."""
+    """They may be refused or run; no other client notices."""
     fields: dict[str, Any]
     if name == "regex":
         fields = {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}(b|c|d)*" + "(x+x+)+y" * 50}}
@@ -297,7 +297,7 @@ async def test_grammars_that_blow_up(name: str, cluster: Cluster, siege: Watched
     assert cluster.workers[0].poll() is None
 
 
-async def test_keys_are_not_told_by_time(cluster: Cluster, rng: random.Random) -> None:
+async def test_response_times_leak_no_keys(cluster: Cluster, rng: random.Random) -> None:
     """A key that is nearly right, one that is all wrong, one of another length: the same 401 after the same time."""
     almost = KEY[:-1] + ("0" if KEY[-1] != "0" else "1")
     guesses = {"almost": almost, "wrong": "zz" + KEY[2:][::-1], "short": "x", "long": KEY + "x" * 200}

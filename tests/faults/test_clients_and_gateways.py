@@ -170,7 +170,7 @@ async def test_row_15_disconnect_storm(cluster: Cluster, rng: random.Random) -> 
 
 @pytest.mark.parametrize("log", ["full disk", "blocked pipe"])
 async def test_row_18_logs_that_cannot_be_written(tmp_path: Path, model: Path, rng: random.Random, log: str) -> None:
-    """stderr and stdout lead to a full disk, or to a pipe that is full and that nobody reads: requests are served."""
+    """stderr and stdout lead to a full disk, or to a full pipe without a reader: requests are served."""
     cluster = Cluster(tmp_path, model, Topology(num_workers=1, worker_args=["--log-level", "debug"]))
     reader, writer = os.pipe()
     if log == "blocked pipe":
@@ -281,7 +281,7 @@ def free_port() -> int:
         return port
 
 
-def test_outcomes_that_differ_are_told_apart() -> None:
+def test_different_outcomes_compare_unequal() -> None:
     """The harness itself: a token that comes twice, or an end without [DONE], is no equal outcome."""
     whole = Outcome(status=200, done=True, choices={0: ChoiceText("ab", [1, 2])})
     assert whole.same_as(Outcome(status=200, done=True, choices={0: ChoiceText("ab", [1, 2])}))

@@ -99,7 +99,7 @@ async def test_row_20_ten_rolling_restarts_of_all_parts(cluster: Cluster, rng: r
 
 
 async def test_row_20_streams_longer_than_the_grace(cluster: Cluster, rng: random.Random) -> None:
-    """A worker hands over what does not fit its grace, and nobody notices; a gateway ends its own, and says so."""
+    """A worker hands over what does not fit its grace, unnoticed; a gateway ends its own streams with an error."""
     body = completion("a very long answer", max_tokens=1200)
     async with session() as http:
         reference = await ask(http, cluster.gateway.url, body)

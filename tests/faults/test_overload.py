@@ -34,7 +34,7 @@ PEAK_S = 15.0
 OVERLOAD_S = 60.0
 FACTOR = 10
 WEAK_SHARE = 0.25
-"""Of the peak: what the weak tenant asks for, less than its half."""
+"""Share of the peak that the weak tenant asks for: less than its half."""
 NUM_RETRIES = 2
 BUSY_SHARE = 0.05
 """A gateway that waits so much for a core shares the machine with others: then the median alone tells of it."""
@@ -71,7 +71,7 @@ class Tenant:
     """The time at which each ended, on the monotonic clock."""
     num_requests: int = 0
     leaving: bool = False
-    """Nobody tries again any more."""
+    """No client tries again any more."""
 
     async def request(self, num_tokens: int = 0) -> Outcome:
         """As the openai package does: tried again twice, after Retry-After or a back-off of its own."""
@@ -113,7 +113,7 @@ class Tenant:
         return sum(outcome.ok for _, outcome in self.attempts)
 
     def tokens_per_s(self, begin_s: float, end_s: float) -> float:
-        """Of answers that were whole and in time, and ended in this time."""
+        """Tokens/s of answers that were whole and in time, and ended within these seconds."""
         good = [o for at_s, o in self.attempts if begin_s <= at_s < end_s and o.ok and o.took_s <= GOOD_S]
         return sum(outcome.num_tokens for outcome in good) / (end_s - begin_s)
 
@@ -123,8 +123,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 async def test_row_16_ten_times_overload(cluster: Cluster, rng: random.Random) -> None:
-    """Goodput stays at the peak, who is rejected hears it at once and when to come again, a tenant within its share
-    does not notice the other, and latency is normal again within five seconds."""
+    """Goodput stays at the peak, and rejections are quick and say when to retry.
+
+    A tenant within its share does not notice the other. Latency is normal again within five seconds.
+    """
     url = cluster.gateway.url
     gc.freeze()  # this process has torch: a full collection takes longer than a rejection may
     async with session(keep_alive=True) as http:

@@ -164,7 +164,7 @@ async def warm_hit(cluster: Cluster, rng: random.Random) -> int:
 
 
 def test_row_1_down_at_the_start(tmp_path: Path, model: Path, rng: random.Random) -> None:
-    """A gateway that was told of workers serves without Redis, and finds it when it comes."""
+    """A gateway with `--workers` serves without Redis, and finds it when it comes."""
     with Cluster(tmp_path, model, Topology(redis=False, num_workers=1)) as cluster:
         with Stream(cluster.gateway.url, rng) as stream:
             assert statuses(stream.more(5)) == {200}

@@ -36,7 +36,7 @@ SAMPLE_INTERVAL_S = 5.0
 LONG_S = 600.0
 GROWTH = 0.02
 SHORT_GROWTH = 0.20
-"""Of a run too short for pools, caches and the allocator's arenas to have filled by its second third."""
+"""Allowed growth of a run too short for pools, caches and arenas to have filled by its second third."""
 SET_TTL_S = 120.0
 """After which the set of a dead epoch has ended."""
 

@@ -51,7 +51,7 @@ def assert_culprit(outcome: Outcome) -> None:
 
 
 async def poisoned_among(cluster: Cluster, rng: random.Random) -> tuple[Outcome, list[Outcome], list[Outcome]]:
-    """The culprit's outcome amid streams that run, and theirs beside those of an undisturbed run."""
+    """Return the culprit's outcome amid running streams, and theirs with those of an undisturbed run."""
     asked = plain(rng, 12, max_tokens=60)
     reference = await ask_all(cluster.gateway.url, asked)
     running = asyncio.create_task(ask_all(cluster.gateway.url, asked))
@@ -97,7 +97,7 @@ async def test_row_9_a_device_that_breaks_for_good(tmp_path: Path, model: Path, 
 
 
 async def test_row_19_a_request_that_kills_the_process(tmp_path: Path, model: Path, rng: random.Random) -> None:
-    """Nobody can say who it was when the first worker dies; the second death has one culprit, and there is no third."""
+    """The first worker's death has no sure culprit; the second has one, and there is no third."""
     with fleet("kill", tmp_path, model, num_workers=3) as cluster:
         culprit, outcomes, reference = await poisoned_among(cluster, rng)
         assert_culprit(culprit)

@@ -55,7 +55,7 @@ def random_body(rng: random.Random, kind: dict[str, Any] | None = None) -> dict[
 
 
 def requests(rng: random.Random) -> list[dict[str, Any]]:
-    """Of every kind the same number, in random order."""
+    """Return the same number of each kind, in random order."""
     asked = [random_body(rng, KINDS[number % len(KINDS)]) for number in range(NUM_STREAMS)]
     rng.shuffle(asked)
     return asked

@@ -89,7 +89,7 @@ async def test_row_7_killed_mid_stream(cluster: Cluster, rng: random.Random) -> 
 
 
 async def test_row_7_killed_mid_stream_without_another_worker(cluster: Cluster, rng: random.Random) -> None:
-    """Nobody can take over: an error event within a second, never an end that looks whole."""
+    """No worker can take over: an error event within a second, never an end that looks whole."""
     other = cluster.workers[1]
     other.kill()
     wait_until(lambda: cluster.gateway.num_ready() == 1)

@@ -30,10 +30,10 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What a test adds to a worker's runner."""
+    """Faults that a test adds to a worker's runner."""
 
     step_s: float = 0.0
-    """A step takes so long at least, as on a device that computes beside this machine's cores."""
+    """Shortest duration of a step, as on a device other than this machine's cores."""
     poison_token: int | None = None
     """A step with this token in it fails, as said by `poison`."""
     poison: str = "raise"

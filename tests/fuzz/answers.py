@@ -10,7 +10,7 @@ from typing import cast
 
 
 class Answers:
-    """What stands in `bodies` comes with status 200, what stands in `raw` comes as it is, all else with 404."""
+    """Serve `bodies` with status 200, `raw` as it is, and all else with 404."""
 
     def __init__(self) -> None:
         self.url = ""

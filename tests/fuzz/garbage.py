@@ -99,7 +99,7 @@ ANSWERS: Final = [
     b"HTTP/9.9 200\r\n\r\n",
     b"HTTP/1.1 302 Found\r\nlocation: http://a..b:80/\r\ncontent-length: 0\r\n\r\n",
 ]
-"""Of a worker's HTTP side."""
+"""Paths of a worker's HTTP side."""
 
 
 def _odd(rng: random.Random) -> Any:
@@ -251,7 +251,7 @@ def changed_bytes(rng: random.Random, genuine: bytes) -> bytes:
 
 
 def anything(rng: random.Random) -> bytes:
-    """Of no form at all."""
+    """Return bytes of no form at all."""
     depth = rng.choice(DEPTHS)
     return rng.choice(
         [
@@ -280,7 +280,7 @@ def anything(rng: random.Random) -> bytes:
 
 
 def name(rng: random.Random) -> bytes:
-    """Of a field where a worker's id is due."""
+    """Return a name for a field where a worker's id belongs."""
     return rng.choice(
         [b"", b"\xff\xfe", b"*", b"x" * 128, b"x" * 129, b"x" * 10_000, b"}", b"a b", b"\x00", "ü".encode()]
         + [b"ghost"] * 10

@@ -29,7 +29,7 @@ from server.workers.client import WorkerLost
 SEED: Final = int(os.environ.get("FUZZ_SEED", "1"))
 CASE: Final = os.environ.get("FUZZ_CASE")
 CASES_PER_LANE: Final = 25
-"""Then the lane is built anew, so that a case has not too long a history."""
+"""Cases until the lane is rebuilt, which bounds a case's history."""
 MAX_FAILURES: Final = int(os.environ.get("FUZZ_FAILURES", "12"))
 """More are mostly the same."""
 CASE_TIMEOUT_S: Final = 120.0
@@ -38,14 +38,14 @@ _PRODUCT: Final = tuple(str(_ROOT / name) + os.sep for name in ("cache", "server
 
 _current: ContextVar[str] = ContextVar("case", default="no case")
 _ended: ContextVar[list[str]] = ContextVar("ended")
-"""What tasks of this lane have ended with: nobody may have looked at it yet."""
+"""Exceptions with which tasks of this lane ended, maybe unobserved."""
 
 
 class Lane(Protocol):
-    """What one case after the other is run on."""
+    """A rig that runs one case after the other."""
 
     notes: list[str]
-    """What the case has done so far, for the report."""
+    """The case's actions so far, for the report."""
 
     async def case(self, rng: random.Random) -> None:
         """Raises whatever is wrong."""
@@ -68,8 +68,8 @@ class Failures:
         self.counts[signature] = self.counts.get(signature, 0) + 1
         if signature not in self.first:
             trace = "".join(traceback.format_exception(error)[-12:])
-            told = "\n".join(f"  {note}" for note in notes)
-            self.first[signature] = f"seed {self.seed} {case}\n{told}\n{trace}"
+            report = "\n".join(f"  {note}" for note in notes)
+            self.first[signature] = f"seed {self.seed} {case}\n{report}\n{trace}"
 
     @property
     def many(self) -> bool:
@@ -183,7 +183,7 @@ def _place(error: BaseException) -> str:
 
 
 def _numeric(host: Any, port: Any, **options: Any) -> list[Any]:
-    """`socket.getaddrinfo` of addresses alone: it objects to names as the real one does, and asks nobody for them."""
+    """`socket.getaddrinfo` of addresses alone: it rejects names as the real one does, without asking a server."""
     options["flags"] = options.get("flags", 0) | socket.AI_NUMERICHOST
     return socket.getaddrinfo(host, port, **options)
 

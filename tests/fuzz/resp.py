@@ -229,7 +229,7 @@ ACTS: Final = (
 
 @dataclass
 class Fault:
-    """What happens to the next `times` replies to `command`."""
+    """Spoil the next `times` replies to `command`."""
 
     command: str
     """Or "*", any; or IDLE."""
@@ -243,7 +243,7 @@ class Fault:
 
 
 def random_data(rng: random.Random) -> bytes:
-    """Instead of a reply, or beside it."""
+    """Send it instead of a reply, or in addition."""
     roll = rng.random()
     if roll < 0.35:
         return pack(random_value(rng))
@@ -257,7 +257,7 @@ def random_data(rng: random.Random) -> bytes:
 
 
 def random_fault(rng: random.Random) -> Fault:
-    """Of whatever is answered next."""
+    """Spoil the next reply, whatever it is."""
     return Fault("*", rng.choice(ACTS), random_data(rng), rng.choice([1, 1, 2, 20]), rng.randrange(2**32))
 
 
@@ -319,7 +319,7 @@ class Proxy:
 
 
 class Connection(asyncio.Protocol):
-    """Of one client, with one of its own to the server."""
+    """One client's connection, with its own to the server."""
 
     def __init__(self, proxy: Proxy, server: str) -> None:
         self._proxy = proxy
@@ -333,7 +333,7 @@ class Connection(asyncio.Protocol):
         self._kept = b""
         """A reply that comes after the next one."""
         self._queue: list[bytes] | None = None
-        """What waits behind a reply that is delayed."""
+        """Send what waits behind a delayed reply."""
         self._opening: asyncio.Task[Any] | None = None
         self._silent = False
 

@@ -80,7 +80,7 @@ BUNDLE: Final = tiny_bundle()
 
 
 def member(name: str, url: str, **changes: Any) -> WorkerMember:
-    """Of a worker that serves MODEL, not signed."""
+    """Return the unsigned member of a worker that serves MODEL."""
     fields: dict[str, Any] = {
         "worker_id": WorkerId(name),
         "epoch": Epoch(f"e-{os.urandom(6).hex()}"),
@@ -96,7 +96,7 @@ def member(name: str, url: str, **changes: Any) -> WorkerMember:
 
 
 def record_of(own: WorkerMember, prefix: str, secret: bytes) -> bytes:
-    """What the worker itself would write into the registry."""
+    """Return what the worker itself would write into the registry."""
     return Signer(secret, prefix, 0).sign_member(own.worker_id, schema.encode_member(own))
 
 
@@ -204,7 +204,7 @@ class Gateway:
         return f"{known} members {self.index.members()} counts {self.counts}"
 
     async def report(self) -> None:
-        """What `headstart index` and GET /index say."""
+        """Return what `headstart index` and GET /index say."""
         try:
             entries = await self.index.entries()
         except RedisDownError:
@@ -215,7 +215,7 @@ class Gateway:
 
 
 def check_candidate(candidate: Candidate, num_blocks: int) -> None:
-    """What a router reckons with is of its type, and finite."""
+    """Assert that all a router computes with has its type and is finite."""
     matched = candidate.matched_blocks
     assert type(matched) is int, f"a match of {matched!r:.80} blocks of {num_blocks}"
     assert 0 <= matched <= num_blocks, f"a match of {matched!r:.80} blocks of {num_blocks}"

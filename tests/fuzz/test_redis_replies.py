@@ -58,7 +58,7 @@ MUST_REACH: Final = (
     *(f"gateway counts {event}" for event in ("invalid", "timeout", "down", "skipped", "breaker_opened")),
     *(f"publisher counts {event}" for event in ("invalid", "refused", "rewritten")),
 )
-"""What every run does at least once, or it proves less than it says."""
+"""Actions that every run must take at least once."""
 _numbers = count()
 _reached: Counter[str] = Counter()
 """By all runs of this process."""

@@ -1,6 +1,6 @@
 """Whatever stands in Redis, and whatever a registered address answers: nothing ends, and the healthy are served.
 
-Every key that gateways and workers read gets values of every kind, beside two real publishers and a real gateway's
+Every key that gateways and workers read gets values of every kind. Two real publishers run next to a real gateway's
 index, fleet, router and models. A worker whose own entries were not touched stays a candidate all the time, with a
 cluster secret also one whose entries were. What is ignored is counted, and afterwards the index is as before.
 """
@@ -350,7 +350,7 @@ class ValuesLane:
             self._make(key, kind)
 
     def wrong_type(self, rng: random.Random, target: Worker) -> None:
-        """Of all members or all states: the workers write theirs again once it is gone."""
+        """Replace all members or all states: the workers write theirs again once it is gone."""
         key = rng.choice([self.keys.members, self.keys.states])
         self._make(key, rng.choice([*HASH_TYPES, "none"]))
         self.undo.append(("DEL", key))
@@ -367,7 +367,7 @@ class ValuesLane:
         self.ignored.append((key, b"crowd-0", value))
 
     def answer(self, rng: random.Random, target: Worker) -> None:
-        """What a known address says of itself."""
+        """Set what a known address says of itself."""
         own = self._ghost(rng, {"url": rng.choice([*garbage.UNDIALLABLE, self.ghost.url]), "model": f"m{rng.random()}"})
         state = pack(WorkerState(own, WorkerLoad()))
         kind = rng.randrange(6)

@@ -1,4 +1,4 @@
-"""What every test here needs: the tools of `make test-k8s`, and the chart rendered once per set of values."""
+"""Fixtures of all tests here: the tools of `make test-k8s`, and the chart rendered once per set of values."""
 
 from __future__ import annotations
 

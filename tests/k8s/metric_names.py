@@ -30,7 +30,7 @@ def names_in_scrape(text: str) -> set[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """Of metrics; labels stand in braces, or behind by, on and the like."""
+    """Return names of metrics; labels stand in braces, or after by, on and the like."""
     return set(_NAME.findall(_LABELS.sub("", expression)))
 
 

@@ -1,4 +1,4 @@
-"""What the chart renders, run by podman: images from the shipped Dockerfile, pods as containers on one network.
+"""Run what the chart renders by podman: images from the shipped Dockerfile, pods as containers on one network.
 
 No cluster is here, so this plays the kubelet's part as far as it goes: arguments, environment, files from Secrets and
 ConfigMaps, empty volumes, uid, capabilities, read-only root, memory limit, init containers, preStop and SIGTERM. Names

@@ -85,7 +85,7 @@ def test_the_openai_client_is_answered(fleet: Fleet) -> None:
 
 
 def test_both_gateways_share_the_index_through_redis(fleet: Fleet) -> None:
-    """What one gateway has sent to a worker, the other finds there: with the chart's users, which have few rights."""
+    """A prefix sent by one gateway is found by the other, with the chart's users, which have few rights."""
     prompt = "A story that only the first gateway has heard so far, " * 8
     answers = []
     for gateway in (fleet.gateways[0], fleet.gateways[1], fleet.gateways[1]):
@@ -209,7 +209,7 @@ def test_every_metric_that_the_chart_names_is_in_a_live_scrape(fleet: Fleet) -> 
 
 
 def test_promtool_accepts_the_metrics(fleet: Fleet) -> None:
-    """Of the names that others have fixed, with their colons, it can say nothing good."""
+    """Skip names that others have fixed, with their colons, which promtool rejects."""
     for text in (scrape(fleet.gateways[0], "ops"), scrape(fleet.workers[0], "worker")):
         own = "".join(line for line in text.splitlines(keepends=True) if "vllm:" not in line)
         done = call("promtool", "check", "metrics", input=own)

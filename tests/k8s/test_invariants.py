@@ -1,4 +1,4 @@
-"""What no schema checks: that the parts of a release fit each other, over every set of values."""
+"""The parts of a release fit each other, over every set of values. No schema checks that."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXTERNAL = {
     "sentinel": {"Secret/redis"},
     "cluster-tls": {"Secret/redis", "Secret/redis-ca"},
 }
-"""What a set of values says that somebody else creates."""
+"""Objects that a set of values expects from outside the chart."""
 
 
 def selects(selector: Document, pod: Document) -> bool:

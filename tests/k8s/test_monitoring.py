@@ -107,7 +107,7 @@ def test_every_metric_that_is_asked_for_is_declared() -> None:
 
 
 def test_every_declared_metric_is_shown_or_known_to_be_for_others() -> None:
-    """What nobody looks at is not worth its series."""
+    """Every metric has a panel or an alert, or it is not worth its series."""
     for_others = {f"vllm:{name}" for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")}
     for_others |= {"vllm:cache_config_info"}
     shown = names_in_dashboard() | names_in_alerts()

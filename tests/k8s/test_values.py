@@ -42,7 +42,7 @@ def default_of(path: str) -> Any:
 
 
 def strangers(values: dict[str, Any], path: str = "") -> Iterator[str]:
-    """What stands in values.yaml and not in the schema."""
+    """Return the keys of values.yaml that the schema lacks."""
     for key, value in values.items():
         here = f"{path}{key}"
         if here not in NODES:

@@ -255,7 +255,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bad_input_is_told_before_any_200(worker: ScriptedWorker, stream: bool) -> None:
+async def test_bad_input_is_logged_before_any_200(worker: ScriptedWorker, stream: bool) -> None:
     async with gateway(worker) as target:
         for body, param, status in BAD:
             if isinstance(body, dict):

@@ -211,7 +211,7 @@ async def test_paced_work_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert at_once(work("c")) == "c"
 
 
-async def test_the_loops_delay_is_told_once() -> None:
+async def test_the_loops_delay_is_logged_once() -> None:
     metrics = GatewayMetrics()
     sampling = asyncio.create_task(sample_delay(metrics.delayed))
     await asyncio.sleep(0.05)

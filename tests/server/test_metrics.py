@@ -45,7 +45,7 @@ def candidate(name: str, load: WorkerLoad) -> Candidate:
     return Candidate(member, load, 0)
 
 
-def test_a_model_without_workers_is_told_as_zero() -> None:
+def test_a_model_without_workers_is_logged_as_zero() -> None:
     registry = CollectorRegistry()
     registry.register(FleetMetrics(lambda: ["gone"], list, lambda worker_id: False, lambda: True, lambda: 0))
     labels = {"model": "gone", "state": "serving"}

@@ -1,4 +1,4 @@
-"""What every value of the chart means, in one place."""
+"""The meaning of every value of the chart, in one place."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ VALUES: Final = group(
 
 
 def schema() -> Schema:
-    """What stands in values.schema.json."""
+    """Return the contents of values.schema.json."""
     properties = VALUES["properties"] | {"global": free("For parent charts; not read.")}
     worker = group("The workers.", **WORKER)
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"worker": worker}}

@@ -1,4 +1,4 @@
-"""What a client counts of a stream, and that every failure of a server becomes an outcome."""
+"""The client counts a stream's tokens and times, and every failure of a server becomes an outcome."""
 
 from __future__ import annotations
 

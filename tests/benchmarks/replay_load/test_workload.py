@@ -1,4 +1,4 @@
-"""What is sent: the recorded prompts, and text that keeps the prefixes of traces that have none."""
+"""Workloads: recorded prompts, and text that keeps the prefixes of traces that have none."""
 
 from __future__ import annotations
 

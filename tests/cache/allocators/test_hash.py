@@ -31,7 +31,7 @@ def compute(allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash 
 
 
 def free_order(allocator: HashAllocator) -> list[int]:
-    """What would be taken next, first to last."""
+    """Return the blocks that would be taken next, first to last."""
     probe = allocate(allocator, [0], num_tokens=allocator.num_free_blocks * allocator.block_size)
     return list(probe.block_table)
 

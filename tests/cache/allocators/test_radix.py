@@ -51,7 +51,7 @@ def test_it_reuses_prefixes() -> None:
     assert allocation.num_cached_tokens == 4
 
 
-def test_it_reuses_nothing_when_told_so() -> None:
+def test_it_reuses_nothing_when_reuse_is_off() -> None:
     allocator = RadixAllocator(12, 1)
     finish(allocate(allocator, 8, [0, 1, 2, 3], reuse=False), [0, 1, 2, 3])
     allocation = allocate(allocator, 8, [0, 1, 2, 3], reuse=False)
@@ -115,7 +115,7 @@ def test_what_cannot_fit_evicts_nothing() -> None:
     allocator.take_events()
     stats = allocator.stats()
     assert allocator.allocate(6, [5, 6, 7, 8, 9, 10], ROOT) is None
-    assert allocator.allocate(9, [0, 1, 2, 3, 4], ROOT) is None  # 4 found, 5 more wanted, 1 there beside them
+    assert allocator.allocate(9, [0, 1, 2, 3, 4], ROOT) is None  # 4 found, 5 more wanted, 1 there besides them
     assert not holder.extend(8)
     assert allocator.stats() == stats
     assert allocator.take_events() == []

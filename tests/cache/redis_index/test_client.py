@@ -70,7 +70,7 @@ async def call(client: RedisClient, word: str) -> object:
         b">2\r\n$10\r\ninvalidate\r\n*0\r\n+OK\r\n",
     ],
 )
-async def test_a_reply_that_nobody_asked_for_costs_the_connection_and_nothing_else(junk: bytes) -> None:
+async def test_an_unasked_reply_costs_the_connection_and_nothing_else(junk: bytes) -> None:
     sent = []
 
     def answer(words: list[bytes]) -> bytes:

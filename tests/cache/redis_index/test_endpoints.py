@@ -146,7 +146,7 @@ async def test_a_cluster_of_three_masters(folder: Path) -> None:
 
 
 def _move(nodes: Sequence[RedisServer], slot: int) -> None:
-    """Give a slot to the next node. Its keys are dropped: the index is a hint, and workers write it anew."""
+    """Give a slot to the next node. Its keys are dropped: the index is a hint, and workers write it again."""
     held = [node.command("CLUSTER", "COUNTKEYSINSLOT", str(slot)) for node in nodes]
     owner = next(number for number, count in enumerate(held) if count != b":0\r\n")
     _, heir, _ = nodes[(owner + 1) % 3].command("CLUSTER", "MYID").split(b"\r\n")

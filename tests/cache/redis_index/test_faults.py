@@ -115,7 +115,7 @@ class Scene:
         return found is not None and [item.matched_blocks for item in found] == [10]
 
     async def costs_little(self) -> bool:
-        """Of 51 lookups few ask Redis: then the breaker is open, and the others wait for nothing."""
+        """Few of 51 lookups ask Redis: then the breaker is open, and the others do not wait."""
         self.events.clear()
         for _ in range(51):
             await self.index.lookup(self.hashes)

@@ -23,7 +23,7 @@ from tests.running import running
 from tests.waiting import HANG_S, until
 
 LASTING = WriterSettings(lease_s=600.0)
-"""Nobody renews it."""
+"""An entry without a lease."""
 FAILURES = ReaderSettings().breaker_failures
 EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S)
 
@@ -159,7 +159,7 @@ SECRET = b"secret"
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
 @pytest.mark.parametrize("field", ["states", "members"])
 @pytest.mark.parametrize("found", [None, b"junk", b"genuine of another"], ids=["gone", "junk", "foreign"])
-async def test_an_entry_that_somebody_overwrote_is_put_back_and_the_set_stays(
+async def test_an_overwritten_entry_is_put_back_and_the_set_stays(
     redis_server: RedisServer, field: str, found: bytes | None, secret: bytes
 ) -> None:
     events: list[str] = []
@@ -186,7 +186,7 @@ async def test_an_entry_that_somebody_overwrote_is_put_back_and_the_set_stays(
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
-async def test_a_redis_that_has_gone_back_in_time_is_written_anew(redis_server: RedisServer, secret: bytes) -> None:
+async def test_a_redis_that_has_gone_back_in_time_is_rewritten(redis_server: RedisServer, secret: bytes) -> None:
     """Restored from a snapshot, a set may hold as many entries as before and others."""
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
     async with linked(writer):
@@ -323,7 +323,7 @@ async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: 
         assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
 
 
-async def test_sets_that_nobody_renews_end_by_themselves(redis_server: RedisServer) -> None:
+async def test_sets_without_renewal_expire(redis_server: RedisServer) -> None:
     hashes = chain(3)
     writer = IndexWriter(redis_server.url, member(), replace(LASTING, set_ttl_s=1000.0))
 
@@ -362,7 +362,7 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
 
 
 @pytest.mark.parametrize(
-    ("poison", "is_told"),
+    ("poison", "is_logged"),
     [
         (("HSET", "{headstart:0}:states", "w0", b"\xc1"), True),
         (("HSET", "{headstart:0}:states", "w0", "x" * 100_000), True),
@@ -375,7 +375,7 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
     ],
 )
 async def test_poison_costs_at_most_its_own_worker(
-    redis_server: RedisServer, poison: tuple[str | bytes, ...], is_told: bool, caplog: pytest.LogCaptureFixture
+    redis_server: RedisServer, poison: tuple[str | bytes, ...], is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is ignored, with one line in the log and an event for the metric each time that it is met."""
     hashes = chain(10)
@@ -397,15 +397,15 @@ async def test_poison_costs_at_most_its_own_worker(
                 assert found is not None
                 assert found["w1"] == 10
                 await asyncio.sleep(0.002)
-            if is_told:
+            if is_logged:
                 await until(lambda: "invalid" in events)
-        assert len(caplog.records) == is_told
-        assert events.count("invalid") >= is_told
+        assert len(caplog.records) == is_logged
+        assert events.count("invalid") >= is_logged
         assert "evil" not in {m.worker_id for m in index.members()}
 
 
-async def test_what_stands_beside_the_states_is_not_read_again(redis_server: RedisServer) -> None:
-    """Somebody else's values, of any size and number, cost one refresh and no lookup."""
+async def test_foreign_fields_of_the_states_are_not_read_again(redis_server: RedisServer) -> None:
+    """Foreign values, of any size and number, cost one refresh and no lookup."""
     hashes = chain(4)
     writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(3)]
     index = RedisIndex(redis_server.url, EAGER)
@@ -447,7 +447,7 @@ async def test_shards_are_read_together(redis_server: RedisServer) -> None:
 
 
 async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: RedisServer) -> None:
-    """Ten thousand lookups cancelled at every stage, and as many beside them checked against their own answers."""
+    """Cancel ten thousand lookups at every stage, and check as many others against their own answers."""
     chains = [chain(length) for length in range(1, 21)]
     writer = IndexWriter(redis_server.url, member(), LASTING)
     index = RedisIndex(redis_server.url, EAGER)
@@ -537,7 +537,7 @@ def test_an_unusable_url_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["redis://user:s3cret@h:1/0", "redis://h:1?password=s3cret", "redis+cluster://:s3cret@h:1,h:2"]
 )
-def test_no_password_is_told(url: str) -> None:
+def test_no_password_is_logged(url: str) -> None:
     (health,) = RedisIndex(url).health()
     assert "s3cret" not in health.redis
     assert "h:1" in health.redis
@@ -689,10 +689,10 @@ HEADER = b"\n*1234567"
     ],
     ids=["header in version", "header in fields", "strings ahead", "sets ahead", "list", "large", "many"],
 )
-async def test_what_somebody_leaves_behind_costs_no_hits_for_long(
+async def test_foreign_values_cost_no_hits_for_long(
     redis_server: RedisServer, junk: list[tuple[str | bytes, ...]], secret: bytes
 ) -> None:
-    """Nobody takes it away: the worker and the gateway get along with it."""
+    """The value stays: the worker and the gateway cope with it."""
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
     settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, cluster_secret=secret, max_refresh_age_s=0.2)

@@ -1,4 +1,4 @@
-"""What a gateway makes of the registry's entries, without a Redis."""
+"""How a gateway reads the registry's entries, without a Redis."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_entries_tell_the_lapsed_too_in_seconds() -> None:
         assert (entry.num_entries, entry.generation) == (9, 1)
 
 
-def test_what_is_odd_is_counted_each_time_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_value_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     events: list[str] = []
     read = Registry(events.append, UNSIGNED)
     with caplog.at_level(logging.WARNING):

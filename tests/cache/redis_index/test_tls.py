@@ -59,7 +59,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[bytes]:
-    """What PING is answered."""
+    """Return the answer to PING."""
     connection = await Endpoint(url, ClientSettings(connect_timeout_s=HANG_S)).open()
     try:
         await connection.send_command("PING")

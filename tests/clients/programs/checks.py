@@ -1,4 +1,4 @@
-"""What schemathesis loads: a check of its answers, and bodies that reach further than the model's name."""
+"""Hooks for schemathesis: a check of answers, and bodies that reach further than the model's name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def errors_have_four_keys(ctx: Any, response: Any, case: Any) -> None:
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Half of the specification's bodies name models that nobody serves, and some ask for 128 answers at once."""
+    """Half of the specification's bodies name models that are not served, and some ask for 128 answers at once."""
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
             body["model"] = os.environ["HEADSTART_MODEL"]

@@ -191,7 +191,7 @@ async def test_structured_output_reaches_the_worker(
 OTHER: Any = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
 
 
-async def test_allowed_tools_are_all_that_the_model_is_told_of(says: Says) -> None:
+async def test_allowed_tools_are_all_that_the_model_is_logged_of(says: Says) -> None:
     worker = says(CALL)
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}

@@ -232,15 +232,15 @@ async def test_nonsense_from_a_worker_is_a_loss(make: MakeWorker, frames: list[F
         assert (len(odd.received), len(healthy.received)) == (1, 1)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-async def test_the_end_lost_with_its_worker(make: MakeWorker, is_told: bool) -> None:
+@pytest.mark.parametrize("is_logged", [False, True])
+async def test_the_end_lost_with_its_worker(make: MakeWorker, is_logged: bool) -> None:
     """All tokens came: nothing is left to be asked of anybody, and where Finished came too, nothing was lost."""
     dying = make()
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
         yield Started(0)
         yield Tokens(0, (*dying.reply, 2))
-        if is_told:
+        if is_logged:
             yield Finished(0, "stop", 2)
             await asyncio.sleep(0.02)  # let what was sent be read
         raise Die
@@ -250,4 +250,4 @@ async def test_the_end_lost_with_its_worker(make: MakeWorker, is_told: bool) -> 
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
         assert len(target.router.placements) == 1
-        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not is_told)
+        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not is_logged)
