@@ -29,7 +29,7 @@ from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
-from server.request.choice import ChoiceDelta, GenerationSpec, ParamNames
+from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import stage
 from server.schema.requests import CHAT, ChatRequest
@@ -82,7 +82,8 @@ async def chat_spec(
             request, model, max_tokens=max_tokens, logprobs=request.num_top_logprobs, grammar=grammar
         ),
         rules=text_rules(request, model, rules.markers()),
-        params=ParamNames(names.get("messages", "messages"), names.get(grammar_param, grammar_param)),
+        prompt_param=names.get("messages", "messages"),
+        grammar_param=names.get(grammar_param, grammar_param),
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
         affinity_key=request.prompt_cache_key,

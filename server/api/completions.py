@@ -36,7 +36,7 @@ from server.errors import InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
 from server.pace import Pace
-from server.request.choice import ChoiceDelta, GenerationSpec, ParamNames, TokenEntry
+from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.response import ResponseStream
 from server.request_context import stage
 from server.schema.requests import COMPLETION, CompletionRequest
@@ -82,7 +82,6 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
     )
     _check_batch_fields(sampling, len(prompts))
     root = model.root(request_salt(identity, request.cache_salt))
-    params = ParamNames("prompt", grammar_param(request))
     rules = text_rules(request, model)
     specs: list[GenerationSpec] = []
     echoes: list[str] = []
@@ -105,7 +104,8 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
                 seeds=choice_seeds(request.seed, num_drawn),
                 sampling=sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
                 rules=rules,
-                params=params,
+                prompt_param="prompt",
+                grammar_param=grammar_param(request),
                 first_index=index * num_drawn,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,

@@ -8,10 +8,10 @@ built piece by piece, and each step is an event:
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -24,21 +24,8 @@ from server.errors import ApiError, InvalidRequestError
 from server.request.choice import ChoiceDelta, TokenEntry
 from server.request.response import ResponseStream
 from server.request_context import stage
+from server.schema import fields as schema
 from server.schema.decoding import unsupported
-from server.schema.fields import (
-    AllowedTool,
-    AllowedTools,
-    FunctionCall,
-    FunctionDefinition,
-    JsonSchemaFormat,
-    Message,
-    ModelFields,
-    NamedFunction,
-    ResponseFormat,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
 from server.schema.requests import (
     RESPONSES,
     ChatRequest,
@@ -67,29 +54,22 @@ class ResponsesEndpoint(GenerateEndpoint):
     route = "responses"
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
-        with stage("validate"):
-            request = await RESPONSES.read(body, self._models.max_text_bytes, "input")
-            chat = _chat_request(request)
-            with _field_names():
-                chat.check()
         id_ = f"resp_{uuid.uuid4().hex}"
-        model = self._model(chat.model, identity)
-        with stage("tokenise"), _field_names():
-            spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
+        try:
+            with stage("validate"):
+                request = await RESPONSES.read(body, self._models.max_text_bytes, "input")
+                chat = _chat_request(request)
+                chat.check()
+            with stage("tokenise"):
+                model = self._model(chat.model, identity)
+                spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
+        except InvalidRequestError as error:
+            name = re.split(r"[.[]", error.param or "")[0]
+            if name in FIELD_NAMES and error.param is not None:
+                error.param = FIELD_NAMES[name] + error.param.removeprefix(name)
+            raise
         formatter = ResponsesFormatter(id_, request, rules, model.tokenizer.token_bytes)
         return PreparedRequest((spec,), formatter, bool(request.stream))
-
-
-@contextmanager
-def _field_names() -> Iterator[None]:
-    """Let errors of the chat request name the fields of this route."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        name, dot, rest = (error.param or "").partition(".")
-        name, bracket, index = name.partition("[")
-        error.param = f"{FIELD_NAMES.get(name, name)}{bracket}{index}{dot}{rest}" or None
-        raise
 
 
 def _chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -97,7 +77,7 @@ def _chat_request(request: ResponsesRequest) -> ChatRequest:
     num_top = request.num_top_logprobs
     without_tools = request.tool_choice if request.tool_choice not in ("auto", "none") else None
     return ChatRequest(
-        **{field: getattr(request, field) for field in ModelFields.__struct_fields__},
+        **{field: getattr(request, field) for field in schema.ModelFields.__struct_fields__},
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
         tools=tools or None,
@@ -110,8 +90,8 @@ def _chat_request(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _messages(request: ResponsesRequest) -> list[Message]:
-    messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
+def _messages(request: ResponsesRequest) -> list[schema.Message]:
+    messages = [] if request.instructions is None else [schema.Message(role="system", content=request.instructions)]
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if not items:
         raise InvalidRequestError("input must not be empty.", param="input")
@@ -121,18 +101,20 @@ def _messages(request: ResponsesRequest) -> list[Message]:
                 if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
                     text = "a message has a role (system, developer, user, assistant) and content."
                     raise InvalidRequestError(text, param=f"input[{index}]")
-                messages.append(Message(role=item.role, content=item.content))
+                messages.append(schema.Message(role=item.role, content=item.content))
             case "function_call":
                 if not (item.call_id and item.name) or item.arguments is None:
                     text = "a function_call has call_id, name and arguments."
                     raise InvalidRequestError(text, param=f"input[{index}]")
-                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                call = schema.ToolCall(
+                    id=item.call_id, function=schema.FunctionCall(name=item.name, arguments=item.arguments)
+                )
                 _add_call(messages, call)
             case "function_call_output":
                 if not item.call_id or item.output is None:
                     text = "a function_call_output has call_id and output."
                     raise InvalidRequestError(text, param=f"input[{index}]")
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+                messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
             case "reasoning":
                 continue  # templates drop the thoughts of earlier turns
             case _:
@@ -142,212 +124,202 @@ def _messages(request: ResponsesRequest) -> list[Message]:
     return messages
 
 
-def _add_call(messages: list[Message], call: ToolCall) -> None:
-    """Calls in a row are those of one assistant's message."""
+def _add_call(messages: list[schema.Message], call: schema.ToolCall) -> None:
+    """Put calls in a row into one assistant's message."""
     if messages and messages[-1].role == "assistant":
         messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
     else:
-        messages.append(Message(role="assistant", tool_calls=[call]))
+        messages.append(schema.Message(role="assistant", tool_calls=[call]))
 
 
-def _tool(tool: FunctionTool, index: int) -> Tool:
+def _tool(tool: FunctionTool, index: int) -> schema.Tool:
     if tool.type != "function" or not tool.name:
         raise unsupported(f"tools[{index}].type", "can only be function, with a name")
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     try:
-        function = msgspec.convert(fields, FunctionDefinition)
+        function = msgspec.convert(fields, schema.FunctionDefinition)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"tools[{index}]: {error}.", param=f"tools[{index}]") from None
-    return Tool(type="function", function=function)
+    return schema.Tool(type="function", function=function)
 
 
-def _tool_choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None:
+def _tool_choice(choice: str | ResponsesToolChoice | None) -> str | schema.ToolChoice | None:
     if not isinstance(choice, ResponsesToolChoice):
         return choice
     if choice.type == "function" and choice.name:
-        return ToolChoice(type="function", function=NamedFunction(name=choice.name))
+        return schema.ToolChoice(type="function", function=schema.NamedFunction(name=choice.name))
     if choice.type != "allowed_tools" or not choice.tools:
         raise unsupported("tool_choice.type", "can only be function or allowed_tools")
-    named = [AllowedTool(type=tool.type, function=NamedFunction(name=tool.name or "")) for tool in choice.tools]
-    return ToolChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode or "auto", tools=named))
+    named = [
+        schema.AllowedTool(type=tool.type, function=schema.NamedFunction(name=tool.name or "")) for tool in choice.tools
+    ]
+    return schema.ToolChoice(
+        type="allowed_tools", allowed_tools=schema.AllowedTools(mode=choice.mode or "auto", tools=named)
+    )
 
 
-def _format(text: TextOptions | None) -> ResponseFormat | None:
+def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
     if text is None or text.format is None:
         return None
     formatted = text.format
     if formatted.type != "json_schema":
-        return ResponseFormat(type=formatted.type)
+        return schema.ResponseFormat(type=formatted.type)
     if formatted.schema is None or not formatted.name:
         raise InvalidRequestError("a json_schema format has a name and a schema.", param="text.format")
-    return ResponseFormat(
-        type="json_schema", json_schema=JsonSchemaFormat(name=formatted.name, schema=formatted.schema)
+    return schema.ResponseFormat(
+        type="json_schema", json_schema=schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema)
     )
 
 
 class OutputItems:
-    """One response's items. At most one is open: the last."""
+    """One response's items, and the events of each step. At most one item is open: the last."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
+        self.events: list[Event] = []
+        """The reader takes them out."""
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text is not released yet."""
+        """Log probabilities of tokens whose text is not released yet."""
 
-    def add(self, pieces: Iterable[OutputDelta], logprobs: Iterable[dict[str, Any]] = ()) -> list[Event]:
-        """`logprobs` of the pieces' tokens, which go out with the first text of the answer."""
-        events: list[Event] = []
+    def add(self, deltas: Iterable[OutputDelta], logprobs: Iterable[dict[str, Any]]) -> None:
+        """Append to the items. `logprobs` of the deltas' tokens go out with the first text of the answer."""
         self._logprobs += logprobs
-        for piece in pieces:
-            match piece:
+        for delta in deltas:
+            match delta:
                 case Content(text):
-                    self._ensure("message", events)
-                    part, fresh = self._part(), self._logprobs
-                    self._logprobs = []
+                    part = self._open_part("message")
+                    fresh, self._logprobs = self._logprobs, []
                     part["text"] += text
                     part["logprobs"] += fresh
-                    events.append(("response.output_text.delta", {**self._place(), "delta": text, "logprobs": fresh}))
+                    self._emit("output_text.delta", content_index=0, delta=text, logprobs=fresh)
                 case Reasoning(text):
-                    self._ensure("reasoning", events)
-                    self._part()["text"] += text
-                    events.append(("response.reasoning_text.delta", {**self._place(), "delta": text}))
+                    self._open_part("reasoning")["text"] += text
+                    self._emit("reasoning_text.delta", content_index=0, delta=text)
                 case CallStart(name):
                     self._logprobs = []
-                    self.close("completed", events)
-                    self._begin("function_call", events, name=name, call_id=call_id(), arguments="")
+                    self.close("completed")
+                    self._begin("function_call", name=name, call_id=call_id(), arguments="")
                 case CallArguments(text):
                     self.items[-1]["arguments"] += text
-                    place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-                    events.append(("response.function_call_arguments.delta", {**place, "delta": text}))
-        return events
+                    self._emit("function_call_arguments.delta", delta=text)
 
-    def close(self, status: str, events: list[Event]) -> None:
-        """The open item is done."""
+    def close(self, status: str) -> None:
+        """End the open item."""
         if not self._open:
             return
         self._open = False
         item = self.items[-1]
         item["status"] = status
-        index = len(self.items) - 1
         if item["type"] == "function_call":
-            done = {"item_id": item["id"], "output_index": index, "name": item["name"], "arguments": item["arguments"]}
-            events.append(("response.function_call_arguments.done", done))
+            self._emit("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
-            part = self._part()
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            events.append((f"response.{kind}.done", {**self._place(), "text": part["text"], **extra}))
-            events.append(("response.content_part.done", {**self._place(), "part": dict(part)}))
-        events.append(("response.output_item.done", {"output_index": index, "item": item}))
+            part = item["content"][0]
+            done = {key: part[key] for key in ("text", "logprobs") if key in part}
+            self._emit(f"{part['type']}.done", content_index=0, **done)
+            self._emit("content_part.done", content_index=0, part=dict(part))
+        self.events.append(("response.output_item.done", {"output_index": len(self.items) - 1, "item": item}))
 
-    def _ensure(self, kind: str, events: list[Event]) -> None:
-        if self._open and self.items[-1]["type"] == kind:
-            return
-        self.close("completed", events)
-        if kind == "message":
-            self._begin(kind, events, role="assistant", content=[])
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        else:
-            self._begin(kind, events, summary=[], content=[])
-            part = {"type": "reasoning_text", "text": ""}
-        self.items[-1]["content"].append(part)
-        events.append(("response.content_part.added", {**self._place(), "part": {**part}}))
+    def _open_part(self, kind: str) -> dict[str, Any]:
+        """Return the text of the open item of this kind, after opening one if there is none."""
+        if not (self._open and self.items[-1]["type"] == kind):
+            self.close("completed")
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if kind == "message":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                self._begin(kind, role="assistant", content=[])
+            else:
+                self._begin(kind, summary=[], content=[])
+            self.items[-1]["content"].append(part)
+            self._emit("content_part.added", content_index=0, part=dict(part))
+        opened: dict[str, Any] = self.items[-1]["content"][0]
+        return opened
 
-    def _begin(self, kind: str, events: list[Event], **fields: Any) -> None:
+    def _begin(self, kind: str, **fields: Any) -> None:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
         self.items.append(item)
         self._open = True
         added = {**item, "content": []} if "content" in item else dict(item)
-        events.append(("response.output_item.added", {"output_index": len(self.items) - 1, "item": added}))
+        self.events.append(("response.output_item.added", {"output_index": len(self.items) - 1, "item": added}))
 
-    def _part(self) -> dict[str, Any]:
-        part: dict[str, Any] = self.items[-1]["content"][0]
-        return part
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+    def _emit(self, kind: str, **fields: Any) -> None:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        self.events.append((f"response.{kind}", {**place, **fields}))
 
 
 class ResponsesFormatter(ResponseFormatter):
-    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, pieces: TokenBytes) -> None:
+    """Writes the response object, or its stream of typed, numbered events."""
+
+    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, token_bytes: TokenBytes) -> None:
         self._id = id_
-        self._pieces = pieces
-        self._num_top = request.num_top_logprobs
+        self._token_bytes = token_bytes
         self._request = request
         self._parser = OutputParser(rules)
-        self._items = OutputItems()
+        self._output = OutputItems()
         self._created = int(time.time())
-        self._sequence = 0
-        self._begun = False
-        self._incomplete = False
+        self._num_events = 0
+        self._status = "in_progress"
 
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[bytes]:
-        (choice,) = choices
-        pieces = self._parser.feed(choice.text) + self._parser.finish()
-        self._items.add(pieces, self._logprobs(choice.entries))
-        self._finish(choice.finish_reason)
-        yield encode_json(self._response(self._status, response))
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes:
+        self._add(choices[0])
+        return encode_json(self._response(response))
 
-    def events(self, response: ResponseStream, batch: Sequence[ChoiceDelta]) -> bytes:
-        events: list[Event] = []
-        if not self._begun:
-            self._begun = True
-            for kind in ("response.created", "response.in_progress"):
-                events.append((kind, {"response": self._response("in_progress", None)}))
-        for delta in batch:
-            pieces = self._parser.feed(delta.text)
-            if delta.finish_reason is not None:
-                pieces += self._parser.finish()
-            events += self._items.add(pieces, self._logprobs(delta.entries))
-            if delta.finish_reason is not None:
-                events += self._finish(delta.finish_reason)
-        return b"".join([self._event(*event) for event in events])
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
+        begun: list[Event] = []
+        if not self._num_events:
+            begun = [
+                (kind, {"response": self._response(None)}) for kind in ("response.created", "response.in_progress")
+            ]
+        for delta in deltas:
+            self._add(delta)
+        events, self._output.events = self._output.events, []
+        return b"".join([self._event(*event) for event in begun + events])
 
     def last_events(self, response: ResponseStream) -> bytes:
-        return self._event(f"response.{self._status}", {"response": self._response(self._status, response)})
+        return self._event(f"response.{self._status}", {"response": self._response(response)})
 
     def error_event(self, error: ApiError) -> bytes:
         return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
 
+    def _add(self, delta: ChoiceDelta) -> None:
+        parsed = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parsed += self._parser.finish()
+        self._output.add(parsed, self._logprobs(delta.entries))
+        if delta.finish_reason is not None:
+            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            self._output.close(self._status)
+
     def _logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
-        """Of the answer's tokens, not of the thoughts before it."""
-        if self._num_top is None:
+        """Write those of the answer's tokens, not of the reasoning before it."""
+        num_top = self._request.num_top_logprobs
+        if num_top is None:
             return []
         shown = [entry for entry in entries if entry.start >= self._parser.answer_start]
-        return list(chat_logprobs(self._pieces, shown, self._num_top))
-
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self._incomplete else "completed"
-
-    def _finish(self, reason: str | None) -> list[Event]:
-        self._incomplete = reason == "length"
-        events: list[Event] = []
-        self._items.close(self._status, events)
-        return events
+        return list(chat_logprobs(self._token_bytes, shown, num_top))
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        payload = encode_json({"type": kind, "sequence_number": self._sequence, **fields})
-        self._sequence += 1
+        payload = encode_json({"type": kind, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
 
-    def _response(self, status: str, response: ResponseStream | None) -> dict[str, Any]:
-        """With an answer the whole; without one the object of a response that has just begun."""
+    def _response(self, response: ResponseStream | None) -> dict[str, Any]:
+        """Return the response object; without a `response`, that of one that has just begun."""
         request = self._request
         text_format = request.text.format if request.text is not None else None
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": status,
+            "status": self._status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
-            "output": self._items.items if response is not None else [],
+            "output": self._output.items if response is not None else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,
@@ -369,7 +341,7 @@ class ResponsesFormatter(ResponseFormatter):
 
 
 def _written(value: Any) -> Any:
-    """A struct as its fields that are given."""
+    """Return a struct as its fields that are given."""
     fields = msgspec.to_builtins(value)
     return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields
 

@@ -20,13 +20,6 @@ MAX_PENDING_IDS: Final = 1024
 StopReason = Literal["stop", "length"]
 
 
-class ParamNames(Struct, frozen=True):
-    """The request's fields that a worker's refusal may be about."""
-
-    prompt: str
-    grammar: str
-
-
 class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """One prompt and how to answer it."""
 
@@ -38,7 +31,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """One per choice."""
     sampling: SamplingParams
     rules: TextRules
-    params: ParamNames
+    prompt_param: str
+    """The field that holds the prompt, for a worker's refusal of it."""
+    grammar_param: str
     first_index: int = 0
     """The index of the first choice in the response."""
     priority: int = 0
@@ -93,21 +88,6 @@ class ChoiceDelta(Struct, eq=False):
 
 class Choice:
     """One choice, fed with frames and drained of deltas. `reset` forgets everything, for a start on another worker."""
-
-    __slots__ = (
-        "_detokenizer",
-        "_entries",
-        "_pending_ids",
-        "_spec",
-        "_text",
-        "_token_by_token",
-        "_undelivered_ids",
-        "finish_reason",
-        "index",
-        "output_ids",
-        "seed",
-        "stop_reason",
-    )
 
     def __init__(self, spec: GenerationSpec, index: int) -> None:
         self.index = index

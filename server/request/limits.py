@@ -1,18 +1,33 @@
-"""Refuse work before it costs a worker anything: too many waiting prompt tokens, and workers known to be full."""
+"""Limits of one gateway process: waiting prompt tokens, retries, full workers, and requests that broke a worker."""
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Final
+
+import msgspec
 
 from cache.types import WorkerIncarnation
 from server.errors import OverloadedError
+from server.rates import DecayedSum, TokenBucket
+from server.request.choice import GenerationSpec
 from server.workers.client import WorkerRefused
 
 THROUGHPUT_WINDOW_S: Final = 10.0
+MAX_DRAIN_S: Final = 60.0
 BACKPRESSURE_S: Final = 0.1
 """Short next to the queue that was full: the worker is asked again long before it runs dry."""
+MAX_RETRIES: Final = 100.0
+RETRIES_PER_REQUEST: Final = 0.1
+RETRIES_PER_S: Final = 2.0
+POISON_TTL_S: Final = 60.0
+"""Long enough to end a client's retries; short, because a worker may have failed for a reason of its own."""
+MAX_POISON_ENTRIES: Final = 10_000
+
+Clock = Callable[[], float]
 
 
 class PromptTokenLimiter:
@@ -21,12 +36,11 @@ class PromptTokenLimiter:
     Workers bound their own queues; this bounds what the gateway holds in memory for all of them.
     """
 
-    def __init__(self, max_tokens: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_tokens: int, *, clock: Clock = time.monotonic) -> None:
         self._max_tokens = max_tokens
         self._clock = clock
         self._by_tenant: dict[str, int] = {}
-        self._tokens_per_s = 0.0
-        self._updated_s = clock()
+        self._released = DecayedSum(THROUGHPUT_WINDOW_S)
         self.num_tokens = 0
 
     def reserve(self, tenant: str, num_tokens: int) -> Reservation:
@@ -34,38 +48,24 @@ class PromptTokenLimiter:
         own = self._by_tenant.get(tenant, 0)
         num_tenants = len(self._by_tenant)
         if own and num_tenants * (own + num_tokens) > self._max_tokens:
-            message = f"{own} prompt tokens wait already."
-            raise OverloadedError(message, code="queue_full", retry_after_s=self._drain_s(own * num_tenants))
+            tokens_per_s = self._released.at(self._clock()) / THROUGHPUT_WINDOW_S
+            drain_s = min(MAX_DRAIN_S, own * num_tenants / tokens_per_s) if tokens_per_s else 1.0
+            raise OverloadedError(f"{own} prompt tokens wait already.", code="queue_full", retry_after_s=drain_s)
         self._by_tenant[tenant] = own + num_tokens
         self.num_tokens += num_tokens
         return Reservation(self, tenant, num_tokens)
 
     def release(self, tenant: str, num_tokens: int) -> None:
         """Called by a reservation, once."""
-        left = self._by_tenant[tenant] - num_tokens
-        if left:
-            self._by_tenant[tenant] = left
-        else:
+        self._by_tenant[tenant] -= num_tokens
+        if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
         self.num_tokens -= num_tokens
-        self._decay()
-        self._tokens_per_s += num_tokens / THROUGHPUT_WINDOW_S
-
-    def _decay(self) -> None:
-        now_s = self._clock()
-        self._tokens_per_s *= max(0.0, 1.0 - (now_s - self._updated_s) / THROUGHPUT_WINDOW_S)
-        self._updated_s = now_s
-
-    def _drain_s(self, num_tokens: int) -> float:
-        """Estimate how long so many tokens take at the recent pace."""
-        self._decay()
-        return min(60.0, num_tokens / self._tokens_per_s) if self._tokens_per_s else 1.0
+        self._released.add(num_tokens, self._clock())
 
 
 class Reservation:
     """One prompt's share of the limit. A second `release` does nothing."""
-
-    __slots__ = ("_limiter", "_num_tokens", "_tenant")
 
     def __init__(self, limiter: PromptTokenLimiter, tenant: str, num_tokens: int) -> None:
         self._limiter: PromptTokenLimiter | None = limiter
@@ -73,9 +73,9 @@ class Reservation:
         self._num_tokens = num_tokens
 
     def release(self) -> None:
-        limiter, self._limiter = self._limiter, None
-        if limiter is not None:
-            limiter.release(self._tenant, self._num_tokens)
+        if self._limiter is not None:
+            self._limiter.release(self._tenant, self._num_tokens)
+            self._limiter = None
 
 
 class BackpressureCache:
@@ -84,15 +84,14 @@ class BackpressureCache:
     Under overload, asking a worker for each request would take its event loop's time from the admitted ones.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._by_tenant: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
 
-    def add(self, boot: WorkerIncarnation, tenant: str, refusal: WorkerRefused) -> None:
+    def add(self, worker: WorkerIncarnation, tenant: str, refusal: WorkerRefused) -> None:
         """Remember that a worker has no room for the tenant."""
-        asked_s = refusal.failed.retry_after_s
-        until_s = self._clock() + min(BACKPRESSURE_S, BACKPRESSURE_S if asked_s is None else asked_s)
-        self._by_tenant.setdefault(tenant, {})[boot] = (until_s, refusal)
+        until_s = self._clock() + min(BACKPRESSURE_S, refusal.retry_after_s)
+        self._by_tenant.setdefault(tenant, {})[worker] = (until_s, refusal)
 
     def refusals(self, tenant: str) -> Mapping[WorkerIncarnation, WorkerRefused]:
         """Return the workers that need not be asked for the tenant, each with its last refusal."""
@@ -100,7 +99,59 @@ class BackpressureCache:
         if known is None:
             return {}
         now_s = self._clock()
-        full = {boot: refusal for boot, (until_s, refusal) in known.items() if until_s > now_s}
+        full = {worker: refusal for worker, (until_s, refusal) in known.items() if until_s > now_s}
         if not full:
             del self._by_tenant[tenant]
         return full
+
+
+class RetryBudget:
+    """A process's allowance of retries: a tenth of the requests, and two a second, at most 100 saved up.
+
+    Source: the retry budgets of Finagle and Linkerd.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._bucket = TokenBucket(RETRIES_PER_S, MAX_RETRIES)
+
+    def earn(self) -> None:
+        """Count a new request."""
+        self._bucket.add(self._clock(), RETRIES_PER_REQUEST)
+
+    def spend(self) -> bool:
+        """Take one retry, if one is left."""
+        return self._bucket.take(self._clock()) == 0.0
+
+
+class PoisonCache:
+    """Requests that broke a worker, by a hash of all that decides what is computed. Each gateway learns by itself."""
+
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._until_s: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def add(self, spec: GenerationSpec) -> None:
+        while len(self._until_s) >= MAX_POISON_ENTRIES:
+            del self._until_s[next(iter(self._until_s))]
+        self._until_s[_poison_key(spec)] = self._clock() + POISON_TTL_S
+
+    def __contains__(self, spec: GenerationSpec) -> bool:
+        if not self._until_s:
+            return False
+        key = _poison_key(spec)
+        until_s = self._until_s.get(key)
+        if until_s is not None and until_s <= self._clock():
+            del self._until_s[key]
+            return False
+        return until_s is not None
+
+
+def _poison_key(spec: GenerationSpec) -> bytes:
+    digest = blake2b(spec.root, digest_size=16)
+    digest.update(array("I", spec.prompt_ids).tobytes())
+    digest.update(msgspec.msgpack.encode(spec.sampling))
+    return digest.digest()

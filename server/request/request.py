@@ -24,7 +24,7 @@ from server.errors import WorkerLostError
 from server.metrics import GatewayMetrics
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.limits import PromptTokenLimiter, Reservation
-from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, backpressure_error
+from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, backpressure_error, no_worker_error
 from server.request_context import attempt, stage
 from server.router.placement import NoWorkerError, Placement
 from server.router.router import Router
@@ -71,25 +71,6 @@ class RequestServices:
 class Generation:
     """Generates all choices of one prompt. `run` it once; cancel that to abort what still runs."""
 
-    __slots__ = (
-        "_aborts",
-        "_deadline_s",
-        "_hashes",
-        "_history",
-        "_numerics",
-        "_reservation",
-        "_services",
-        "_stage",
-        "_stopped_early",
-        "choices",
-        "committed",
-        "num_cached_tokens",
-        "promised_tokens",
-        "prompt_logprobs",
-        "spec",
-        "worker",
-    )
-
     def __init__(self, spec: GenerationSpec, services: RequestServices, deadline_s: float | None = None) -> None:
         """`deadline_s`: on the monotonic clock, when the client's time is over."""
         self.spec = spec
@@ -105,12 +86,10 @@ class Generation:
         """Set when the client has seen a part: from then on nothing may be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
         self._hashes = spec.prompt_hashes()
-        self._history = AttemptHistory()
+        self._history = AttemptHistory(spec)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
         self._reservation: Reservation | None = None
-        self._stage = Stage.SENT
-        """How far the current attempt has come."""
         self._stopped_early = False
         """A stop string ended a choice here, so that the last choice may end before the worker's End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -173,7 +152,7 @@ class Generation:
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Let one worker generate what is not finished. Raises ApiError when no other attempt may follow."""
         worker, ok = placement.worker, False
-        self._stage = Stage.SENT
+        self._history.stage = Stage.SENT
         try:
             with attempt(worker, placement.promised_tokens) as trace:
                 carrier = {} if trace is None else trace.carrier()
@@ -192,7 +171,7 @@ class Generation:
     async def _read(
         self, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None, deliver: Deliver | None
     ) -> None:
-        self._stage = Stage.ACCEPTED
+        self._history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
                 self._absorb(frame, stream, placement, trace)
@@ -201,7 +180,7 @@ class Generation:
 
     def _absorb(self, frame: Frame, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None) -> None:
         if type(frame) is Tokens:
-            if self._stage is not Stage.ANSWERED:
+            if self._history.stage is not Stage.ANSWERED:
                 self._first_token(placement, trace)
             choice = self._choice(frame.choice)
             if not choice.done and choice.take(frame):
@@ -214,7 +193,7 @@ class Generation:
                 raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
             choice.finish(frame)
         elif isinstance(frame, Started):
-            self._stage = Stage.PREFILLING
+            self._history.stage = Stage.PREFILLING
             placement.prefill_started(frame.num_cached_tokens)
             if self.num_cached_tokens is None or not self.num_output_tokens:
                 self.num_cached_tokens = frame.num_cached_tokens
@@ -231,7 +210,6 @@ class Generation:
 
     def _first_token(self, placement: Placement, trace: AttemptTrace | None) -> None:
         assert self._reservation is not None
-        self._stage = Stage.ANSWERED
         self._history.answered()
         placement.first_token()
         self._reservation.release()
@@ -259,17 +237,17 @@ class Generation:
 
     def _failed(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
         """Raises ApiError when no other attempt may follow for what is not finished."""
-        retry, spec, history = self._services.retry, self.spec, self._history
+        retry = self._services.retry
         match error:
             case WorkerRefused():
-                retry.refused(spec, history, worker, error)
+                retry.refused(self._history, worker, error)
             case WorkerFailed():
-                retry.failed(spec, history, worker, error, self._stage)
+                retry.failed(self._history, worker, error)
             case WorkerLost() if not self.finished:
-                retry.lost(spec, history, worker, error, self._stage)
+                retry.lost(self._history, worker, error)
         for choice in self.choices:
             if not choice.done:
-                choice.finish_if_complete(spec.sampling.max_tokens)
+                choice.finish_if_complete(self.spec.sampling.max_tokens)
 
     async def _place(self) -> Placement:
         """Return a worker for the next attempt, as soon as there is one. Raises ApiError."""
@@ -280,7 +258,7 @@ class Generation:
             if not (resumed or history.num_losses):
                 full = self._services.retry.backpressure.refusals(spec.tenant)
             if full and all((each.worker_id, each.epoch) in full for each in router.workers(spec.model.name)):
-                raise backpressure_error(full, spec.params)
+                raise backpressure_error(full, spec)
             numerics = self._numerics if resumed else None
             request = spec.route_request(self._hashes, numerics, frozenset(history.excluded).union(full))
             try:
@@ -306,7 +284,7 @@ class Generation:
         """Make another look for a worker worth while. Raises ApiError when it is not."""
         history = self._history
         if full:
-            raise backpressure_error(full, self.spec.params) from error
+            raise backpressure_error(full, self.spec) from error
         if resumed and not self.committed:
             self._restart()
         elif history.readmit_lost() or (not error.contended and history.may_wait()):
@@ -315,7 +293,7 @@ class Generation:
             message = "The worker was lost and no other can continue its answer."
             raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
         else:
-            raise self._services.retry.no_worker(self.spec, history, error) from error
+            raise no_worker_error(history, error) from error
 
     def _restart(self) -> None:
         """Begin again, on any worker: the client has seen nothing."""

@@ -54,6 +54,7 @@ class WorkerRefused(WorkerError):
         super().__init__(f"{status} {failed.code}: {failed.message}")
         self.status = status
         self.failed = failed
+        self.retry_after_s = 1.0 if failed.retry_after_s is None else failed.retry_after_s
 
 
 class WorkerLost(WorkerError):

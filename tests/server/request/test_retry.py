@@ -9,28 +9,23 @@ import pytest
 
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
-from server.errors import InternalError, WorkerLostError
-from server.request.choice import ParamNames
+from server.errors import ApiError, InternalError, WorkerLostError
+from server.request.limits import MAX_POISON_ENTRIES, MAX_RETRIES, POISON_TTL_S, PoisonCache, RetryBudget
 from server.request.retry import (
-    MAX_BALANCE,
     MAX_LOSSES,
-    MAX_POISON_ENTRIES,
     MAX_READMISSIONS,
     MAX_REFUSALS,
     MAX_WAITS,
-    POISON_TTL_S,
     AttemptHistory,
-    PoisonCache,
-    RetryBudget,
-    RetryPolicy,
     Stage,
     error_of,
+    no_worker_error,
 )
 from server.router.placement import NoWorkerError
 from server.workers.client import WorkerRefused
 from worker.wire import Failed, SamplingParams
 
-PARAMS = ParamNames(prompt="messages", grammar="response_format")
+SPEC: Any = SimpleNamespace(prompt_param="messages", grammar_param="response_format")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +48,7 @@ PARAMS = ParamNames(prompt="messages", grammar="response_format")
     ],
 )
 def test_a_workers_words_are_openais(code: str, status: int | None, expected: tuple[Any, ...]) -> None:
-    error = error_of(Failed(code, "at /secret", retryable=False, retry_after_s=7.5), PARAMS, status)
+    error = error_of(Failed(code, "at /secret", retryable=False, retry_after_s=7.5), SPEC, status)
     assert (error.status, error.code, error.param, error.retry_after_s) == expected
     if error.code == "internal_error":
         assert "secret" not in error.message
@@ -61,12 +56,7 @@ def test_a_workers_words_are_openais(code: str, status: int | None, expected: tu
 
 @pytest.mark.parametrize(("contended", "status"), [(True, 429), (False, 503)])
 def test_without_a_worker_it_is_the_load_or_the_fleet(contended: bool, status: int) -> None:
-    policy = RetryPolicy(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-    error = policy.no_worker(
-        SimpleNamespace(params=PARAMS),  # type: ignore[arg-type]
-        AttemptHistory(),
-        NoWorkerError("none", contended=contended, retry_after_s=3.0),
-    )
+    error = no_worker_error(AttemptHistory(SPEC), NoWorkerError("none", contended=contended, retry_after_s=3.0))
     assert (error.status, error.retry_after_s) == (status, 3.0)
 
 
@@ -74,31 +64,36 @@ def member(name: str = "w") -> WorkerMember:
     return WorkerMember(WorkerId(name), Epoch("e"), "http://w", "m", "n", "cpu", 16, 4096, protocol=1)
 
 
+def lost(history: AttemptHistory, stage: Stage, worker: WorkerMember) -> ApiError | None:
+    history.stage = stage
+    return history.lost(worker)
+
+
 def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefused:
     return WorkerRefused(status, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
 
 
 def test_two_workers_that_die_while_they_compute_it_are_enough() -> None:
-    history = AttemptHistory()
-    assert history.lost(member(), Stage.SENT) is None
+    history = AttemptHistory(SPEC)
+    assert lost(history, Stage.SENT, member()) is None
     assert not history.is_poison_candidate, "it never had the request"
-    assert history.lost(member(), Stage.ACCEPTED) is None
+    assert lost(history, Stage.ACCEPTED, member()) is None
     assert history.is_poison_candidate
-    assert history.lost(member(), Stage.ACCEPTED) is None, "its prefill is announced before it is computed"
-    assert isinstance(history.lost(member(), Stage.PREFILLING), InternalError)
+    assert lost(history, Stage.ACCEPTED, member()) is None, "its prefill is announced before it is computed"
+    assert isinstance(lost(history, Stage.PREFILLING, member()), InternalError)
 
 
 def test_a_token_clears_a_request() -> None:
-    history = AttemptHistory()
+    history = AttemptHistory(SPEC)
     for _ in range(MAX_LOSSES - 1):
-        assert history.lost(member(), Stage.PREFILLING) is None
+        assert lost(history, Stage.PREFILLING, member()) is None
         history.answered()
         assert not history.is_poison_candidate
-    assert isinstance(history.lost(member(), Stage.ANSWERED), WorkerLostError), "and yet there is an end"
+    assert isinstance(lost(history, Stage.ANSWERED, member()), WorkerLostError), "and yet there is an end"
 
 
 def test_refusals_are_passed_over_so_many_times_and_the_soonest_is_reported() -> None:
-    history = AttemptHistory()
+    history = AttemptHistory(SPEC)
     for retry_after_s in (5.0, 2.0, 9.0):
         assert history.refused(member(), refusal(retry_after_s=retry_after_s))
     assert history.soonest_refusal is not None
@@ -109,7 +104,7 @@ def test_refusals_are_passed_over_so_many_times_and_the_soonest_is_reported() ->
 
 
 def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None:
-    history = AttemptHistory()
+    history = AttemptHistory(SPEC)
     history.refused(member("a"), refusal(409))
     assert history.excluded == set()
     history.refused(member("a"), refusal(409))
@@ -117,28 +112,28 @@ def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None
 
 
 def test_a_connection_that_had_ended_is_no_loss_once() -> None:
-    history = AttemptHistory()
+    history = AttemptHistory(SPEC)
     assert [history.excuse_stale(), history.excuse_stale()] == [True, False]
 
 
 def test_the_lost_have_a_second_chance_unless_the_request_is_poison_candidate() -> None:
-    history = AttemptHistory()
+    history = AttemptHistory(SPEC)
     assert not history.readmit_lost(), "no worker was lost"
-    history.lost(member("a"), Stage.ANSWERED)
+    lost(history, Stage.ANSWERED, member("a"))
     for _ in range(MAX_READMISSIONS):
         assert history.readmit_lost()
         assert history.excluded == set()
     assert not history.readmit_lost()
-    candidate = AttemptHistory()
-    candidate.lost(member("a"), Stage.PREFILLING)
+    candidate = AttemptHistory(SPEC)
+    lost(candidate, Stage.PREFILLING, member("a"))
     assert not candidate.readmit_lost()
 
 
 @pytest.mark.parametrize(("is_lost", "num_waits"), [(False, MAX_WAITS), (True, 0)])
 def test_a_request_without_losses_waits_for_a_worker_for_a_while(is_lost: bool, num_waits: int) -> None:
-    history = AttemptHistory()
+    history = AttemptHistory(SPEC)
     if is_lost:
-        history.lost(member(), Stage.ANSWERED)
+        lost(history, Stage.ANSWERED, member())
     assert [history.may_wait() for _ in range(MAX_WAITS + 1)].count(True) == num_waits
 
 
@@ -149,7 +144,7 @@ def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() ->
     def num_allowed() -> int:
         return next(number for number in range(10_000) if not budget.spend())
 
-    assert num_allowed() == MAX_BALANCE
+    assert num_allowed() == MAX_RETRIES
     assert num_allowed() == 0
     now_s += 4.25
     assert num_allowed() == 8
@@ -159,7 +154,7 @@ def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() ->
     now_s += 1e6
     for _ in range(1000):
         budget.earn()
-    assert num_allowed() == MAX_BALANCE
+    assert num_allowed() == MAX_RETRIES
 
 
 def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
