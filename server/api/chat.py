@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from server.api import sampling
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
@@ -14,15 +15,6 @@ from server.api.formatting import (
     json_parts,
     prompt_logprobs,
     response_id,
-)
-from server.api.sampling import (
-    MAX_SCHEMA_BYTES,
-    TEXT_ROOM,
-    choice_seeds,
-    prompt_tokens,
-    sampling_params,
-    text_rules,
-    token_budget,
 )
 from server.api.tools import chat_grammar, output_rules
 from server.auth.identity import Identity, allowed_priority, request_salt
@@ -58,7 +50,7 @@ async def chat_spec(
     `field_names`: what fields are called in the body, where the route has other names.
     """
     rendered = await render_chat(request, model)
-    prompt_ids = await prompt_tokens(
+    prompt_ids = await sampling.prompt_tokens(
         rendered.text,
         request,
         model,
@@ -68,7 +60,7 @@ async def chat_spec(
     )
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
-    max_tokens = token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
+    max_tokens = sampling.token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
     rules = output_rules(request, model, rendered.text)
     grammar, grammar_param = chat_grammar(request, model)
     names = field_names or {}
@@ -77,11 +69,11 @@ async def chat_spec(
         model=model,
         prompt_ids=prompt_ids,
         root=model.root(request_salt(identity, request.cache_salt)),
-        seeds=choice_seeds(request.seed, request.num_choices),
-        sampling=await sampling_params(
+        seeds=sampling.choice_seeds(request.seed, request.num_choices),
+        sampling=await sampling.sampling_params(
             request, model, max_tokens=max_tokens, logprobs=request.num_top_logprobs, grammar=grammar
         ),
-        rules=text_rules(request, model, rules.markers()),
+        rules=sampling.text_rules(request, model, rules.markers()),
         prompt_param=names.get("messages", "messages"),
         grammar_param=names.get(grammar_param, grammar_param),
         priority=allowed_priority(identity, request.priority),
@@ -102,11 +94,13 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
     if model.template is None:
         message = "This model has no chat template: use /v1/completions."
         raise InvalidRequestError(message, param="messages")
-    if request.tools and len(encode_json(request.tools)) > MAX_SCHEMA_BYTES:
-        raise InvalidRequestError(f"tools take at most {MAX_SCHEMA_BYTES} bytes of JSON.", param="tools")
+    if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(f"tools take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON.", param="tools")
     longest = model.prompt_bytes
-    if longest is not None and (count := num_chars(request)) > TEXT_ROOM * longest:
-        message = f"The messages hold {count} characters, and {TEXT_ROOM * longest} at most are taken for this model"
+    if longest is not None and (count := num_chars(request)) > sampling.TEXT_ROOM * longest:
+        message = (
+            f"The messages hold {count} characters, and {sampling.TEXT_ROOM * longest} at most are taken for this model"
+        )
         raise ContextLengthError(f"{message}: send less of the conversation.", param="messages")
     return await model.template.render_in_slices(request, model.tokenizer.executor)
 
@@ -156,7 +150,7 @@ class ChatFormatter(ChunkFormatter):
         if self._num_prompt_logprobs is not None:
             positions = response.first.prompt_logprobs
             fields["prompt_logprobs"] = prompt_logprobs(
-                self._pieces, spec.prompt_ids, positions, self._num_prompt_logprobs
+                self._token_bytes, spec.prompt_ids, positions, self._num_prompt_logprobs
             )
         if self._token_ids:
             fields["prompt_token_ids"] = list(spec.prompt_ids)
@@ -193,7 +187,7 @@ class ChatFormatter(ChunkFormatter):
         for number, part in enumerate(parts):
             logprobs = None
             if number == 0 and delta.entries:
-                content = list(chat_logprobs(self._pieces, delta.entries, self._num_top or 0))
+                content = list(chat_logprobs(self._token_bytes, delta.entries, self._num_top or 0))
                 logprobs = {"content": content, "refusal": None}
             token_ids = delta.token_ids if number == 0 else None
             events += self._chunk(response, delta.choice, part, logprobs=logprobs, token_ids=token_ids)
@@ -239,7 +233,7 @@ class ChatFormatter(ChunkFormatter):
             "finish_reason": self._finish_reason(choice),
         }
         if self._num_top is not None:
-            content = chat_logprobs(self._pieces, choice.entries, self._num_top)
+            content = chat_logprobs(self._token_bytes, choice.entries, self._num_top)
             fields = Spread(fields, logprobs=Spread(content=content, refusal=None))
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason

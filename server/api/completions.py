@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
-from msgspec import Struct
 from msgspec.structs import replace
 
+from server.api import sampling
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
@@ -19,28 +20,16 @@ from server.api.formatting import (
     response_id,
     token_text,
 )
-from server.api.sampling import (
-    check_min_tokens,
-    check_vocabulary,
-    choice_seeds,
-    grammar_of,
-    grammar_param,
-    prompt_tokens,
-    sampling_params,
-    text_rules,
-    token_budget,
-    truncated,
-)
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
 from server.pace import Pace
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
+from server.request.request import Generation
 from server.request.response import ResponseStream
 from server.request_context import stage
 from server.schema.requests import COMPLETION, CompletionRequest
-from server.text.detokenizer import TokenBytes
 from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
@@ -72,40 +61,40 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
         raise InvalidRequestError(message, param="prompt")
     id_ = response_id("cmpl-")
     default_tokens = 1 if request.max_tokens == 0 else request.token_limit  # to score, one token is drawn and not shown
-    sampling = await sampling_params(
+    params = await sampling.sampling_params(
         request,
         model,
         max_tokens=request.max_tokens or default_tokens,
         logprobs=0 if request.logprobs is None and num_drawn > request.num_choices else request.logprobs,
-        grammar=grammar_of(request.response_format, request.structured_outputs),
+        grammar=sampling.grammar_of(request.response_format, request.structured_outputs),
         prompt_logprobs=request.logprobs if request.echo else None,
     )
-    _check_batch_fields(sampling, len(prompts))
+    _check_batch_fields(params, len(prompts))
     root = model.root(request_salt(identity, request.cache_salt))
-    rules = text_rules(request, model)
+    rules = sampling.text_rules(request, model)
     specs: list[GenerationSpec] = []
     echoes: list[str] = []
     pace, num_tokens = Pace(), 0
     for index, prompt in enumerate(prompts):
         prompt_ids = await _prompt_ids(prompt, request, model)
         num_tokens += len(prompt_ids)
-        _check_batch_tokens(num_tokens, sampling, model)
+        _check_batch_tokens(num_tokens, params, model)
         if request.echo:
             echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids, skip_special=False))
         limit = request.max_tokens or None
-        max_tokens = token_budget(model, len(prompt_ids), limit, default=default_tokens, param="prompt")
-        check_min_tokens(request, max_tokens)
+        max_tokens = sampling.token_budget(model, len(prompt_ids), limit, default=default_tokens, param="prompt")
+        sampling.check_min_tokens(request, max_tokens)
         specs.append(
             GenerationSpec(
                 request_id=id_ if len(prompts) == 1 else f"{id_}-{index}",
                 model=model,
                 prompt_ids=prompt_ids,
                 root=root,
-                seeds=choice_seeds(request.seed, num_drawn),
-                sampling=sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
+                seeds=sampling.choice_seeds(request.seed, num_drawn),
+                sampling=params if max_tokens == params.max_tokens else replace(params, max_tokens=max_tokens),
                 rules=rules,
                 prompt_param="prompt",
-                grammar_param=grammar_param(request),
+                grammar_param=sampling.grammar_param(request),
                 first_index=index * num_drawn,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,
@@ -117,22 +106,22 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
     return PreparedRequest(tuple(specs), formatter, bool(request.stream))
 
 
-def _check_batch_fields(sampling: SamplingParams, num_prompts: int) -> None:
+def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:
     """Raises InvalidRequestError for fields that are small once, and large with every prompt."""
-    size = len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
-    size += len(sampling.grammar.text) // 4 if sampling.grammar is not None else 0
+    size = len(params.allowed_token_ids or ()) + len(params.logit_bias) + sum(map(len, params.bad_words))
+    size += len(params.grammar.text) // 4 if params.grammar is not None else 0
     if num_prompts > 1 and size * num_prompts > MAX_BATCH_FIELDS:
         message = "allowed_token_ids, logit_bias, bad_words and grammars go along with every prompt: "
         raise InvalidRequestError(f"{message}{num_prompts} prompts are too many for these.", param="prompt")
 
 
-def _check_batch_tokens(num_tokens: int, sampling: SamplingParams, model: ServedModel) -> None:
+def _check_batch_tokens(num_tokens: int, params: SamplingParams, model: ServedModel) -> None:
     """Raises InvalidRequestError when the prompts up to here have too many tokens."""
     limit = max(MAX_BATCH_TOKENS, model.max_model_len)
     if num_tokens > limit:
         message = f"The prompts of a request have at most {limit} tokens in all: send several requests."
         raise InvalidRequestError(message, param="prompt")
-    num_asked = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
+    num_asked = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     if num_tokens * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
         message = f"At most {MAX_ECHOED_LOGPROBS} log probabilities of prompts are given in one answer: ask for fewer "
         raise InvalidRequestError(f"{message}of each token, or send several requests.", param="logprobs")
@@ -141,10 +130,10 @@ def _check_batch_tokens(num_tokens: int, sampling: SamplingParams, model: Served
 async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
         add_bos, limit = request.add_special_tokens is not False, request.max_tokens or None
-        prompt_ids = await prompt_tokens(prompt, request, model, limit=limit, param="prompt", add_bos=add_bos)
+        prompt_ids = await sampling.prompt_tokens(prompt, request, model, limit=limit, param="prompt", add_bos=add_bos)
     else:
-        check_vocabulary(prompt, model, "prompt")
-        prompt_ids = truncated(prompt, request)
+        sampling.check_vocabulary(prompt, model, "prompt")
+        prompt_ids = sampling.truncated(prompt, request)
     if not prompt_ids:
         raise InvalidRequestError("The prompt is empty.", param="prompt")
     return prompt_ids
@@ -204,7 +193,7 @@ class CompletionFormatter(ChunkFormatter):
             fields["stop_reason"] = choice.stop_reason
         if self._num_prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs(
-                self._pieces, generation.spec.prompt_ids, generation.prompt_logprobs, self._num_prompt_logprobs
+                self._token_bytes, generation.spec.prompt_ids, generation.prompt_logprobs, self._num_prompt_logprobs
             )
         if self._token_ids:
             fields["token_ids"] = [] if self._is_scoring else choice.token_ids
@@ -247,58 +236,43 @@ class CompletionFormatter(ChunkFormatter):
         self, response: ResponseStream, prompt: int, entries: Sequence[TokenEntry], *, echo: bool
     ) -> Spread | None:
         """Return four lists of one item per token: of the prompt with `echo`, and of the entries."""
-        num_top = self._num_top
-        if num_top is None:
+        if self._num_top is None:
             return None
+        rows = partial(self._rows, response.generations[prompt], prompt, entries, echo)
+        return Spread(
+            text_offset=(offset for _, _, offset in rows()),
+            token_logprobs=(None if scored is None else json_logprob(scored.logprob) for _, scored, _ in rows()),
+            tokens=(token_text(self._token_bytes, token_id) for token_id, _, _ in rows()),
+            top_logprobs=(self._top_logprobs(token_id, scored) for token_id, scored, _ in rows()),
+        )
 
-        def rows() -> Iterator[_Row]:
-            generation = response.generations[prompt]
-            if echo:
-                offset = 0
-                for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
-                    yield _Row(token_id, logprobs, offset)
-                    offset += len(self._pieces[token_id].decode("utf-8", "ignore"))
-            if not self._is_scoring:
-                shift = len(self._echoes[prompt]) if self._echoes else 0
-                for entry in entries:
-                    yield _Row(entry.token_id, entry.logprobs, entry.start + shift)
+    def _rows(
+        self, generation: Generation, prompt: int, entries: Sequence[TokenEntry], echo: bool
+    ) -> Iterator[tuple[int, TokenLogprobs | None, int]]:
+        """Yield each token's id, log probabilities (None for a prompt's first token) and offset in the text."""
+        if echo:
+            offset = 0
+            for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
+                yield token_id, logprobs, offset
+                offset += len(self._token_bytes[token_id].decode("utf-8", "ignore"))
+        if not self._is_scoring:
+            shift = len(self._echoes[prompt]) if self._echoes else 0
+            for entry in entries:
+                yield entry.token_id, entry.logprobs, entry.start + shift
 
-        return _logprob_lists(self._pieces, num_top, rows)
+    def _top_logprobs(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+        if logprobs is None:
+            return None
+        ranked = (*logprobs.top[: self._num_top], (token_id, logprobs.logprob))
+        return {self._distinct_text(id_): json_logprob(value) for id_, value in ranked}
 
-
-class _Row(Struct, frozen=True):
-    """One token of a completion or of its prompt. `logprobs` is None for the first token of a prompt."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-    offset: int
-
-
-def _logprob_lists(pieces: TokenBytes, num_top: int, rows: Callable[[], Iterator[_Row]]) -> Spread:
-    """Return `choices[].logprobs` of a completion. `rows` starts again for each list."""
-    return Spread(
-        text_offset=(row.offset for row in rows()),
-        token_logprobs=(None if row.logprobs is None else json_logprob(row.logprobs.logprob) for row in rows()),
-        tokens=(token_text(pieces, row.token_id) for row in rows()),
-        top_logprobs=(_top_logprobs(pieces, num_top, row) for row in rows()),
-    )
-
-
-def _top_logprobs(pieces: TokenBytes, num_top: int, row: _Row) -> dict[str, float] | None:
-    if row.logprobs is None:
-        return None
-    top = {_distinct_text(pieces, id_): json_logprob(value) for id_, value in row.logprobs.top[:num_top]}
-    top[_distinct_text(pieces, row.token_id)] = json_logprob(row.logprobs.logprob)
-    return top
-
-
-def _distinct_text(pieces: TokenBytes, token_id: int) -> str:
-    """Return a token's text as a key; its bytes where they are no text of their own."""
-    piece = pieces[token_id]
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+    def _distinct_text(self, token_id: int) -> str:
+        """Return a token's text as a key; its bytes where they are no text of their own."""
+        token_bytes = self._token_bytes[token_id]
+        try:
+            return token_bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:

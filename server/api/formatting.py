@@ -73,10 +73,10 @@ class ResponseFormatter(ABC):
 class ChunkFormatter(ResponseFormatter):
     """The part that chats and completions share: the fields of every chunk, and the usage at the end."""
 
-    def __init__(self, id_: str, kind: str, request: SamplingFields, pieces: TokenBytes) -> None:
+    def __init__(self, id_: str, kind: str, request: SamplingFields, token_bytes: TokenBytes) -> None:
         options = request.stream_options
         self._head = {"id": id_, "object": kind, "created": int(time.time()), "model": request.model}
-        self._pieces = pieces
+        self._token_bytes = token_bytes
         self._num_prompt_logprobs = request.prompt_logprobs
         self._token_ids = bool(request.return_token_ids)
         self._include_usage = options is not None and bool(options.include_usage)
@@ -113,27 +113,31 @@ def system_fingerprint(namespace: str, numerics: str) -> str:
     return "fp_" + blake2b(f"{namespace}/{numerics}".encode(), digest_size=6).hexdigest()
 
 
-def token_text(pieces: TokenBytes, token_id: int) -> str:
-    return pieces[token_id].decode("utf-8", "replace")
+def token_text(token_bytes: TokenBytes, token_id: int) -> str:
+    return token_bytes[token_id].decode("utf-8", "replace")
 
 
 def json_logprob(logprob: float) -> float:
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # also for NaN
 
 
-def chat_logprobs(pieces: TokenBytes, entries: Iterable[TokenEntry], num_top: int) -> Iterator[dict[str, Any]]:
+def chat_logprobs(token_bytes: TokenBytes, entries: Iterable[TokenEntry], num_top: int) -> Iterator[dict[str, Any]]:
     """Yield the items of `choices[].logprobs.content` of a chat."""
     for entry in entries:
-        top = [_chat_token(pieces, token_id, logprob) for token_id, logprob in entry.logprobs.top[:num_top]]
-        yield {**_chat_token(pieces, entry.token_id, entry.logprobs.logprob), "top_logprobs": top}
+        top = [_chat_token(token_bytes, token_id, logprob) for token_id, logprob in entry.logprobs.top[:num_top]]
+        yield {**_chat_token(token_bytes, entry.token_id, entry.logprobs.logprob), "top_logprobs": top}
 
 
-def _chat_token(pieces: TokenBytes, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(pieces, token_id), "logprob": json_logprob(logprob), "bytes": list(pieces[token_id])}
+def _chat_token(token_bytes: TokenBytes, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_text(token_bytes, token_id),
+        "logprob": json_logprob(logprob),
+        "bytes": list(token_bytes[token_id]),
+    }
 
 
 def prompt_logprobs(
-    pieces: TokenBytes, prompt_ids: Sequence[int], positions: Iterable[TokenLogprobs | None], num_top: int
+    token_bytes: TokenBytes, prompt_ids: Sequence[int], positions: Iterable[TokenLogprobs | None], num_top: int
 ) -> Iterator[dict[str, Any] | None]:
     """Yield vLLM's `prompt_logprobs`: by token id, the prompt's own token and the best; null for the first."""
     for token_id, logprobs in zip(prompt_ids, positions, strict=False):
@@ -143,6 +147,10 @@ def prompt_logprobs(
         ranked = {id_: (value, rank) for rank, (id_, value) in enumerate(logprobs.top[:num_top], 1)}
         ranked.setdefault(token_id, (logprobs.logprob, 0))
         yield {
-            str(id_): {"logprob": json_logprob(value), "rank": rank or None, "decoded_token": token_text(pieces, id_)}
+            str(id_): {
+                "logprob": json_logprob(value),
+                "rank": rank or None,
+                "decoded_token": token_text(token_bytes, id_),
+            }
             for id_, (value, rank) in ranked.items()
         }

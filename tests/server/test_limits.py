@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.gateway_load.processes import free_ports, until_ready
 from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
-from server.api import completions
+from server.api import sampling
 from server.api.formatting import Spread, json_parts
 from server.metrics import GatewayMetrics
 from server.pace import Steps, at_once, paced, sample_delay
@@ -145,8 +145,8 @@ async def test_many_prompts_share_their_parameters_and_take_turns(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    made = completions.sampling_params
-    monkeypatch.setattr(completions, "sampling_params", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
+    made = sampling.sampling_params
+    monkeypatch.setattr(sampling, "sampling_params", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
     async with gateway(worker) as target:
         most = 0
 

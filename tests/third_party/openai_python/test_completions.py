@@ -26,33 +26,6 @@ class TestCompletions:
         assert_matches_type(Completion, completion, path=["response"])
 
     @parametrize
-    def test_method_create_with_all_params_overload_1(self, client: OpenAI) -> None:
-        completion = client.completions.create(
-            model="gpt-3.5-turbo-instruct",
-            prompt="This is a test.",
-            best_of=0,
-            echo=True,
-            frequency_penalty=-2,
-            logit_bias={"foo": 0},
-            logprobs=0,
-            max_tokens=16,
-            n=1,
-            presence_penalty=-2,
-            seed=0,
-            stop="\n",
-            stream=False,
-            stream_options={
-                "include_obfuscation": True,
-                "include_usage": True,
-            },
-            suffix="test.",
-            temperature=1,
-            top_p=1,
-            user="user-1234",
-        )
-        assert_matches_type(Completion, completion, path=["response"])
-
-    @parametrize
     def test_raw_response_create_overload_1(self, client: OpenAI) -> None:
         response = client.completions.with_raw_response.create(
             model="gpt-3.5-turbo-instruct",
@@ -84,33 +57,6 @@ class TestCompletions:
             model="gpt-3.5-turbo-instruct",
             prompt="This is a test.",
             stream=True,
-        )
-        completion_stream.response.close()
-
-    @parametrize
-    def test_method_create_with_all_params_overload_2(self, client: OpenAI) -> None:
-        completion_stream = client.completions.create(
-            model="gpt-3.5-turbo-instruct",
-            prompt="This is a test.",
-            stream=True,
-            best_of=0,
-            echo=True,
-            frequency_penalty=-2,
-            logit_bias={"foo": 0},
-            logprobs=0,
-            max_tokens=16,
-            n=1,
-            presence_penalty=-2,
-            seed=0,
-            stop="\n",
-            stream_options={
-                "include_obfuscation": True,
-                "include_usage": True,
-            },
-            suffix="test.",
-            temperature=1,
-            top_p=1,
-            user="user-1234",
         )
         completion_stream.response.close()
 
@@ -158,33 +104,6 @@ class TestAsyncCompletions:
         assert_matches_type(Completion, completion, path=["response"])
 
     @parametrize
-    async def test_method_create_with_all_params_overload_1(self, async_client: AsyncOpenAI) -> None:
-        completion = await async_client.completions.create(
-            model="gpt-3.5-turbo-instruct",
-            prompt="This is a test.",
-            best_of=0,
-            echo=True,
-            frequency_penalty=-2,
-            logit_bias={"foo": 0},
-            logprobs=0,
-            max_tokens=16,
-            n=1,
-            presence_penalty=-2,
-            seed=0,
-            stop="\n",
-            stream=False,
-            stream_options={
-                "include_obfuscation": True,
-                "include_usage": True,
-            },
-            suffix="test.",
-            temperature=1,
-            top_p=1,
-            user="user-1234",
-        )
-        assert_matches_type(Completion, completion, path=["response"])
-
-    @parametrize
     async def test_raw_response_create_overload_1(self, async_client: AsyncOpenAI) -> None:
         response = await async_client.completions.with_raw_response.create(
             model="gpt-3.5-turbo-instruct",
@@ -216,33 +135,6 @@ class TestAsyncCompletions:
             model="gpt-3.5-turbo-instruct",
             prompt="This is a test.",
             stream=True,
-        )
-        await completion_stream.response.aclose()
-
-    @parametrize
-    async def test_method_create_with_all_params_overload_2(self, async_client: AsyncOpenAI) -> None:
-        completion_stream = await async_client.completions.create(
-            model="gpt-3.5-turbo-instruct",
-            prompt="This is a test.",
-            stream=True,
-            best_of=0,
-            echo=True,
-            frequency_penalty=-2,
-            logit_bias={"foo": 0},
-            logprobs=0,
-            max_tokens=16,
-            n=1,
-            presence_penalty=-2,
-            seed=0,
-            stop="\n",
-            stream_options={
-                "include_obfuscation": True,
-                "include_usage": True,
-            },
-            suffix="test.",
-            temperature=1,
-            top_p=1,
-            user="user-1234",
         )
         await completion_stream.response.aclose()
 

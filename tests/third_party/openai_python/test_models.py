@@ -9,7 +9,7 @@ import pytest
 
 from openai import OpenAI, AsyncOpenAI
 from tests.third_party.openai_python.utils import assert_matches_type
-from openai.types import Model, ModelDeleted
+from openai.types import Model
 from openai.pagination import SyncPage, AsyncPage
 
 base_url = os.environ.get("TEST_API_BASE_URL", "http://127.0.0.1:4010")
@@ -50,13 +50,6 @@ class TestModels:
         assert cast(Any, response.is_closed) is True
 
     @parametrize
-    def test_path_params_retrieve(self, client: OpenAI) -> None:
-        with pytest.raises(ValueError, match=r"Expected a non-empty value for `model` but received ''"):
-            client.models.with_raw_response.retrieve(
-                "",
-            )
-
-    @parametrize
     def test_method_list(self, client: OpenAI) -> None:
         model = client.models.list()
         assert_matches_type(SyncPage[Model], model, path=["response"])
@@ -80,44 +73,6 @@ class TestModels:
             assert_matches_type(SyncPage[Model], model, path=["response"])
 
         assert cast(Any, response.is_closed) is True
-
-    @parametrize
-    def test_method_delete(self, client: OpenAI) -> None:
-        model = client.models.delete(
-            "ft:gpt-4o-mini:acemeco:suffix:abc123",
-        )
-        assert_matches_type(ModelDeleted, model, path=["response"])
-
-    @parametrize
-    def test_raw_response_delete(self, client: OpenAI) -> None:
-        response = client.models.with_raw_response.delete(
-            "ft:gpt-4o-mini:acemeco:suffix:abc123",
-        )
-
-        assert response.is_closed is True
-        assert response.http_request.headers.get("X-Stainless-Lang") == "python"
-        model = response.parse()
-        assert_matches_type(ModelDeleted, model, path=["response"])
-
-    @parametrize
-    def test_streaming_response_delete(self, client: OpenAI) -> None:
-        with client.models.with_streaming_response.delete(
-            "ft:gpt-4o-mini:acemeco:suffix:abc123",
-        ) as response:
-            assert not response.is_closed
-            assert response.http_request.headers.get("X-Stainless-Lang") == "python"
-
-            model = response.parse()
-            assert_matches_type(ModelDeleted, model, path=["response"])
-
-        assert cast(Any, response.is_closed) is True
-
-    @parametrize
-    def test_path_params_delete(self, client: OpenAI) -> None:
-        with pytest.raises(ValueError, match=r"Expected a non-empty value for `model` but received ''"):
-            client.models.with_raw_response.delete(
-                "",
-            )
 
 
 class TestAsyncModels:
@@ -157,13 +112,6 @@ class TestAsyncModels:
         assert cast(Any, response.is_closed) is True
 
     @parametrize
-    async def test_path_params_retrieve(self, async_client: AsyncOpenAI) -> None:
-        with pytest.raises(ValueError, match=r"Expected a non-empty value for `model` but received ''"):
-            await async_client.models.with_raw_response.retrieve(
-                "",
-            )
-
-    @parametrize
     async def test_method_list(self, async_client: AsyncOpenAI) -> None:
         model = await async_client.models.list()
         assert_matches_type(AsyncPage[Model], model, path=["response"])
@@ -187,41 +135,3 @@ class TestAsyncModels:
             assert_matches_type(AsyncPage[Model], model, path=["response"])
 
         assert cast(Any, response.is_closed) is True
-
-    @parametrize
-    async def test_method_delete(self, async_client: AsyncOpenAI) -> None:
-        model = await async_client.models.delete(
-            "ft:gpt-4o-mini:acemeco:suffix:abc123",
-        )
-        assert_matches_type(ModelDeleted, model, path=["response"])
-
-    @parametrize
-    async def test_raw_response_delete(self, async_client: AsyncOpenAI) -> None:
-        response = await async_client.models.with_raw_response.delete(
-            "ft:gpt-4o-mini:acemeco:suffix:abc123",
-        )
-
-        assert response.is_closed is True
-        assert response.http_request.headers.get("X-Stainless-Lang") == "python"
-        model = response.parse()
-        assert_matches_type(ModelDeleted, model, path=["response"])
-
-    @parametrize
-    async def test_streaming_response_delete(self, async_client: AsyncOpenAI) -> None:
-        async with async_client.models.with_streaming_response.delete(
-            "ft:gpt-4o-mini:acemeco:suffix:abc123",
-        ) as response:
-            assert not response.is_closed
-            assert response.http_request.headers.get("X-Stainless-Lang") == "python"
-
-            model = await response.parse()
-            assert_matches_type(ModelDeleted, model, path=["response"])
-
-        assert cast(Any, response.is_closed) is True
-
-    @parametrize
-    async def test_path_params_delete(self, async_client: AsyncOpenAI) -> None:
-        with pytest.raises(ValueError, match=r"Expected a non-empty value for `model` but received ''"):
-            await async_client.models.with_raw_response.delete(
-                "",
-            )
