@@ -54,7 +54,7 @@ class Check(msgspec.Struct, frozen=True):
     status: Literal["ok", "warn", "fail"]
     found: str
     mend: str = ""
-    """What to do about it; empty when all is well."""
+    """The advice; empty when all is well."""
 
     def text(self) -> Text:
         line = Text.assemble((f"{self.status:4}", _STYLES[self.status]), f"  {self.name:10}  {self.found}")

@@ -18,7 +18,7 @@ class RedisMissingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What `headstart serve` starts. Options of one part alone are passed on to it unchanged."""
+    """The parts to start. Options of one part alone are passed on to it unchanged."""
 
     model: str | None
     num_workers: int
@@ -26,7 +26,7 @@ class ServeConfig:
     host: str
     port: int
     ops_port: int
-    """Of the first gateway; the others take the ports above."""
+    """The first gateway's; the others take the ports above."""
     ops_host: str
     redis_url: str | None
     threads: int

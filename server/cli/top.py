@@ -39,11 +39,10 @@ class FeedError(Exception):
 
 
 class View:
-    """What the events of the feed have reported so far."""
+    """State of the feed: the latest event of each name, and the latest decisions."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] = {"hello": {}, "prefixes": {"prefixes": []}}
-        """The data of the last event of each name."""
         self.decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
         """The latest last."""
 
@@ -132,7 +131,7 @@ def index_state(index: dict[str, Any]) -> tuple[str, str]:
         return f"degraded: {len(down)} of {len(shards)} shards unreachable", "yellow"
     if index["blind"]:
         return f"blind: {index['reason']}", "red"
-    return f"healthy: {index['kept']:.0%} of promises kept, {index['told']:.0%} of hits foreseen", "green"
+    return f"healthy: predicted hits have precision {index['kept']:.0%}, recall {index['told']:.0%}", "green"
 
 
 def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> Iterator[RenderableType]:

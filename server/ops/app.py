@@ -34,7 +34,7 @@ from server.workers.client import WorkerClient, WorkerLost
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000
 ACTIONS: Final = ("drain", "purge")
-"""What an operator may do with one worker."""
+"""Actions of an operator on one worker."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,6 @@
-"""Routing decisions for people to look at: so many a second in full, the rest counted.
+"""Routing decisions for the dashboard: a sample with its cheapest candidates; the rest is counted.
 
-A fleet may decide hundreds of times a second; nobody reads that, and every decision tells of every worker. So a token
-bucket takes some in full, the cheapest few candidates of each, evenly while the rate is steady.
+A token bucket takes the sample, evenly while the rate is steady.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from server.router.scoring import Decision
 PER_S: Final = 16.0
 BURST: Final = 8.0
 MAX_CANDIDATES: Final = 8
-"""The rest of a decision's candidates are only counted."""
+"""Candidates listed of one decision; the rest is counted."""
 MAX_WAITING: Final = 64
-"""Decisions between two frames."""
+"""Decisions kept between two frames."""
 MAX_RECENT: Final = 50
 """Decisions that a new viewer is shown."""
 

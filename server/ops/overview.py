@@ -1,4 +1,4 @@
-"""What a gateway knows about itself, its workers and the shared index, as JSON values."""
+"""The state of a gateway, its workers and the shared index, as JSON values."""
 
 from __future__ import annotations
 

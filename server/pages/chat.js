@@ -106,7 +106,7 @@ function ask(text) {
   answer(conversation);
 }
 
-/** The last answer failed or was stopped: ask for it anew. */
+/** Asks again for an answer that failed or was stopped. */
 function retry() {
   if (running) return;
   const conversation = conversations.current;
@@ -116,10 +116,10 @@ function retry() {
 }
 
 function requestOf({ system, temperature, maxTokens, messages }) {
-  const told = messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+  const sent = messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
   return {
     model: byId("model").value,
-    messages: system.trim() ? [{ role: "system", content: system.trim() }, ...told] : told,
+    messages: system.trim() ? [{ role: "system", content: system.trim() }, ...sent] : sent,
     temperature,
     max_tokens: maxTokens,
   };

@@ -1,4 +1,4 @@
-// One chat completion, streamed, with what it told of its way: worker, cached tokens, time to first token, rate.
+// One streamed chat completion and its facts: worker, cached tokens, time to first token, rate.
 
 import { readEvents } from "./sse.js";
 

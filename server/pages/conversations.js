@@ -1,4 +1,4 @@
-// The conversations of this browser: kept in its local storage, the latest first.
+// The conversations of this browser, in its local storage, the latest first.
 
 const KEY = "headstart.conversations";
 const MAX = 50;
@@ -11,7 +11,7 @@ export class Conversations {
     if (this.current === null) this.create();
   }
 
-  /** A new conversation with the settings of the last one; an empty one is used again. */
+  /** Begins a conversation with the settings of the last one, or reuses an empty one. */
   create() {
     const empty = this.all.find((each) => each.messages.length === 0);
     if (empty) {

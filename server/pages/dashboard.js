@@ -1,4 +1,4 @@
-// The dashboard: one stream from the gateway, shown as it comes.
+// The dashboard: shows one stream of events from the gateway.
 
 import { byId, setAttribute, setText } from "./dom.js";
 import { Decisions } from "./decisions.js";
@@ -50,7 +50,7 @@ function link(text, tone) {
   setAttribute(byId("link-dot"), "class", `dot ${tone}`);
 }
 
-/** Follows one connection to its end; throws what ended it. */
+/** Follows one connection to its end, and throws the reason. */
 async function follow() {
   const abort = new AbortController();
   let silence = 0;

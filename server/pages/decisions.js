@@ -1,10 +1,10 @@
-// The list of routing decisions, and why the chosen one was the cheapest.
+// The list of routing decisions, and why the chosen worker was the cheapest.
 
 import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
 import { NONE, clock, count, rate, seconds } from "./format.js";
 
 const MAX_ROWS = 50;
-const EXPLAIN_MS = 1000; // the latest is explained this often at most: nobody reads faster
+const EXPLAIN_MS = 1000; // the shortest time between explanations of the latest decision
 
 export class Decisions {
   constructor(flash) {
@@ -78,7 +78,7 @@ export class Decisions {
     }
   }
 
-  /** The oldest row that nobody looks at, to be used again: at many decisions a second new ones would be much garbage. */
+  /** Returns the oldest row that is neither shown nor focused, for reuse: new rows for every decision cost memory. */
   spare() {
     if (this.rows.size < MAX_ROWS) return null;
     for (const [request, row] of this.rows) {
@@ -105,8 +105,8 @@ export class Decisions {
   }
 
   setRate(perS) {
-    const told = this.rows.size > 0 && perS > 16 ? `${rate(perS)} per second, a sample of 16 shown` : "";
-    setText(byId("decisions-rate"), told);
+    const text = this.rows.size > 0 && perS > 16 ? `${rate(perS)} per second, a sample of 16 shown` : "";
+    setText(byId("decisions-rate"), text);
   }
 
   explain(decision) {
@@ -165,7 +165,7 @@ class Row {
   }
 }
 
-/** The decision as one or two sentences. */
+/** Returns the decision as one or two sentences. */
 function verdict(decision, policy) {
   const strong = (text) => h("strong", {}, text);
   const [chosen, ...others] = decision.candidates;
@@ -198,7 +198,7 @@ class CostRow {
     body.append(this.element);
   }
 
-  /** Nothing to show: the row is kept for a decision with more candidates. */
+  /** Hides the row, for reuse by a decision with more candidates. */
   show(candidate, decision, most) {
     this.element.hidden = candidate === undefined;
     if (candidate === undefined) return;

@@ -12,7 +12,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Changes the text only if it is another one: an unchanged page costs nothing to paint. */
+/** Sets the text if it differs: an unchanged page costs nothing to paint. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -21,7 +21,7 @@ export function setAttribute(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-/** Styles set here pass the page's policy, which forbids style attributes in markup. */
+/** Sets a style. The page's policy forbids style attributes in markup only. */
 export function setStyle(element, name, value) {
   if (element.style.getPropertyValue(name) !== value) element.style.setProperty(name, value);
 }

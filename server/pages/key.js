@@ -9,7 +9,7 @@ export const headers = () => {
   return key ? { authorization: `Bearer ${key}` } : {};
 };
 
-/** Asks for the key; resolves to whether one was given. */
+/** Asks for the key. Resolves to true if one was given. */
 export function askForKey(problem = "") {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
@@ -32,7 +32,7 @@ export function askForKey(problem = "") {
   });
 }
 
-/** A call of the ops port that asks for the key when one is needed; throws an Error that says what to do. */
+/** Calls the ops port and asks for the key when one is needed. Throws an Error that says what to do. */
 export async function callOps(path, options = {}) {
   for (;;) {
     const response = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });

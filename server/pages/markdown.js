@@ -1,8 +1,8 @@
-// A small part of Markdown, built as elements: whatever a model writes stays text.
+// A small part of Markdown, built as elements: the model's own markup stays text.
 
 import { h } from "./dom.js";
 
-/** The elements of a text: paragraphs, headings, lists and fenced code. An open fence is shown as code already. */
+/** Returns the elements of a text: paragraphs, headings, lists and fenced code, open fences included. */
 export function render(text) {
   const elements = [];
   const lines = text.split("\n");

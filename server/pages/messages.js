@@ -1,4 +1,4 @@
-// The thread: messages, and under each answer what it cost.
+// The thread: messages, with the cost of each answer below it.
 
 import { h, setStyle } from "./dom.js";
 import { count, rate, seconds } from "./format.js";

@@ -1,4 +1,4 @@
-// A line without axes: what a number did in the last two minutes.
+// A sparkline of the last two minutes.
 
 const WIDTH = 120;
 const HEIGHT = 28;

@@ -1,4 +1,4 @@
-// Server-sent events over fetch: unlike EventSource it can send a key and tells the status of a refusal.
+// Server-sent events over fetch, which can send a key and shows the status of a refusal, unlike EventSource.
 
 /** Yields {event, data} with data as text. Ends with the stream; throws what fetch throws. */
 export async function* readEvents(response) {

@@ -1,4 +1,4 @@
-// Loaded before the first paint: the theme that was chosen here, else the system's.
+// Loaded before the first paint: sets the theme chosen here, else the system's.
 "use strict";
 
 (() => {

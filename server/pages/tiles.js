@@ -1,4 +1,4 @@
-// The numbers at the top: what the whole fleet did in the last minute.
+// The tiles at the top: the whole fleet in the last minute.
 
 import { byId, setAttribute, setText } from "./dom.js";
 import { NONE, count, percent, rate, seconds } from "./format.js";
@@ -52,15 +52,15 @@ function unit(element, value, text) {
   element.replaceChildren(`${value} `, small);
 }
 
-/** What is wrong with the index, in words, worst first. */
+/** Returns the state of the index in words, the worst problem first. */
 function indexState(index) {
   const cut = index.shards.filter((shard) => !shard.connected);
   const open = index.shards.filter((shard) => shard.breaker_open);
-  const told = `${percent(index.kept)} of promises kept, ${percent(index.told)} of hits foreseen`;
-  if (!index.shards.length) return ["Not used", "", "No Redis: routing by this gateway\u2019s own books"];
-  if (cut.length === index.shards.length) return ["Unreachable", "bad", `No Redis at ${cut[0].redis}. Routing by own books`];
-  if (open.length) return ["Breaker open", "bad", "Redis is too slow to answer lookups in time. Routing by own books"];
+  const accuracy = `Predicted hits: precision ${percent(index.kept)}, recall ${percent(index.told)}`;
+  if (!index.shards.length) return ["Not used", "", "No Redis: routing by this gateway\u2019s own estimates"];
+  if (cut.length === index.shards.length) return ["Unreachable", "bad", `No Redis at ${cut[0].redis}. Routing by own estimates`];
+  if (open.length) return ["Breaker open", "bad", "Redis is too slow to answer lookups in time. Routing by own estimates"];
   if (cut.length) return ["Degraded", "warn", `${cut.length} of ${index.shards.length} shards unreachable`];
   if (index.blind) return ["Blind", "bad", index.reason];
-  return ["Healthy", "good", told];
+  return ["Healthy", "good", accuracy];
 }

@@ -1,4 +1,4 @@
-// The table of workers: a row each, changed in place.
+// The table of workers: one row each, updated in place.
 
 import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
 import { NONE, count, percent, plural, rate, seconds } from "./format.js";
@@ -58,7 +58,7 @@ export class Workers {
     byId("workers").parentElement.hidden = workers.length === 0;
   }
 
-  /** A request has just been sent there. */
+  /** Marks a worker that a request was just sent to. */
   flash(name) {
     const element = this.rows.get(name)?.element;
     if (!element || element.classList.contains("flash")) return;
@@ -170,7 +170,7 @@ class Row {
   }
 }
 
-/** What is left of the lease; a lease that is over is told by its age. */
+/** Returns the time left of the lease. */
 function lease(leftS) {
   if (leftS === null) return NONE;
   return leftS > 0 ? `${leftS.toFixed(1)}\u202fs left` : "over";

@@ -1,4 +1,4 @@
-"""`headstart bench console` runs, small, and measures what it says: its figures are for `benchmarks/RESULTS.md`."""
+"""`headstart bench dashboard` runs at a small size and reports its figures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ pytest.importorskip("playwright.async_api", reason="make test-browser installs i
     shutil.which("chromium") is None and shutil.which("google-chrome") is None,
     reason="no Chromium on PATH: apt-get install chromium",
 )
-def test_the_bench_of_the_console() -> None:
+def test_the_bench_of_the_dashboard() -> None:
     options = ["--workers", "5", "--rate", "20", "--seconds", "2", "--json"]
-    command = [sys.executable, "-m", "benchmarks", "console", *options]
+    command = [sys.executable, "-m", "benchmarks", "dashboard", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["figures"]

@@ -33,19 +33,19 @@ def serve() -> Iterator[Serve]:
 
 
 class Pages:
-    """Both pages side by side, and everything that their consoles complained of."""
+    """Both pages, and the errors and warnings of their consoles."""
 
     def __init__(self, browser: Any, serve: Serve) -> None:
         context = browser.new_context(viewport=WIDE)
         self.problems: list[str] = []
         self.chat, self.dashboard = context.new_page(), context.new_page()
         for page in (self.chat, self.dashboard):
-            page.on("console", self._heard)
+            page.on("console", self._on_console)
             page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.dashboard.goto(f"{serve.ops_url}/dashboard")
         self.chat.goto(f"{serve.ops_url}/chat")
 
-    def _heard(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
@@ -56,7 +56,7 @@ class Pages:
         self.chat.click("#settings summary")
 
     def ask(self, text: str) -> None:
-        """Return while it is being answered."""
+        """Send a message, and return while it is being answered."""
         self.chat.fill("#prompt", text)
         self.chat.keyboard.press("Enter")
         self.chat.wait_for_selector("#stop:visible")

@@ -37,7 +37,7 @@ COVERED: Final = {
     r"headstart bench route": "tests/benchmarks/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",
     r"headstart bench (cache|index|engine|gateway)": "tests/benchmarks",
-    r"headstart bench console": "tests/browser/test_load.py",
+    r"headstart bench dashboard": "tests/browser/test_load.py",
     r"headstart top": "tests/server/cli/test_top.py",
     r"headstart doctor": "tests/server/cli/test_doctor.py",
     r"headstart index purge": "tests/server/cli/test_index.py",

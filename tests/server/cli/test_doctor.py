@@ -15,8 +15,8 @@ from tests.redis_server import RedisServer, newest_redis, redis_binaries
 
 
 def test_a_line_says_what_and_how_to_mend_it() -> None:
-    failed = Check("redis", "fail", "nobody answers", "start it")
-    assert failed.text().plain.split() == ["fail", "redis", "nobody", "answers", "->", "start", "it"]
+    failed = Check("redis", "fail", "no answer", "start it")
+    assert failed.text().plain.split() == ["fail", "redis", "no", "answer", "->", "start", "it"]
     assert failed.text().spans[0].style == "red"
     status, text = verdict([failed, Check("a", "ok", "b")])
     assert (status, "1 of 2" in text) == (1, True)
@@ -88,9 +88,9 @@ def test_a_gateway_only_machine_as_json(monkeypatch: pytest.MonkeyPatch, capsys:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["doctor", "--gateway-only", "--json", "--port", port, "--ops-port", "0"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False
-    assert [each["name"] for each in told["checks"] if each["status"] == "fail"] == ["port"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] is False
+    assert [each["name"] for each in printed["checks"] if each["status"] == "fail"] == ["port"]
 
 
 @pytest.mark.parametrize("argv", [["--port", "70000"], ["--num-workers", "0"], ["--redis-password-file", "/nowhere"]])

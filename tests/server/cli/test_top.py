@@ -154,11 +154,11 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
             return out.decode()
 
         async with asyncio.timeout(HANG_S):
-            text, told = await asyncio.gather(top(), top("--json"))
+            text, as_json = await asyncio.gather(top(), top("--json"))
         assert "1 of 1 workers serving" in text
         assert "\033" not in text, "no terminal, no colours"
         assert re.search(r"16 tokens +found 1x +w0", text), "the prefix that the request shared"
-        assert [row["worker"] for row in json.loads(told)["workers"]] == ["w0"]
+        assert [row["worker"] for row in json.loads(as_json)["workers"]] == ["w0"]
         with pytest.raises(FeedError, match="ops port"):
             await anext(events(gateway.url))
         number = int(gateway.ops.rpartition(":")[2])

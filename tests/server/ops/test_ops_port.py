@@ -118,6 +118,6 @@ async def test_another_sites_page_cannot_act(gateway: Process, headers: dict[str
 
 
 async def test_an_unknown_worker_is_said(gateway: Process) -> None:
-    async with aiohttp.ClientSession() as session, session.post(gateway.ops + "/workers/nobody/purge") as response:
+    async with aiohttp.ClientSession() as session, session.post(gateway.ops + "/workers/w9/purge") as response:
         assert response.status == 404
-        assert "nobody" in (await response.json())["error"]["message"]
+        assert "w9" in (await response.json())["error"]["message"]

@@ -80,9 +80,9 @@ def test_hits_are_the_matches_of_requests(matches: list[tuple[str, list[int]]]) 
     ends = {requests.match(worker, *blocks) for worker, blocks in matches} - {""}
     for _, blocks in matches:
         expected.update(index_entry(block_hash).hex() for block_hash in chain(*blocks))
-    told = {prefix.hash: prefix for prefix in requests.top()}
-    assert told.keys() == ends
-    for name, prefix in told.items():
+    found = {prefix.hash: prefix for prefix in requests.top()}
+    assert found.keys() == ends
+    for name, prefix in found.items():
         assert prefix.num_hits == expected[name]
         assert prefix.path[-1] == name
         assert set(prefix.path) <= ends

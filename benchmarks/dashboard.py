@@ -1,4 +1,4 @@
-"""`headstart bench console`: what an open dashboard costs the gateway and the browser.
+"""`headstart bench dashboard`: what an open dashboard costs the gateway and the browser.
 
 One real gateway on one core; Redis, 64 registered workers without a model, the load and a real Chromium on the other.
 The load is the same all the time; the page is open in every other phase, and what it costs is the difference.
@@ -51,7 +51,7 @@ class Tab:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = option_parser("console", "What a dashboard that somebody looks at costs.")
+    parser = option_parser("dashboard", "What a dashboard that somebody looks at costs.")
     parser.add_argument("--workers", type=int, default=64, help="registered (default 64)")
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second (default 200)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each of the four phases (default 15)")
@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
             measured = runner.run(_measure(stack, options.workers, options.rate, options.seconds, options.picture))
     except ChromiumMissingError as error:
-        print(f"headstart bench console: {error}", file=sys.stderr)
+        print(f"headstart bench dashboard: {error}", file=sys.stderr)
         return 2
     facts = {"workers": options.workers, "offered_per_s": options.rate, "phase_s": options.seconds}
-    publish(Report("console", measured, facts), options)
+    publish(Report("dashboard", measured, facts), options)
     return 0
 
 
