@@ -100,11 +100,11 @@ class RadixAllocator(Allocator):
         hashes: Sequence[BlockHash] | None = None,
     ) -> RadixAllocation | None:
         pool, trie = self._pool, self._pool.trie
-        match = self._match(token_ids, root) if reuse else Match(trie.root(root))
-        num_new = max(0, num_blocks_for(num_tokens, self._block_size) - match.num_blocks)
-        if num_new > pool.num_free_blocks - match.num_unheld:
-            return None
+        match = self._match(token_ids, root) if reuse else trie.match(trie.root(root), ())
         found = match.block_ids
+        num_new = max(0, num_blocks_for(num_tokens, self._block_size) - len(found))
+        if num_new > pool.num_free_blocks - match.num_evictable:
+            return None
         node = trie.hold(match)
         taken = pool.take(num_new)
         assert taken is not None, f"{num_new} blocks were free before the match was held"
@@ -116,7 +116,7 @@ class RadixAllocator(Allocator):
         return allocation
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        return self._match(token_ids, root).num_blocks * self._block_size
+        return len(self._match(token_ids, root).block_ids) * self._block_size
 
     def check_integrity(self) -> None:
         trie, live = self._pool.trie, [table for table in self._live if isinstance(table, RadixAllocation)]
@@ -178,7 +178,7 @@ class RadixAllocation(Allocation):
         num_known = 0
         if not trie.grow(self.node, keys, block_ids, hashes):
             above = self.node
-            if not self.caches_duplicates and trie.match(above, keys).num_blocks > 0:
+            if not self.caches_duplicates and trie.match(above, keys).block_ids:
                 self._has_stopped = True  # for good: a fork may share the blocks when the others are evicted
                 return
             num_known, self.node = trie.insert(above, keys, block_ids, hashes)

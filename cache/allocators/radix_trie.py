@@ -34,32 +34,14 @@ class RadixNode:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Nodes of a matching prefix from the top down. The last may match in its first part only."""
+    """The blocks of a matching prefix, down to a part of node `last`."""
 
-    start: RadixNode
-    """The node where the search began."""
-    nodes: tuple[RadixNode, ...] = ()
-    num_in_last: int = 0
-    """Matching keys of the last node."""
-
-    @property
-    def last(self) -> RadixNode:
-        return self.nodes[-1] if self.nodes else self.start
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(node.keys) for node in self.nodes[:-1]) + self.num_in_last
-
-    @property
-    def num_unheld(self) -> int:
-        """Blocks that are evictable, but not once this match is held."""
-        lengths = [*(len(node.keys) for node in self.nodes[:-1]), self.num_in_last]
-        return sum(length for node, length in zip(self.nodes, lengths, strict=False) if not node.num_holders)
-
-    @property
-    def block_ids(self) -> list[BlockId]:
-        found = [block_id for node in self.nodes[:-1] for block_id in node.block_ids]
-        return found + self.nodes[-1].block_ids[: self.num_in_last] if self.nodes else found
+    last: RadixNode
+    num_in_last: int
+    """Matching keys of `last`."""
+    block_ids: list[BlockId]
+    num_evictable: int
+    """Those of the blocks that nothing holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +80,15 @@ class RadixTrie:
 
     def match(self, node: RadixNode, keys: Sequence[Key]) -> Match:
         """Return the longest prefix of `keys` below `node`. Changes nothing."""
-        start, nodes, position, shared = node, [], 0, 0
-        while position < len(keys) and (child := node.children.get(keys[position])) is not None:
-            shared = _shared_length(child.keys, keys, position)
-            nodes.append(child)
-            position += shared
-            if shared < len(child.keys):
+        block_ids: list[BlockId] = []
+        shared, num_evictable = len(node.keys), 0
+        while len(block_ids) < len(keys) and (child := node.children.get(keys[len(block_ids)])) is not None:
+            node, shared = child, _shared_length(child.keys, keys, len(block_ids))
+            block_ids += node.block_ids[:shared]
+            num_evictable += 0 if node.num_holders else shared
+            if shared < len(node.keys):
                 break
-            node = child
-        return Match(start, tuple(nodes), shared)
+        return Match(node, shared, block_ids, num_evictable)
 
     def hold(self, match: Match) -> RadixNode:
         """Mark a match as used and keep exactly its blocks from eviction, until the returned node is released."""
@@ -144,7 +126,7 @@ class RadixTrie:
         """Add blocks below `node`. Return the number of known keys, which keep their blocks, and the last node."""
         assert len(keys) == len(block_ids), f"{len(keys)} keys for {len(block_ids)} blocks"
         match = self.match(node, keys)
-        num_known = match.num_blocks
+        num_known = len(match.block_ids)
         node = self._cut(match)
         self._tick(node)
         if num_known < len(keys):
@@ -238,8 +220,7 @@ class RadixTrie:
 
     def _cut(self, match: Match) -> RadixNode:
         """Return a node that ends where the match ends."""
-        node = match.last
-        return self._split(node, match.num_in_last) if match.nodes and match.num_in_last < len(node.keys) else node
+        return self._split(match.last, match.num_in_last) if match.num_in_last < len(match.last.keys) else match.last
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
         """Cut a node in two and return the upper part, a new node. A hold on `node` stays a hold on both parts."""

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
@@ -42,16 +43,14 @@ class ProtocolError(RedisDownError):
     """A reply that Redis never sends: replies and commands are out of step."""
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A submitted pipeline and its replies so far."""
 
-    __slots__ = ("future", "num_replies", "replies", "sent_at")
-
-    def __init__(self, future: asyncio.Future[list[Reply]], num_replies: int, sent_at: float) -> None:
-        self.future = future
-        self.num_replies = num_replies
-        self.replies: list[Reply] = []
-        self.sent_at = sent_at
+    future: asyncio.Future[list[Reply]]
+    num_replies: int
+    sent_at: float
+    replies: list[Reply] = field(default_factory=list)
 
 
 class RedisClient:
@@ -65,14 +64,14 @@ class RedisClient:
         url: str,
         settings: ClientSettings,
         *,
+        count: Callable[[str], None] = lambda event: None,
         on_change: Callable[[bool], None] = lambda up: None,
-        on_garbage: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_garbage` counts connections dropped because of an answer that no Redis gives. Raises ValueError."""
+        """`count` counts "invalid" for a connection dropped because of replies no Redis gives. Raises ValueError."""
         self._endpoint = Endpoint(url, settings)
         self._settings = settings
         self._on_change = on_change
-        self._on_garbage = on_garbage
+        self._count = count
         self._reconnect_reason: asyncio.Future[str] | None = None
         self._pending: deque[_Call] = deque()
         self._outbox: list[bytes] = []
@@ -139,7 +138,7 @@ class RedisClient:
         """Describe why the connection ended, and count an error that only garbage causes."""
         is_readable = isinstance(error, (RedisError, OSError, RedisDownError))  # else the parser's, on any bytes
         if not is_readable or isinstance(error, (InvalidResponse, ProtocolError)):
-            self._on_garbage()
+            self._count("invalid")
         return str(error) if is_readable else f"unreadable reply: {type(error).__name__}: {error!s:.200}"
 
     async def _serve(self) -> None:

@@ -138,8 +138,8 @@ class Shard:
         self.client = RedisClient(
             url,
             ClientSettings(settings.username, settings.password, max_pending=1024),
+            count=count,
             on_change=self._connection_changed,
-            on_garbage=lambda: count("invalid"),
         )
         self._keys = schema.Keys(settings.prefix, number)
         self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))

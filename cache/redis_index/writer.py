@@ -68,8 +68,8 @@ class IndexWriter:
         self.client = RedisClient(
             url,
             ClientSettings(settings.username, settings.password, stall_s=settings.timeout_s),
+            count=count,
             on_change=self._connection_changed,
-            on_garbage=lambda: count("invalid"),
         )
         shard = schema.shard_of(member.worker_id, settings.num_shards)
         self._keys = schema.Keys(settings.prefix, shard)

@@ -11,7 +11,7 @@ from tests.redis_server import RedisServer, newest_redis, redis_binaries
 
 @pytest.fixture(scope="session", params=sorted(redis_binaries()))
 def shared_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """One server for the session, of each version that this machine has. Tests flush it, and do not stop it."""
+    """Start one server per session, of each version on this machine. Tests flush it, and do not stop it."""
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), redis_binaries()[request.param]) as server:
         yield server
 
@@ -24,7 +24,7 @@ def redis_server(shared_redis: RedisServer) -> RedisServer:
 
 @pytest.fixture
 def own_redis() -> Iterator[RedisServer]:
-    """A server that the test may stop, kill and start."""
+    """Start a server that the test may stop, kill and start."""
     binary = newest_redis()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
         yield server

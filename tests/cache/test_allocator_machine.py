@@ -1,8 +1,8 @@
-"""Every allocator against a simulated KV memory: random sequences, forks, steps that fail, evictions and resets.
+"""Every allocator against a simulated KV memory: random sequences, forks, failing steps, evictions and resets.
 
-A slot of the memory holds what a real KV entry depends on: the tenant and all tokens up to its own. A block that is
-found under a wrong prefix, written while shared, or taken while in use shows as a wrong entry. The vocabulary has two
-tokens, so prefixes collide; the pool is small, so nearly everything gets evicted.
+A slot of the memory holds the inputs of a real KV entry: the tenant and all tokens up to its own. So a block that is
+found under a wrong prefix, written while shared, or taken while held shows as a wrong entry. The vocabulary has two
+tokens, so that prefixes collide, and the pool is small, so that nearly everything gets evicted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TENANT = st.sampled_from((TENANTS[0], TENANTS[0], TENANTS[0], TENANTS[1]))
 DEEP_STEPS = 200_000
 
 KV = tuple[BlockHash, tuple[int, ...]]
-"""All that a KV entry is computed from."""
+"""The inputs of a KV entry."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Sequence:
     allocation: Allocation
     num_computed: int
     is_forked: bool = False
-    """Must call `extend` before it writes, even into room that it has."""
+    """It must call `extend` before it writes, even into room that it has."""
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -71,14 +71,14 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), tenant=TENANT, reuse=PROBABLY, hashed=st.booleans())
     def start(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool) -> None:
-        """A request comes; with too many at once the first one is preempted."""
+        """Admit a request; with too many at once, preempt the first one."""
         if len(self.running) >= 4:
             self.finish(self.running[0])
         self.admit(data, tenant, reuse, hashed)
 
     @rule(data=st.data(), tenant=TENANT)
     def serve(self, data: st.DataObject, tenant: BlockHash) -> None:
-        """A whole request, while the others wait."""
+        """Serve a whole request, while the others wait."""
         sequence = self.admit(data, tenant, True, False)
         if sequence is None:
             return
@@ -128,7 +128,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), fails=st.sampled_from((False, False, False, False, False, True)))
     def step(self, data: st.DataObject, fails: bool) -> None:
-        """Some sequences compute a chunk of their prompt or generate a token; a failed step aborts all of them."""
+        """Let some sequences compute a chunk of their prompt or a token; a failed step aborts all of them."""
         batch = [self.schedule(data, sequence) for sequence in self.running if data.draw(PROBABLY)]
         scheduled = [(sequence, stop) for sequence, stop in filter(None, batch)]
         for copy in self.allocator.take_copies():
@@ -145,7 +145,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
-        """The sequence is finished, preempted or its client has gone: the allocator sees no difference."""
+        """Finish or preempt a sequence, or lose its client: the allocator sees no difference."""
         self.finish(data.draw(st.sampled_from(self.running)))
 
     @rule()
@@ -164,7 +164,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert 0 not in in_use
         assert in_use <= set(range(allocator.num_blocks))
         num_free = allocator.num_free_blocks
-        # A radix sequence that computed the same as another also holds the other's copy, which is not in its table.
+        # A radix sequence with duplicates also holds the first copies, which are not in its table.
         assert num_free + len(in_use) == allocator.num_blocks - 1 or (
             self.kind == "radix" and num_free + len(in_use) < allocator.num_blocks - 1
         )
@@ -191,14 +191,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert list(self.allocator.held()) == []
 
     def draw_prompt(self, data: st.DataObject) -> list[int]:
-        """A new prompt, or the next turn of an earlier one."""
+        """Draw a new prompt, or the next turn of an earlier one."""
         before = data.draw(st.sampled_from([[], *self.prompts[-8:]]))
         tokens = [*before[: data.draw(st.sampled_from((12, 11, 7, 4)))], *data.draw(TOKENS)]
         self.prompts.append(tokens)
         return tokens
 
     def schedule(self, data: st.DataObject, sequence: Sequence) -> tuple[Sequence, int] | None:
-        """Room for the next tokens of a sequence, and how far it will be computed; None: it does not fit."""
+        """Make room for the next tokens of a sequence; return where they end, or None: it does not fit."""
         allocation, size = sequence.allocation, self.allocator.block_size
         if sequence.num_computed == len(sequence.tokens):
             sequence.tokens.append(data.draw(st.integers(0, 1)))
@@ -261,7 +261,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert entry == (sequence.tenant, tuple(sequence.tokens[: position + 1])), f"position {position}: {entry}"
 
     def check_found(self, tenant: BlockHash, tokens: list[int], found: int) -> None:
-        """Hashed implies findable: the longest prefix of which every block is published, less the last token."""
+        """Check that published implies findable, but for the last token."""
         size = self.allocator.block_size
         chain = hash_chain(tenant, tokens[:-1], size)
         missing = [place for place, block_hash in enumerate(chain) if block_hash not in self.published]
@@ -276,7 +276,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return sum(block_id in sequence.allocation.block_table for sequence in self.running)
 
     def snapshot(self) -> object:
-        """Everything that a failure may not change, the order of eviction included where it can be read."""
+        """Return everything that a failure may not change, with the order of eviction where it can be read."""
         allocator = self.allocator
         order: list[int] = []
         if isinstance(allocator, HashAllocator):

@@ -1,4 +1,4 @@
-"""Without assertions nothing runs: they are what keeps a broken invariant from becoming wrong tokens."""
+"""Nothing runs without assertions: they keep a broken invariant from becoming wrong tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize("module", ["cache.block_pool", "server.cli", "worker.main"])
 @pytest.mark.parametrize("level", ["-O", "-OO"])
-def test_nothing_starts_without_assertions(module: str, level: str) -> None:
+def test_imports_fail_without_assertions(module: str, level: str) -> None:
     done = subprocess.run([sys.executable, level, "-c", f"import {module}"], capture_output=True, text=True)
     assert done.returncode != 0
     assert "unset PYTHONOPTIMIZE" in done.stderr

@@ -1,4 +1,4 @@
-"""The free queue does what a plain list does, in the same order, for any sequence of operations."""
+"""The free queue equals a plain list, in the same order, for any sequence of operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cache.free_queue import FreeQueue
 
 
-def test_it_begins_in_the_order_of_the_ids() -> None:
+def test_queue_starts_in_id_order() -> None:
     queue = FreeQueue(5)
     assert list(queue) == [1, 2, 3, 4]
     assert queue.first == 1
@@ -18,7 +18,7 @@ def test_it_begins_in_the_order_of_the_ids() -> None:
 
 
 @given(st.data(), st.integers(2, 12))
-def test_it_is_a_list(data: st.DataObject, num_blocks: int) -> None:
+def test_queue_equals_a_list(data: st.DataObject, num_blocks: int) -> None:
     queue, model = FreeQueue(num_blocks), list(range(1, num_blocks))
     taken: list[int] = []
     for _ in range(data.draw(st.integers(0, 30))):

@@ -1,4 +1,4 @@
-"""The hash allocator: vLLM v1's documented orders, and our rule of what is findable when."""
+"""The hash allocator: vLLM v1's documented orders, and when blocks become findable."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from cache.allocators.hash import HashAllocation, HashAllocator
-from cache.events import Cleared, Removed, Stored
+from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
-from tests.block_events import replay
 
 ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"tenant")
 OTHER_ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"another tenant")
@@ -31,7 +30,7 @@ def compute(allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash 
 
 
 def free_order(allocator: HashAllocator) -> list[int]:
-    """Return the blocks that would be taken next, first to last."""
+    """Return the next victims, first to last."""
     probe = allocate(allocator, [0], num_tokens=allocator.num_free_blocks * allocator.block_size)
     return list(probe.block_table)
 
@@ -63,7 +62,7 @@ def test_nothing_is_findable_before_its_commit() -> None:
     allocation.commit(range(9), 5)
     assert allocator.find(range(9), ROOT) == 4
     assert list(allocator.held()) == hash_chain(ROOT, range(4), 4)
-    allocation.free()  # the step that should have written the second block failed
+    allocation.free()  # the step that would have written the second block failed
     assert allocator.find(range(9), ROOT) == 4
 
 
@@ -108,7 +107,7 @@ def test_a_request_never_evicts_its_own_prefix() -> None:
 def test_a_prefix_may_be_held_in_part_and_free_in_part() -> None:
     allocator = HashAllocator(11, 4)
     compute(allocator, range(16)).free()
-    allocate(allocator, range(20, 24)).free()  # some time passes
+    allocate(allocator, range(20, 24)).free()  # moves the clock
     half = allocate(allocator, range(9))
     whole = allocate(allocator, range(17))
     assert (half.num_cached_tokens, whole.num_cached_tokens) == (8, 16)
@@ -150,13 +149,6 @@ def test_blocks_are_evicted_tail_first() -> None:
     assert list(allocator.held()) == chain[:1]
 
 
-def test_tenants_share_nothing() -> None:
-    allocator = HashAllocator(11, 4)
-    compute(allocator, range(9)).free()
-    assert allocator.find(range(9), ROOT) == 8
-    assert allocator.find(range(9), OTHER_ROOT) == 0
-
-
 def test_prompt_logprobs_read_nothing_but_write() -> None:
     allocator = HashAllocator(11, 4)
     compute(allocator, range(9)).free()
@@ -180,7 +172,7 @@ def test_hashes_may_be_given() -> None:
     assert allocator.find(range(9), ROOT, hashes=hashes) == 8
 
 
-def test_more_is_found_than_there_was_room_asked_for() -> None:
+def test_allocation_holds_more_than_asked_when_more_is_cached() -> None:
     allocator = HashAllocator(11, 4)
     compute(allocator, range(20)).free()
     allocation = allocate(allocator, range(20), num_tokens=1)
@@ -207,20 +199,6 @@ def test_a_second_free_asserts() -> None:
         allocation.free()
 
 
-def test_reset_only_when_idle() -> None:
-    allocator = HashAllocator(11, 4)
-    allocation = compute(allocator, range(9))
-    assert not allocator.reset()
-    assert allocator.find(range(9), ROOT) == 8
-    allocation.free()
-    assert allocator.reset()
-    assert allocator.find(range(9), ROOT) == 0
-    events = allocator.take_events()
-    assert events[-1] == Cleared()
-    assert replay(events) == set(allocator.held()) == set()
-    allocator.check_integrity()
-
-
 def test_statistics() -> None:
     allocator = HashAllocator(4, 4)
     compute(allocator, range(9)).free()
@@ -240,7 +218,7 @@ def test_a_bad_size_is_named(num_blocks: int, block_size: int, field: str) -> No
         HashAllocator(num_blocks, block_size)
 
 
-def test_eviction_takes_the_longest_unused_and_of_one_chain_the_most_hashed_tokens_first() -> None:
+def test_eviction_is_lru_and_tail_first_within_a_chain() -> None:
     """The order of Aphrodite's LRUEvictor."""
     allocator = HashAllocator(6, 4)
     older, newer = compute(allocator, range(8)), compute(allocator, range(50, 62))
@@ -252,7 +230,7 @@ def test_eviction_takes_the_longest_unused_and_of_one_chain_the_most_hashed_toke
     assert allocator.take_events() == [Removed(h) for h in [*reversed(older_chain), *reversed(newer_chain)]]
 
 
-def test_a_hit_makes_a_chain_the_last_to_go() -> None:
+def test_hit_makes_a_chain_the_last_victim() -> None:
     allocator = HashAllocator(5, 4)
     compute(allocator, range(8)).free()
     compute(allocator, range(50, 58)).free()
@@ -262,7 +240,7 @@ def test_a_hit_makes_a_chain_the_last_to_go() -> None:
     assert allocator.find(range(50, 58), ROOT) == 0
 
 
-def test_promotion_of_a_full_block_never_changes_its_id() -> None:
+def test_commit_never_changes_block_ids() -> None:
     allocator = HashAllocator(8, 4)
     first, second = compute(allocator, range(4)), allocate(allocator, range(3))
     assert second.extend(4)

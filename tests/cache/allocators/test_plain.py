@@ -1,4 +1,4 @@
-"""The plain allocator by the results that TGI documents for its own, and the ring of a sliding window."""
+"""The plain allocator: TGI's documented ids, and the ring of a sliding window."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing_is_found() -> None:
     assert (stats.query_tokens, stats.hit_tokens, stats.num_cached_blocks) == (16, 0, 0)
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_failed_allocation_changes_nothing_in_a_plain_pool() -> None:
     allocator = PlainAllocator(5, 2)
     allocation = allocate(allocator, 3)
     assert allocator.allocate(5, range(5), ROOT) is None
@@ -75,7 +75,7 @@ def test_below_the_window_blocks_are_added() -> None:
     assert allocator.num_free_blocks == 8
 
 
-def test_a_fork_copies_the_window_as_it_writes_round_it() -> None:
+def test_fork_copies_window_blocks_before_it_overwrites_them() -> None:
     allocator = PlainAllocator(12, 2, window_size=6)
     first = allocate(allocator, 7)
     first.commit(range(7), 7)
@@ -94,20 +94,12 @@ def test_a_fork_copies_the_window_as_it_writes_round_it() -> None:
     assert allocator.num_free_blocks == 11
 
 
-def test_reset_only_when_idle() -> None:
-    allocator = PlainAllocator(12, 2)
-    allocation = allocate(allocator, 7)
-    assert not allocator.reset()
-    allocation.free()
-    assert allocator.reset()
-
-
 def test_a_bad_window_is_named() -> None:
     with pytest.raises(ValueError, match="window_size"):
         PlainAllocator(12, 2, window_size=0)
 
 
-def test_a_fork_that_goes_round_a_window_not_yet_full_copies_its_beginning() -> None:
+def test_fork_wrapping_a_partial_window_copies_its_start() -> None:
     allocator = PlainAllocator(12, 2, window_size=6)
     first = allocate(allocator, 3)
     first.commit(range(3), 3)

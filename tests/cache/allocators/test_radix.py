@@ -1,8 +1,8 @@
-"""The radix allocator by the results that TGI documents, by our rule of what is findable when, and by blocks.
+"""The radix allocator: TGI's documented ids, when blocks become findable, and whole blocks.
 
-TGI files a prompt when its request ends and finds all of it again; ours files what is committed and always leaves one
-token of the prompt to compute. So the tests from TGI give prompts one more token, which is never computed, and commit
-right before they free. The ids are TGI's.
+TGI inserts a prompt when its request ends and finds all of it again. Ours inserts blocks at their commit and always
+leaves one token of the prompt to compute. So the tests from TGI give prompts one more token, which is never computed,
+and commit right before they free. The ids are TGI's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def finish(allocation: RadixAllocation, prompt: Sequence[int]) -> None:
 
 
 def num_unused(allocator: RadixAllocator) -> int:
-    """Blocks that are neither held nor findable."""
+    """Count blocks that are neither held nor findable."""
     return allocator.num_free_blocks - allocator._pool.trie.num_evictable
 
 
-def test_it_reuses_prefixes() -> None:
+def test_prefix_is_reused() -> None:
     allocator = RadixAllocator(12, 1)
     allocation = allocate(allocator, 8, [0, 1, 2, 3])
     assert allocation.block_table == [4, 5, 6, 7, 8, 9, 10, 11]
@@ -51,7 +51,7 @@ def test_it_reuses_prefixes() -> None:
     assert allocation.num_cached_tokens == 4
 
 
-def test_it_reuses_nothing_when_reuse_is_off() -> None:
+def test_nothing_is_reused_without_reuse() -> None:
     allocator = RadixAllocator(12, 1)
     finish(allocate(allocator, 8, [0, 1, 2, 3], reuse=False), [0, 1, 2, 3])
     allocation = allocate(allocator, 8, [0, 1, 2, 3], reuse=False)
@@ -59,7 +59,7 @@ def test_it_reuses_nothing_when_reuse_is_off() -> None:
     assert allocation.num_cached_tokens == 0
 
 
-def test_it_collects_older_prefixes_first() -> None:
+def test_older_prefixes_are_evicted_first() -> None:
     allocator = RadixAllocator(7, 1)
     first = allocate(allocator, 4, [0, 1, 2, 3])
     assert first.block_table == [3, 4, 5, 6]
@@ -72,7 +72,7 @@ def test_it_collects_older_prefixes_first() -> None:
     assert third.num_cached_tokens == 0
 
 
-def test_it_frees_fully_overlapping_prompts() -> None:
+def test_fully_overlapping_prompts_are_freed() -> None:
     allocator = RadixAllocator(10, 1)
     first = allocate(allocator, 4, [0, 1, 2, 3])
     second = allocate(allocator, 4, [0, 1, 2, 3])
@@ -83,7 +83,7 @@ def test_it_frees_fully_overlapping_prompts() -> None:
     assert num_unused(allocator) == 5
 
 
-def test_it_frees_partially_overlapping_prompts() -> None:
+def test_partially_overlapping_prompts_are_freed() -> None:
     allocator = RadixAllocator(20, 1)
     first = allocate(allocator, 4, [0, 1])
     assert first.block_table == [16, 17, 18, 19]
@@ -108,14 +108,14 @@ def test_it_frees_partially_overlapping_prompts() -> None:
     allocator.check_integrity()
 
 
-def test_what_cannot_fit_evicts_nothing() -> None:
+def test_allocation_that_cannot_fit_evicts_nothing() -> None:
     allocator = RadixAllocator(8, 1)
     finish(allocate(allocator, 4, [0, 1, 2, 3]), [0, 1, 2, 3])
     holder = allocate(allocator, 2, [7, 8])
     allocator.take_events()
     stats = allocator.stats()
     assert allocator.allocate(6, [5, 6, 7, 8, 9, 10], ROOT) is None
-    assert allocator.allocate(9, [0, 1, 2, 3, 4], ROOT) is None  # 4 found, 5 more wanted, 1 there besides them
+    assert allocator.allocate(9, [0, 1, 2, 3, 4], ROOT) is None  # 4 found, 5 more wanted, 1 free
     assert not holder.extend(8)
     assert allocator.stats() == stats
     assert allocator.take_events() == []
@@ -139,7 +139,7 @@ def test_findable_after_the_commit_while_the_first_still_runs() -> None:
     assert allocator.find([0, 1, 2, 3, 4], ROOT) == 4
 
 
-def test_what_follows_a_repeated_prefix_is_findable_too() -> None:
+def test_blocks_below_a_duplicated_prefix_are_findable() -> None:
     allocator = RadixAllocator(20, 1)
     first, second = allocate(allocator, 4, [0, 1]), allocate(allocator, 4, [0, 1])
     first.commit([0, 1], 2)
@@ -194,26 +194,6 @@ def test_events_are_of_blocks_and_tail_first() -> None:
     assert replay([*events, *more]) == set(allocator.held()) == {chain[0]}
 
 
-def test_tenants_share_nothing() -> None:
-    allocator = RadixAllocator(20, 1)
-    finish(allocate(allocator, 4, [0, 1, 2, 3]), [0, 1, 2, 3])
-    assert allocator.find([0, 1, 2, 3, 4], OTHER_ROOT) == 0
-    assert allocator.find([0, 1, 2, 3, 4], ROOT) == 4
-
-
-def test_reset_only_when_idle() -> None:
-    allocator = RadixAllocator(20, 1)
-    allocation = allocate(allocator, 4, [0, 1, 2, 3])
-    allocation.commit([0, 1, 2, 3], 4)
-    assert not allocator.reset()
-    allocation.free()
-    assert allocator.reset()
-    assert allocator.find([0, 1, 2, 3, 4], ROOT) == 0
-    assert replay(allocator.take_events()) == set(allocator.held()) == set()
-    allocator.check_integrity()
-    assert num_unused(allocator) == 19
-
-
 def test_statistics() -> None:
     allocator = RadixAllocator(6, 1)
     assert allocator.stats().lru_tail_age == 0
@@ -229,12 +209,12 @@ def test_statistics() -> None:
     assert later.lru_tail_age - stats.lru_tail_age == allocator._pool.trie.time - before > 0
 
 
-def test_a_fork_of_what_read_nothing_may_commit_after_the_first_copies_were_evicted() -> None:
+def test_fork_without_reuse_commits_after_the_first_copies_were_evicted() -> None:
     allocator = RadixAllocator(14, 1)
     tokens = [0, 1, 2, 3]
     finish(allocate(allocator, 4, tokens), tokens)
     first = allocate(allocator, 4, tokens, reuse=False)
-    first.commit(tokens, 4)  # repeats what is cached, so it is not filed
+    first.commit(tokens, 4)  # duplicates cached blocks, so it is not inserted
     second = first.fork()
     filler = allocate(allocator, 7, [7])
     assert filler.extend(9)

@@ -1,4 +1,4 @@
-"""The trie by the results that TGI documents for its own, and what ours does better."""
+"""The trie: the results that TGI documents for its own, holds and namespaces."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def ids(*values: int) -> list[BlockId]:
 
 
 def insert(trie: RadixTrie, *keys: int) -> int:
-    """Every key is its own block, as in TGI's tests."""
+    """Insert keys that are their own blocks, as in TGI's tests."""
     num_known, _ = trie.insert(trie.root(), keys, ids(*keys), [b"" for _ in keys])  # type: ignore[list-item]
     return num_known
 
 
 def find(trie: RadixTrie, *keys: int, namespace: object = None) -> list[BlockId]:
-    """The blocks of the longest prefix, which count as used."""
+    """Return the blocks of the longest prefix, and mark them as used."""
     match = trie.match(trie.root(namespace), keys)  # type: ignore[arg-type]
     trie._tick(match.last)
     return match.block_ids
@@ -49,7 +49,7 @@ def test_find_returns_the_blocks_of_the_longest_prefix() -> None:
     assert find(trie, 0, 1, 2, 3, 5) == [0, 1, 2, 3, 5]
 
 
-def test_eviction_goes_by_leaves_and_cuts_them() -> None:
+def test_eviction_cuts_leaves() -> None:
     trie = RadixTrie()
     insert(trie, 0, 1, 2)
     insert(trie, 0, 1, 2, 3, 5, 6, 7)
@@ -76,11 +76,11 @@ def test_a_partial_match_goes_no_deeper() -> None:
     assert find(trie, 0, 1, 9) == [0, 1]  # 9 follows 2, not 1
 
 
-def test_holding_a_part_of_a_node_lets_the_rest_go() -> None:
+def test_rest_of_a_partly_held_node_is_evictable() -> None:
     trie = RadixTrie()
     insert(trie, 0, 1, 2, 3)
     match = trie.match(trie.root(), [0, 1, 7])
-    assert (match.num_blocks, match.num_unheld) == (2, 2)
+    assert (match.block_ids, match.num_evictable) == ([0, 1], 2)
     held = trie.hold(match)
     assert trie.num_evictable == 2
     assert trie.evict(10).block_ids == [2, 3]
@@ -90,7 +90,7 @@ def test_holding_a_part_of_a_node_lets_the_rest_go() -> None:
     assert trie.evict(10).block_ids == [0, 1]
 
 
-def test_who_holds_a_node_goes_on_to_hold_all_of_it_when_it_is_split() -> None:
+def test_hold_on_a_split_node_covers_both_parts() -> None:
     trie = RadixTrie()
     insert(trie, 0, 1, 2, 3)
     held = trie.hold(trie.match(trie.root(), [0, 1, 2, 3]))
@@ -119,7 +119,7 @@ def test_a_namespace_finds_nothing_of_another() -> None:
     assert find(trie, 0, 1, namespace="a") == [1, 2]
 
 
-def test_a_block_for_every_key() -> None:
+def test_every_key_has_one_block() -> None:
     trie = RadixTrie()
     with pytest.raises(AssertionError, match="2 keys for 1 blocks"):
         trie.insert(trie.root(), [0, 1], ids(1))

@@ -1,4 +1,4 @@
-"""The connection to Redis survives whatever comes back, and finds out when replies and commands are out of step."""
+"""The Redis client survives any reply, and detects when replies and commands are out of step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = Callable[[list[bytes]], bytes]
 
 
 class Scripted:
-    """A server whose answers are `answer(words of the command)`; it counts its connections."""
+    """A server that replies `answer(words of the command)` and counts its connections."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -36,7 +36,7 @@ class Scripted:
 
 
 def sane(words: list[bytes]) -> bytes:
-    """As Redis: PING with a text gives it back, anything else its first word."""
+    """Reply like Redis to PING with a text; echo the first word of any other command."""
     return b"$%d\r\n%b\r\n" % (len(words[-1]), words[-1]) if words[0] == b"PING" else b"+%b\r\n" % words[0]
 
 
@@ -45,7 +45,7 @@ async def connected(answer: Answer, stall_s: float = 0.4) -> AsyncIterator[tuple
     scripted, garbage = Scripted(answer), []
     settings = ClientSettings(stall_s=stall_s, connect_timeout_s=20.0, first_backoff_s=0.01, max_backoff_s=0.02)
     async with listening(scripted.serve) as port:
-        client = RedisClient(f"redis://127.0.0.1:{port}", settings, on_garbage=lambda: garbage.append("garbage"))
+        client = RedisClient(f"redis://127.0.0.1:{port}", settings, count=garbage.append)
         async with running(client):
             await until(lambda: client.up)
             yield scripted, client, garbage
@@ -70,7 +70,7 @@ async def call(client: RedisClient, word: str) -> object:
         b">2\r\n$10\r\ninvalidate\r\n*0\r\n+OK\r\n",
     ],
 )
-async def test_an_unasked_reply_costs_the_connection_and_nothing_else(junk: bytes) -> None:
+async def test_unexpected_reply_costs_only_the_connection(junk: bytes) -> None:
     sent = []
 
     def answer(words: list[bytes]) -> bytes:
@@ -88,8 +88,8 @@ async def test_an_unasked_reply_costs_the_connection_and_nothing_else(junk: byte
 
 
 @pytest.mark.parametrize("surplus", [b"", b"+X\r\n+X\r\n"], ids=["missing", "surplus"])
-async def test_replies_out_of_step_are_found_out_although_calls_never_pause(surplus: bytes) -> None:
-    """Each caller would get the reply to another's command for ever: the oldest call is always young."""
+async def test_replies_out_of_step_are_detected_under_constant_load(surplus: bytes) -> None:
+    """Each caller gets the reply to another's command, and no call ever waits long."""
     sent = []
 
     def answer(words: list[bytes]) -> bytes:
@@ -114,7 +114,7 @@ async def test_replies_out_of_step_are_found_out_although_calls_never_pause(surp
         broken.cancel()
 
 
-async def test_a_reply_without_end_is_cut_off() -> None:
+async def test_oversized_reply_is_refused() -> None:
     size = MAX_REPLY_BYTES + 1
     sent = []
 
@@ -127,13 +127,13 @@ async def test_a_reply_without_end_is_cut_off() -> None:
     async with connected(answer, stall_s=60.0) as (_, client, garbage):
         with pytest.raises(RedisDownError, match="more than"):
             await call(client, "HUGE")
-        assert garbage == ["garbage"]
+        assert garbage == ["invalid"]
         await until(lambda: client.up)
         assert await call(client, "HELLO") == b"HELLO"
 
 
-async def test_a_cancellation_in_the_turn_of_a_failure_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TaskGroup prefers what its children raised."""
+async def test_cancellation_during_a_failure_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TaskGroup raises its children's errors before a cancellation."""
     client = RedisClient("redis://127.0.0.1:1", ClientSettings())
     failing = asyncio.Event()
 
@@ -157,7 +157,7 @@ async def test_a_cancellation_in_the_turn_of_a_failure_is_not_lost(monkeypatch: 
     assert task.cancelled()
 
 
-async def test_a_server_that_answers_nothing_is_left() -> None:
+async def test_silent_server_is_dropped() -> None:
     async with connected(lambda words: b"") as (scripted, client, _):
         with pytest.raises(RedisDownError, match="no reply for"):
             await call(client, "HELLO")

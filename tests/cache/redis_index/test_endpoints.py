@@ -1,4 +1,4 @@
-"""TLS with an own CA and ACL users, a Cluster of three masters, Sentinel: real processes of each."""
+"""TLS with a private CA and ACL users, a Cluster of three masters, and Sentinel, as real processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def openssl(*arguments: str | Path) -> None:
 
 
 def certificates(folder: Path) -> None:
-    """A CA of our own and a server's certificate by it, for 127.0.0.1."""
+    """Write a private CA, and its certificate for a server at 127.0.0.1."""
     new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     openssl(*new, "-x509", "-days", "2", "-subj", "/CN=a CA", "-keyout", folder / "ca.key", "-out", folder / "ca.crt")
     openssl(*new, "-subj", "/CN=redis", "-keyout", folder / "redis.key", "-out", folder / "redis.csr")
@@ -109,7 +109,7 @@ async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
 
 
 def cluster(folder: Path, stack: ExitStack) -> list[tuple[RedisServer, int]]:
-    """Three masters with a third of the slots each, joined, and their ports."""
+    """Start three joined masters with a third of the slots each; return them with their ports."""
     numbers = free_ports(6)
     ports, bus_ports = numbers[:3], numbers[3:]
     nodes = []
@@ -125,7 +125,7 @@ def cluster(folder: Path, stack: ExitStack) -> list[tuple[RedisServer, int]]:
 
 
 async def test_a_cluster_of_three_masters(folder: Path) -> None:
-    """From one seed every shard finds the node of its slot, by MOVED; a slot that moves is followed there."""
+    """MOVED leads every shard to the node of its slot, also after the slot has moved."""
     with ExitStack() as stack:
         nodes = cluster(folder, stack)
         await until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node, _ in nodes))
@@ -146,7 +146,7 @@ async def test_a_cluster_of_three_masters(folder: Path) -> None:
 
 
 def _move(nodes: Sequence[RedisServer], slot: int) -> None:
-    """Give a slot to the next node. Its keys are dropped: the index is a hint, and workers write it again."""
+    """Give a slot to the next node, without its keys: the index is a hint, and workers rewrite it."""
     held = [node.command("CLUSTER", "COUNTKEYSINSLOT", str(slot)) for node in nodes]
     owner = next(number for number, count in enumerate(held) if count != b":0\r\n")
     _, heir, _ = nodes[(owner + 1) % 3].command("CLUSTER", "MYID").split(b"\r\n")
@@ -161,7 +161,7 @@ def _move(nodes: Sequence[RedisServer], slot: int) -> None:
 
 
 async def test_sentinel_promotes_the_replica(folder: Path) -> None:
-    """The primary dies under a writer and a reader; both find the promoted replica, and all is there."""
+    """The primary dies; its writer and its reader find the promoted replica with all data."""
     first, second, watch = free_ports(3)
     for name in ("first", "second"):
         (folder / name).mkdir()

@@ -1,4 +1,4 @@
-"""A Redis that is slow, loading, or a read-only replica: lookups stay cheap and all is well afterwards."""
+"""A slow or loading Redis, and a read-only replica: lookups stay cheap, and recover afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WORKER_RIGHTS = (
 
 
 class Proxy:
-    """Between client and server, on a unix socket: can be slow, or answer like a server that loads."""
+    """A proxy on a unix socket that can be slow, or answer like a loading server."""
 
     def __init__(self, path: Path, server: Path) -> None:
         self.url = f"unix://{path}"
@@ -94,7 +94,7 @@ class Proxy:
 
 
 class Scene:
-    """A worker that writes to the server itself and a gateway that reads through the proxy."""
+    """A worker that writes to the server directly, and a gateway that reads through the proxy."""
 
     def __init__(self, server: RedisServer, folder: Path) -> None:
         self.server = server
@@ -115,7 +115,7 @@ class Scene:
         return found is not None and [item.matched_blocks for item in found] == [10]
 
     async def costs_little(self) -> bool:
-        """Few of 51 lookups ask Redis: then the breaker is open, and the others do not wait."""
+        """Return whether an open breaker lets most of 51 lookups skip Redis."""
         self.events.clear()
         for _ in range(51):
             await self.index.lookup(self.hashes)
@@ -146,7 +146,7 @@ async def test_a_loading_redis_costs_little_and_comes_back(own_redis: RedisServe
         await until(scene.sees)
 
 
-async def test_a_replica_serves_lookups_and_is_left_by_writers(own_redis: RedisServer, tmp_path: Path) -> None:
+async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, tmp_path: Path) -> None:
     scene = Scene(own_redis, tmp_path)
     async with scene.proxy.running(), running(scene.writer, scene.index):
         await until(scene.write)

@@ -23,7 +23,7 @@ from tests.running import running
 from tests.waiting import HANG_S, until
 
 LASTING = WriterSettings(lease_s=600.0)
-"""An entry without a lease."""
+"""Without renewal."""
 FAILURES = ReaderSettings().breaker_failures
 EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S)
 
@@ -63,7 +63,7 @@ def becomes(index: RedisIndex, hashes: Sequence[BlockHash], expected: dict[str, 
     return check
 
 
-async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: RedisServer) -> None:
+async def test_lookup_returns_every_live_worker_and_its_match(redis_server: RedisServer) -> None:
     hashes = chain(100)
     writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(4)]
     index = RedisIndex(redis_server.url, EAGER)
@@ -83,7 +83,7 @@ async def test_a_lookup_gives_every_live_worker_and_its_match(redis_server: Redi
         assert shard._num_failures == 0, "failures count in a row alone"
 
 
-async def test_every_length_of_match_is_found_from_every_hint(redis_server: RedisServer) -> None:
+async def test_every_match_length_is_found_from_every_hint(redis_server: RedisServer) -> None:
     hashes = chain(37)
     lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
     writers = [IndexWriter(redis_server.url, member(f"w{i:03}"), LASTING) for i in range(len(lengths))]
@@ -121,7 +121,7 @@ async def test_batches_change_the_set(redis_server: RedisServer) -> None:
         assert await matches(index, hashes) == {"w0": 4}
 
 
-async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
+async def test_flush_is_detected_and_repaired(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
@@ -135,7 +135,7 @@ async def test_a_flush_is_noticed_and_healed(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
-async def test_damage_is_noticed(redis_server: RedisServer, damage: str) -> None:
+async def test_damaged_set_is_detected(redis_server: RedisServer, damage: str) -> None:
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, member(), LASTING)
     async with linked(writer):
@@ -159,7 +159,7 @@ SECRET = b"secret"
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
 @pytest.mark.parametrize("field", ["states", "members"])
 @pytest.mark.parametrize("found", [None, b"junk", b"genuine of another"], ids=["gone", "junk", "foreign"])
-async def test_an_overwritten_entry_is_put_back_and_the_set_stays(
+async def test_overwritten_entry_is_put_back_and_its_set_stays(
     redis_server: RedisServer, field: str, found: bytes | None, secret: bytes
 ) -> None:
     events: list[str] = []
@@ -186,8 +186,8 @@ async def test_an_overwritten_entry_is_put_back_and_the_set_stays(
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
-async def test_a_redis_that_has_gone_back_in_time_is_rewritten(redis_server: RedisServer, secret: bytes) -> None:
-    """Restored from a snapshot, a set may hold as many entries as before and others."""
+async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisServer, secret: bytes) -> None:
+    """A set from a snapshot may hold as many entries, but other ones."""
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
     async with linked(writer):
         assert await writer.rewrite(entries(chain(10)), WorkerLoad())
@@ -200,7 +200,7 @@ async def test_a_redis_that_has_gone_back_in_time_is_rewritten(redis_server: Red
 
 @pytest.mark.parametrize("key", ["states", "members", "version", "b:w0:epoch-of-w0:1", "b:w0:epoch-of-w0:2"])
 @pytest.mark.parametrize("other", [("SET", "x"), ("RPUSH", "x", "y"), ("SADD", "x"), ("HSET", "x", "y")])
-async def test_a_key_of_another_type_is_put_right(redis_server: RedisServer, key: str, other: tuple[str, ...]) -> None:
+async def test_key_of_another_type_is_repaired(redis_server: RedisServer, key: str, other: tuple[str, ...]) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
@@ -220,7 +220,7 @@ async def test_a_key_of_another_type_is_put_right(redis_server: RedisServer, key
 
 
 async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer) -> None:
-    """Wherever a worker dies in a rewrite: look after each command."""
+    """A worker may die after any command of a rewrite."""
     settings = WriterSettings(chunk=3, chunks_in_flight=2)
     writer = IndexWriter(redis_server.url, member(), settings)
     async with linked(writer):
@@ -254,7 +254,7 @@ async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: R
         await until(becomes(index, hashes, {"w0": 4}))
 
 
-async def test_a_restart_under_the_same_id_is_never_credited_with_the_old_blocks(redis_server: RedisServer) -> None:
+async def test_restarted_worker_is_never_credited_with_old_blocks(redis_server: RedisServer) -> None:
     hashes = chain(10)
     before, after = (
         IndexWriter(redis_server.url, member(), LASTING),
@@ -298,7 +298,7 @@ async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> 
         assert await matches(index, []) == {"w0": 0}
 
 
-async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -> None:
+async def test_retired_worker_disappears_at_once(redis_server: RedisServer) -> None:
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite(entries(chain(3)), WorkerLoad())
@@ -309,7 +309,7 @@ async def test_a_worker_that_leaves_is_gone_at_once(redis_server: RedisServer) -
         assert redis_server.command("DBSIZE") == b":1\r\n", "the version alone is left"
 
 
-async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: RedisServer) -> None:
+async def test_replaced_worker_leaves_the_entry_to_its_successor(redis_server: RedisServer) -> None:
     before, after = (
         IndexWriter(redis_server.url, member(), LASTING),
         IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
@@ -323,7 +323,7 @@ async def test_who_was_replaced_leaves_the_entry_to_its_successor(redis_server: 
         assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
 
 
-async def test_sets_without_renewal_expire(redis_server: RedisServer) -> None:
+async def test_unrenewed_sets_expire(redis_server: RedisServer) -> None:
     hashes = chain(3)
     writer = IndexWriter(redis_server.url, member(), replace(LASTING, set_ttl_s=1000.0))
 
@@ -343,7 +343,7 @@ async def test_sets_without_renewal_expire(redis_server: RedisServer) -> None:
 
 async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:
     dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
-    # Its own lease has ended, too: it has been slow, and is about to write again.
+    # Its own lease has ended, too: a slow worker that is about to write again.
     alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(lease_s=0.01, dead_after_s=0.05))
     patient = IndexWriter(redis_server.url, member("patient"), WriterSettings(dead_after_s=30.0))
     index = RedisIndex(redis_server.url, EAGER)
@@ -374,10 +374,10 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
         (("SET", "{headstart:0}:foreign", "x"), False),
     ],
 )
-async def test_poison_costs_at_most_its_own_worker(
+async def test_invalid_value_costs_at_most_its_own_worker(
     redis_server: RedisServer, poison: tuple[str | bytes, ...], is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is ignored, with one line in the log and an event for the metric each time that it is met."""
+    """It is ignored, logged once, and counted each time."""
     hashes = chain(10)
     writers = [
         IndexWriter(redis_server.url, member("w0"), LASTING),
@@ -404,8 +404,8 @@ async def test_poison_costs_at_most_its_own_worker(
         assert "evil" not in {m.worker_id for m in index.members()}
 
 
-async def test_foreign_fields_of_the_states_are_not_read_again(redis_server: RedisServer) -> None:
-    """Foreign values, of any size and number, cost one refresh and no lookup."""
+async def test_foreign_states_are_read_once(redis_server: RedisServer) -> None:
+    """Foreign values of any size and number cost one refresh and no lookup."""
     hashes = chain(4)
     writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(3)]
     index = RedisIndex(redis_server.url, EAGER)
@@ -426,7 +426,7 @@ def num_bytes_sent(server: RedisServer) -> int:
     return int(line.partition(b":")[2])
 
 
-async def test_registries_of_the_wrong_type_are_survived(redis_server: RedisServer) -> None:
+async def test_registry_of_the_wrong_type_is_survived(redis_server: RedisServer) -> None:
     redis_server.command("SET", "{headstart:0}:states", "x")
     redis_server.command("SADD", "{headstart:0}:version", "x")
     redis_server.command("RPUSH", "{headstart:0}:members", "x")
@@ -446,8 +446,8 @@ async def test_shards_are_read_together(redis_server: RedisServer) -> None:
         assert len(await index.entries()) == 12
 
 
-async def test_no_cancelled_lookup_hands_its_reply_to_another(redis_server: RedisServer) -> None:
-    """Cancel ten thousand lookups at every stage, and check as many others against their own answers."""
+async def test_cancelled_lookup_never_passes_its_reply_to_another(redis_server: RedisServer) -> None:
+    """Ten thousand lookups are cancelled at every stage; as many concurrent ones get their own answers."""
     chains = [chain(length) for length in range(1, 21)]
     writer = IndexWriter(redis_server.url, member(), LASTING)
     index = RedisIndex(redis_server.url, EAGER)
@@ -519,7 +519,7 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
         await until(becomes(index, hashes, {"w0": 10}))
 
 
-async def test_a_redis_that_is_not_there_is_no_error() -> None:
+async def test_missing_redis_is_no_error() -> None:
     index = RedisIndex("unix:///nonexistent/redis.sock")
     async with running(index):
         await asyncio.sleep(0)
@@ -537,15 +537,13 @@ def test_an_unusable_url_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["redis://user:s3cret@h:1/0", "redis://h:1?password=s3cret", "redis+cluster://:s3cret@h:1,h:2"]
 )
-def test_no_password_is_logged(url: str) -> None:
+def test_health_shows_no_password(url: str) -> None:
     (health,) = RedisIndex(url).health()
     assert "s3cret" not in health.redis
     assert "h:1" in health.redis
 
 
-async def test_a_rewrite_that_did_not_arrive_whole_does_not_stand(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_incomplete_rewrite_stays_in_doubt(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = IndexWriter(redis_server.url, member(), LASTING)
 
     async def fill(*what: object) -> bool:
@@ -560,7 +558,7 @@ async def test_a_rewrite_that_did_not_arrive_whole_does_not_stand(
         assert not writer.in_doubt
 
 
-def test_a_lease_written_by_a_clock_that_has_jumped_is_in_doubt() -> None:
+def test_lease_after_a_clock_jump_is_in_doubt() -> None:
     writer = IndexWriter("redis://h:1", member())
     writer._offset_ms = 0.0
 
@@ -615,8 +613,8 @@ async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatc
         probing.cancel()
 
 
-async def test_so_many_commands_may_wait_for_their_replies() -> None:
-    """A Redis that has stopped does not fill our memory."""
+async def test_number_of_waiting_commands_is_limited() -> None:
+    """A stopped Redis does not fill our memory."""
     client = RedisClient("redis://h:1", ClientSettings(max_pending=3))
     with pytest.raises(RedisDownError, match="no connection"):
         client.submit([b"PING"], 1)
@@ -633,8 +631,8 @@ def test_an_unusable_prefix_is_refused(prefix: str) -> None:
         RedisIndex("redis://localhost", ReaderSettings(prefix=prefix))
 
 
-async def test_lookups_in_flight_together_on_a_new_connection_all_succeed(redis_server: RedisServer) -> None:
-    """The script is not loaded, and an old server has no EVALSHA_RO: each of them learns it from its own reply."""
+async def test_concurrent_lookups_on_a_new_connection_all_succeed(redis_server: RedisServer) -> None:
+    """Each lookup learns from its own reply that the script is missing, or EVALSHA_RO on an old server."""
     hashes = chain(3)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
@@ -649,8 +647,8 @@ async def test_lookups_in_flight_together_on_a_new_connection_all_succeed(redis_
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
-async def test_a_registry_read_wrongly_once_is_read_again(redis_server: RedisServer, secret: bytes) -> None:
-    """Its version may say that nothing has changed."""
+async def test_wrongly_read_registry_is_read_again(redis_server: RedisServer, secret: bytes) -> None:
+    """Its version may be unchanged."""
     hashes = chain(3)
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
     settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05, cluster_secret=secret)
@@ -664,7 +662,7 @@ async def test_a_registry_read_wrongly_once_is_read_again(redis_server: RedisSer
 
 
 @pytest.mark.parametrize("matches", [None, b"QUEUED", [], [b"3"], [-1], [4], [None], [[]], ["x"], [1, 2]])
-def test_what_is_no_match_reaches_no_router(matches: object) -> None:
+def test_invalid_match_reaches_no_router(matches: object) -> None:
     shard = Shard("redis://h:1", 0, EAGER, lambda event: None)
     shard.registry.refresh([(b"w0", schema.encode_member(member()))], [])
     query = shard._query(None)
@@ -689,10 +687,10 @@ HEADER = b"\n*1234567"
     ],
     ids=["header in version", "header in fields", "strings ahead", "sets ahead", "list", "large", "many"],
 )
-async def test_foreign_values_cost_no_hits_for_long(
+async def test_foreign_keys_cost_no_hits_for_long(
     redis_server: RedisServer, junk: list[tuple[str | bytes, ...]], secret: bytes
 ) -> None:
-    """The value stays: the worker and the gateway cope with it."""
+    """It stays there: the worker and the gateway cope with it."""
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
     settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, cluster_secret=secret, max_refresh_age_s=0.2)
@@ -715,9 +713,7 @@ async def test_foreign_values_cost_no_hits_for_long(
             assert await is_there()
 
 
-async def test_too_many_members_hide_new_ones_and_none_that_is_known(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_members_hide_no_known_one(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "MAX_MEMBERS", 3)
     hashes = chain(3)
     writer = IndexWriter(redis_server.url, member())

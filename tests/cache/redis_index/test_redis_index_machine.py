@@ -43,7 +43,7 @@ def new_member(worker_id: WorkerId) -> WorkerMember:
 
 
 class SimulatedWorker:
-    """A pool that holds a prefix of each chain, and its writer; `publish` does what the publisher does."""
+    """A pool that holds a prefix of each chain, and its writer; `publish` acts like the publisher."""
 
     def __init__(self, url: str, worker_id: WorkerId) -> None:
         self.member = new_member(worker_id)
@@ -76,7 +76,7 @@ class SimulatedWorker:
         return await self.writer.publish(stored, removed, WorkerLoad(num_running=1), self.changes.num_published)
 
     async def settle(self) -> None:
-        """Heartbeats until one stands: what a publisher does within its intervals."""
+        """Publish heartbeats, as a publisher does at intervals, until one stands."""
 
         async def stands() -> bool:
             return await self.publish() and not self.writer.in_doubt
@@ -135,7 +135,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def restart(self, worker_id: WorkerId) -> None:
-        """A new process under the old id. Nothing tells Redis that the old one has died."""
+        """Start a new process under the old id. Redis does not learn of the old one's death."""
 
         async def restart() -> None:
             await self.workers[worker_id].stop()
@@ -168,13 +168,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS), entry=st.sampled_from([b for chain in CHAINS for b in chain]))
     def lose_an_entry(self, worker_id: WorkerId, entry: BlockHash) -> None:
-        """As a failover to a replica does that lacked the last writes."""
+        """Lose the last writes, as a failover to a late replica does."""
         for key in self._sets(worker_id):
             self.server.command("SREM", key, index_entry(entry))
 
     @rule(worker_id=st.sampled_from(WORKERS), chain=st.sampled_from(CHAINS))
     def repeat_a_batch(self, worker_id: WorkerId, chain: list[BlockHash]) -> None:
-        """As a late command of a connection that was given up does."""
+        """Write to an old generation, as a late command of an old connection does."""
         for key in self._sets(worker_id):
             self.server.command("SADD", key, *(index_entry(block) for block in chain))
 
@@ -184,7 +184,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def lapse(self, worker_id: WorkerId) -> None:
-        """The lease ends by Redis' clock: the worker publishes one that is over, and no more."""
+        """End a lease by Redis' clock: publish one that is over, and no more."""
 
         async def publish_and_stop() -> None:
             worker = self.workers[worker_id]
@@ -250,7 +250,7 @@ def test_the_redis_index_equals_the_model_for_long(redis_server: RedisServer) ->
 
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])
-async def test_leases_hold_with_the_hosts_clock_off_by_ten_minutes(
+async def test_leases_hold_with_a_host_clock_off_by_ten_minutes(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
     """Neither the worker's clock nor the gateway's is compared with Redis': only Redis' own time counts."""

@@ -1,4 +1,4 @@
-"""How a gateway reads the registry's entries, without a Redis."""
+"""The registry as a gateway reads it, without a Redis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def registry() -> Registry:
     return read
 
 
-def test_what_was_found_in_a_set_that_was_given_up_is_not_credited() -> None:
+def test_match_in_an_old_generation_is_not_credited() -> None:
     read = registry()
     workers = read.workers(None)
 
@@ -56,7 +56,7 @@ def test_what_was_found_in_a_set_that_was_given_up_is_not_credited() -> None:
     assert seen(2) == (5, 2)
 
 
-def test_who_has_no_state_or_no_lease_is_no_candidate() -> None:
+def test_worker_without_state_or_lease_is_no_candidate() -> None:
     read = registry()
     workers = read.workers(None)
     (candidate,) = read.candidates(workers, [5], [state(1)], 1999)
@@ -67,7 +67,7 @@ def test_who_has_no_state_or_no_lease_is_no_candidate() -> None:
     assert len(read.candidates(workers, [5], [state(1, written_ms=3000)], 2500)) == 1, "it is there again"
 
 
-def test_entries_tell_the_lapsed_too_in_seconds() -> None:
+def test_entries_include_lapsed_workers() -> None:
     read = registry()
     for now_ms, lease_left_s, age_s in ((1000, 1.0, 0.5), (4000, -2.0, 3.5)):
         read.now_ms = now_ms
@@ -76,7 +76,7 @@ def test_entries_tell_the_lapsed_too_in_seconds() -> None:
         assert (entry.num_entries, entry.generation) == (9, 1)
 
 
-def test_a_bad_value_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_value_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     events: list[str] = []
     read = Registry(events.append, UNSIGNED)
     with caplog.at_level(logging.WARNING):
@@ -118,13 +118,13 @@ class Signed:
         self.registry.refresh([] if record is None else [(field, record)], [] if state is None else [(field, state)])
 
     def seen(self, *states: bytes | None, now_ms: int = 1000) -> list[tuple[str, int, int]]:
-        """Epoch, match and running sequences of the candidates of a lookup that gave `states`."""
+        """Return epoch, match and running sequences of the candidates of a lookup that returned `states`."""
         workers = self.registry.workers(None)
         found = self.registry.candidates(workers, [7] * len(workers), states, now_ms)
         return [(c.member.epoch, c.matched_blocks, c.load.num_running) for c in found]
 
 
-def test_a_signed_entry_is_read_as_an_unsigned_one_is() -> None:
+def test_signed_entry_is_read_like_an_unsigned_one() -> None:
     fleet = Signed()
     assert fleet.seen(signed_state(6)) == [("e0", 7, 6)]
     assert not fleet.events
@@ -133,7 +133,7 @@ def test_a_signed_entry_is_read_as_an_unsigned_one_is() -> None:
 
 
 @pytest.mark.parametrize("other", sorted(OTHERS))
-def test_a_foreign_entry_changes_nothing(other: str) -> None:
+def test_foreign_signature_changes_nothing(other: str) -> None:
     fleet = Signed()
     moved = replace(MEMBER, url="http://10.9.9.9", epoch=Epoch("e9"), epoch_started_ms=9)
     fleet.refresh(signed_record(moved, OTHERS[other]), signed_state(9, moved, OTHERS[other]))
@@ -142,7 +142,7 @@ def test_a_foreign_entry_changes_nothing(other: str) -> None:
     assert fleet.seen(None, now_ms=6000) == [], "until its lease has ended"
 
 
-def test_a_passed_batch_number_and_a_swapped_state_change_nothing() -> None:
+def test_old_batch_number_and_swapped_state_change_nothing() -> None:
     fleet = Signed()
     other = replace(MEMBER, worker_id=WorkerId("w1"))
     assert fleet.seen(signed_state(4, deadline_ms=90_000)) == [("e0", 7, 5)]
@@ -152,7 +152,7 @@ def test_a_passed_batch_number_and_a_swapped_state_change_nothing() -> None:
     assert fleet.seen(signed_state(6)) == [("e0", 7, 6)]
 
 
-def test_an_older_epoch_is_not_taken_for_a_new_one() -> None:
+def test_older_epoch_does_not_replace_a_newer_one() -> None:
     fleet = Signed()
     later = replace(MEMBER, epoch=Epoch("e1"), epoch_started_ms=2)
     earlier = replace(MEMBER, epoch=Epoch("e-"), epoch_started_ms=1)
@@ -163,13 +163,13 @@ def test_an_older_epoch_is_not_taken_for_a_new_one() -> None:
     assert fleet.events["stale"] == 1
 
 
-def test_who_has_left_the_registry_is_no_candidate_even_with_a_lease() -> None:
+def test_worker_that_left_the_registry_is_no_candidate_despite_its_lease() -> None:
     fleet = Signed()
     fleet.refresh(None)
     assert fleet.seen() == []
 
 
-def test_an_unsigned_member_is_an_address_to_ask_and_nothing_else() -> None:
+def test_unsigned_member_is_only_an_address_to_ask() -> None:
     fleet = Signed()
     stranger = replace(MEMBER, worker_id=WorkerId("w7"), secret_check="old")
     fleet.registry.refresh([(b"w0", signed_record()), (b"w7", schema.encode_member(stranger))], [(b"w7", state(1))])
@@ -178,8 +178,8 @@ def test_an_unsigned_member_is_an_address_to_ask_and_nothing_else() -> None:
 
 
 @given(data=st.data(), what=st.sampled_from(["member", "state"]))
-def test_no_changed_byte_passes(data: st.DataObject, what: str) -> None:
-    """Flip, cut, extend or move any part of a signed entry: what decodes is what was signed, or it does not pass."""
+def test_no_changed_byte_passes_verification(data: st.DataObject, what: str) -> None:
+    """Flip, cut, extend or move any part of a signed entry: it changes nothing."""
     fleet = Signed()
     genuine = signed_record() if what == "member" else signed_state(6)
     at = data.draw(st.integers(0, len(genuine) - 1))

@@ -1,4 +1,4 @@
-"""Redis over TLS, straight and by a Sentinel: the CA and the name are checked, on real servers."""
+"""Redis over TLS, directly and by a Sentinel: the client checks the CA and the name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[bytes]:
-    """Return the answer to PING."""
+    """Yield the reply to a PING."""
     connection = await Endpoint(url, ClientSettings(connect_timeout_s=HANG_S)).open()
     try:
         await connection.send_command("PING")
