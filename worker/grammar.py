@@ -1,7 +1,7 @@
-"""Structured output: a choice's grammar says which tokens may come next.
+"""Structured output: the grammar of a choice masks the tokens that may come next.
 
-Grammars are compiled on threads of their own, never on the engine's, under limits of size, work and time; the compiled
-form is kept, and every choice gets a copy of its state. Whatever a grammar does, it can fail its own request only.
+Threads of their own compile grammars, under limits of size, work and time. The compiled form is cached, and every
+choice gets a copy of its state. A grammar can fail its own request only.
 Source: llguidance (Earley parser over derivative lexers), https://github.com/guidance-ai/llguidance
 """
 
@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,29 +27,24 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _WHITESPACE: Final = r"[\x20\x0A]{1,40}"
-"""Between JSON tokens. Bounded: some models, once they may, write spaces until their length is used up."""
+"""Between JSON tokens. Bounded: some models write spaces up to their length limit if they may."""
+_NUM_THREADS: Final = 2
+_MAX_TEXT_BYTES: Final = 256 * 1024
+_PARSER_LIMITS: Final = LLParserLimits(
+    max_grammar_size=500_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=250_000,
+)
 
 
 class GrammarError(ConstraintError):
-    """The grammar cannot be used, or the output does not follow it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    max_text_bytes: int = 256 * 1024
-    max_kept_bytes: int = 256 << 20
-    """Of compiled grammars that are kept for the next request, as `_kept_bytes` estimates them."""
-    compile_timeout_s: float = 10.0
-    num_threads: int = 2
-    max_grammar_size: int = 500_000
-    initial_lexer_fuel: int = 1_000_000
-    step_lexer_fuel: int = 200_000
-    step_max_items: int = 50_000
-    max_lexer_states: int = 250_000
+    """A grammar that cannot be used, or an output that does not follow it."""
 
 
 class GrammarConstraint:
-    """`worker.scheduler.request.Constraint` over one matcher."""
+    """A `worker.scheduler.request.Constraint` over one matcher."""
 
     __slots__ = ("_matcher",)
 
@@ -58,7 +52,7 @@ class GrammarConstraint:
         self._matcher = matcher
 
     def allowed(self) -> object:
-        """int32 words, lowest bit first, over the vocabulary. Raises GrammarError."""
+        """Return a bit mask of the vocabulary, int32 words, lowest bit first. Raise GrammarError."""
         with _panics_are_errors():
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         self._check()
@@ -79,19 +73,23 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Owner of the compiling threads and of what they have compiled. Used from one event loop."""
+    """The compiling threads and the cache of compiled grammars. Used from one event loop."""
 
-    def __init__(self, bundle: TokenizerBundle, limits: GrammarLimits | None = None) -> None:
+    def __init__(
+        self, bundle: TokenizerBundle, *, compile_timeout_s: float = 10.0, max_cached_bytes: int = 256 << 20
+    ) -> None:
+        """`max_cached_bytes` counts as `_estimate_bytes` does."""
         self._bundle = bundle
-        self._limits = limits or GrammarLimits()
-        self._threads = ThreadPoolExecutor(self._limits.num_threads, thread_name_prefix="grammar")
+        self._compile_timeout_s = compile_timeout_s
+        self._max_cached_bytes = max_cached_bytes
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._num_kept_bytes = 0
+        self._num_cached_bytes = 0
 
     async def constraints(self, request: GenerateRequest) -> dict[int, GrammarConstraint]:
-        """One constraint a choice, advanced over the output that a resumed choice has. Raises GrammarError."""
+        """Make one constraint per choice, advanced over the output of a resumed choice. Raise GrammarError."""
         grammar = request.sampling.grammar
         if grammar is None:
             return {}
@@ -108,47 +106,38 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _prototype(self, grammar: Grammar) -> LLMatcher:
-        """The grammar at its beginning; never advanced, only copied."""
-        kept = self._compiled.get(grammar)
-        if kept is None:
-            timeout_s = self._limits.compile_timeout_s
-            try:
-                async with asyncio.timeout(timeout_s):
-                    loop = asyncio.get_running_loop()
-                    kept = await loop.run_in_executor(self._threads, self._compile, grammar)
-            except TimeoutError:
-                raise GrammarError(f"{grammar.kind}: not compiled within {timeout_s:.0f} s; simplify it") from None
-            self._keep(grammar, kept)
-        else:
+        """Return the compiled grammar at its beginning. It is only copied, never advanced."""
+        if (cached := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
-        return kept
+            return cached
+        timeout_s = self._compile_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                loop = asyncio.get_running_loop()
+                matcher = await loop.run_in_executor(self._threads, self._compile, grammar)
+        except TimeoutError:
+            raise GrammarError(f"{grammar.kind}: not compiled within {timeout_s:.0f} s; simplify it") from None
+        self._cache(grammar, matcher)
+        return matcher
 
-    def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        if grammar not in self._compiled:  # another request may have compiled it meanwhile
-            self._num_kept_bytes += _kept_bytes(grammar)
+    def _cache(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        if grammar not in self._compiled:  # two requests may have compiled it at once
+            self._num_cached_bytes += _estimate_bytes(grammar)
         self._compiled[grammar] = matcher
-        while self._num_kept_bytes > self._limits.max_kept_bytes:
+        while self._num_cached_bytes > self._max_cached_bytes:
             dropped, _ = self._compiled.popitem(last=False)
-            self._num_kept_bytes -= _kept_bytes(dropped)
+            self._num_cached_bytes -= _estimate_bytes(dropped)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        """On a thread of the pool."""
-        limits = self._limits
-        if len(grammar.text.encode()) > limits.max_text_bytes:
-            raise GrammarError(f"{grammar.kind}: longer than {limits.max_text_bytes} bytes")
+        """Compile on a thread of the pool."""
+        if len(grammar.text.encode()) > _MAX_TEXT_BYTES:
+            raise GrammarError(f"{grammar.kind}: longer than {_MAX_TEXT_BYTES} bytes")
         try:
             source = to_llguidance(grammar)
         except Exception as error:  # the reader of GBNF raises plain Exception
             raise GrammarError(f"{grammar.kind}: {_first_line(str(error))}") from error
-        parser_limits = LLParserLimits(
-            max_grammar_size=limits.max_grammar_size,
-            initial_lexer_fuel=limits.initial_lexer_fuel,
-            step_lexer_fuel=limits.step_lexer_fuel,
-            step_max_items=limits.step_max_items,
-            max_lexer_states=limits.max_lexer_states,
-        )
         with _panics_are_errors():
-            matcher = LLMatcher(self._get_tokenizer(), source, log_level=0, limits=parser_limits)
+            matcher = LLMatcher(self._get_tokenizer(), source, log_level=0, limits=_PARSER_LIMITS)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
         if matcher.is_error():
@@ -167,7 +156,7 @@ class GrammarCompiler:
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """A panic of the library comes as a BaseException, and would end the engine's thread."""
+    """Turn a panic of the library, a BaseException that would end the engine's thread, into a GrammarError."""
     try:
         yield
     except Exception:
@@ -178,14 +167,16 @@ def _panics_are_errors() -> Iterator[None]:
         raise GrammarError(f"the grammar library failed: {_first_line(str(error))}") from error
 
 
-def _kept_bytes(grammar: Grammar) -> int:
-    """About what a compiled grammar takes; measured: 90 kB for a schema of 200 bytes, 30 to 260 bytes per byte of large
-    ones. The library does not tell."""
+def _estimate_bytes(grammar: Grammar) -> int:
+    """Estimate the memory of a compiled grammar, which the library does not report.
+
+    Measured: 90 kB for a schema of 200 bytes, 30 to 260 bytes per byte of large ones.
+    """
     return 100_000 + 256 * len(grammar.text)
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises ValueError for what is not even well-formed."""
+    """Translate to llguidance's own form. Raise ValueError for malformed text."""
     match grammar.kind:
         case "json_object":
             return _from_schema({"type": "object"})

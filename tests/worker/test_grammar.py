@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests import smollm2
-from worker.grammar import GrammarCompiler, GrammarConstraint, GrammarError, GrammarLimits
+from worker.grammar import GrammarCompiler, GrammarConstraint, GrammarError
 from worker.wire import ChoiceState, GenerateRequest, Grammar, SamplingParams, TokenizerBundle
 
 EOS = 2
@@ -151,14 +151,14 @@ async def test_bad_grammars_are_refused_by_their_kind(compiler: GrammarCompiler,
 
 
 async def test_slow_compiling_is_cut_off(bundle: TokenizerBundle) -> None:
-    compiler = GrammarCompiler(bundle, GrammarLimits(compile_timeout_s=0.0))
+    compiler = GrammarCompiler(bundle, compile_timeout_s=0.0)
     with pytest.raises(GrammarError, match="not compiled within"):
         await compiler.constraints(request(Grammar("regex", "a")))
     compiler.close()
 
 
 async def test_only_so_many_bytes_are_kept(bundle: TokenizerBundle) -> None:
-    compiler = GrammarCompiler(bundle, GrammarLimits(max_kept_bytes=350_000))
+    compiler = GrammarCompiler(bundle, max_cached_bytes=350_000)
     for i in (0, 1, 2, 0, 3):
         await compiler.constraints(request(Grammar("regex", f"a{{{i + 1}}}")))
     assert [grammar.text for grammar in compiler._compiled] == ["a{3}", "a{1}", "a{4}"]

@@ -79,63 +79,41 @@ class Kernels:
     A call of microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
     """
 
-    __slots__ = ("_locked", "_unlocked")
+    __slots__ = ("locked", "unlocked")
 
     def __init__(self, path: Path) -> None:
         """Raise OSError when the file cannot be loaded."""
-        self._locked, self._unlocked = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        self.locked, self.unlocked = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        for library in (self._locked, self._unlocked):
-            library.rms_norm.argtypes = (pointer, pointer, pointer, size, count)
-            library.rotate.argtypes = (pointer, pointer, size, size, size, size, count)
-            library.argmax.argtypes = (pointer, pointer, size, size, count)
-            library.attend.argtypes = (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count)
-            for function in (library.rms_norm, library.rotate, library.argmax, library.attend):
-                function.restype = None
+        arguments = {
+            "rms_norm": (pointer, pointer, pointer, size, count),
+            "rotate": (pointer, pointer, size, size, size, size, count),
+            "argmax": (pointer, pointer, size, size, count),
+            "attend": (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count),
+        }
+        for library in (self.locked, self.unlocked):
+            for name, types in arguments.items():
+                function = getattr(library, name)
+                function.argtypes, function.restype = types, None
 
-    def rms_norm(self, norm: int, states: Tensor, out: Tensor) -> None:
-        """Norm contiguous rows (num_rows, size); `norm` is the address of a `_Norm`."""
-        num_rows = states.shape[0]
-        if num_rows > MAX_ROWS:
-            self._unlocked.rms_norm(norm, states.data_ptr(), out.data_ptr(), num_rows, torch.get_num_threads())
-        else:
-            self._locked.rms_norm(norm, states.data_ptr(), out.data_ptr(), num_rows, 1)
+    def library_for(self, num_rows: int) -> tuple[ctypes.CDLL, int]:
+        """Return the library for a row-wise kernel, and the number of threads."""
+        return (self.unlocked, torch.get_num_threads()) if num_rows > MAX_ROWS else (self.locked, 1)
 
     def rotate(self, states: Tensor, table: Tensor, num_heads: int) -> None:
         """Rotate the first heads of contiguous rows (num_rows, width) in place; table (num_rows, 2, head_dim)."""
         num_rows, width = states.shape
-        sizes = (num_rows, width, num_heads, table.shape[2])
-        if num_rows > MAX_ROWS:
-            self._unlocked.rotate(states.data_ptr(), table.data_ptr(), *sizes, torch.get_num_threads())
-        else:
-            self._locked.rotate(states.data_ptr(), table.data_ptr(), *sizes, 1)
+        library, num_threads = self.library_for(num_rows)
+        library.rotate(states.data_ptr(), table.data_ptr(), num_rows, width, num_heads, table.shape[2], num_threads)
 
     def argmax(self, states: Tensor) -> Tensor:
-        """Return where the first of the highest of each row (num_rows, size) is, (num_rows,) int64. NaN is highest."""
+        """Return the index of the first highest element of each row, (num_rows,) int64. NaN is the highest."""
         states = states.contiguous()
         num_rows, size = states.shape
         found = torch.empty(num_rows, dtype=torch.int64)
         num_threads = min(num_rows, torch.get_num_threads())
-        self._unlocked.argmax(states.data_ptr(), found.data_ptr(), num_rows, size, num_threads)
+        self.unlocked.argmax(states.data_ptr(), found.data_ptr(), num_rows, size, num_threads)
         return found
-
-    def attend(
-        self, shape: int, decodes: int, states: tuple[Tensor, Tensor, Tensor], pointers: tuple[int, int, int]
-    ) -> None:
-        """See `AttentionKernel`; `shape` and `decodes` are addresses, `pointers` those of keys, values and out."""
-        query, key, value = states
-        self._unlocked.attend(
-            shape,
-            decodes,
-            query.data_ptr(),
-            query.stride(0),
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            *pointers,
-            torch.get_num_threads(),
-        )
 
 
 class RmsNormKernel:
@@ -155,20 +133,22 @@ class RmsNormKernel:
         """(num_rows, size), contiguous -> the same shape"""
         assert states.is_contiguous()
         out = torch.empty_like(states)
-        self._kernels.rms_norm(self._address, states, out)
+        num_rows = states.shape[0]
+        library, num_threads = self._kernels.library_for(num_rows)
+        library.rms_norm(self._address, states.data_ptr(), out.data_ptr(), num_rows, num_threads)
         return out
 
 
 class AttentionKernel:
     """Decode attention over the pages of one pool, for one shape of heads."""
 
-    __slots__ = ("_fields", "_head_dim", "_kernels", "_shape")
+    __slots__ = ("_attend", "_fields", "_head_dim", "_shape")
 
     def __init__(
         self, kernels: Kernels, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int
     ) -> None:
         """`scale` multiplies products of query and key."""
-        self._kernels = kernels
+        self._attend = kernels.unlocked.attend
         self._head_dim = head_dim
         self._fields = _Shape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, scale)
         self._shape = ctypes.addressof(self._fields)
@@ -180,14 +160,26 @@ class AttentionKernel:
         (rows, kv_heads, head_dim), in bfloat16 and any strides.
 
         keys, values (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Uses torch's number of
-        threads; other threads of the interpreter run in the meantime.
+        threads, without the interpreter's lock.
         """
-        query, key, value = (self._heads_together(one) for one in states)
-        pointers = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
-        self._kernels.attend(self._shape, decodes.address, (query, key, value), pointers)
+        query, key, value = (self._with_adjacent_heads(one) for one in states)
+        self._attend(
+            self._shape,
+            decodes.address,
+            query.data_ptr(),
+            query.stride(0),
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
 
-    def _heads_together(self, states: Tensor) -> Tensor:
-        """Copy `states` if the heads of a row lie apart, as in some models of transformers."""
+    def _with_adjacent_heads(self, states: Tensor) -> Tensor:
+        """Copy `states` if the heads of a row are not adjacent, as in some models of transformers."""
         _, head, element = states.stride()
         if element == 1 and (head == self._head_dim or states.shape[1] == 1):
             return states

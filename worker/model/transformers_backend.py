@@ -1,10 +1,9 @@
-"""Any other causal language model of `transformers`, over the same paged cache.
+"""Other causal language models of `transformers`, over the same paged cache.
 
-`transformers` lets an attention function be registered under a name. Ours takes the place of the model's own: the
-tokens of all sequences lie end to end in one row, their positions are given, and attention goes through the paged
-kernel. What a model tells the function at its first call (sizes, scale, windows) becomes the shape of the cache; what
-the kernel does not do (soft caps, sinks, cross attention) is refused by name. Whatever else may be different, such as
-a layer that mixes neighbouring tokens by itself, shows in a comparison with the model's own eager attention at load.
+A registered attention function replaces the model's own. The tokens of all sequences lie end to end in one row, and
+attention runs in the paged kernel. The arguments of its first calls (sizes, scale, windows) give the shape of the
+cache; what the kernel lacks (soft caps, sinks, cross attention) is refused by name. Any other difference, such as a
+layer that mixes neighbouring tokens, shows in a comparison with the model's own eager attention at load.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.model.base import Checkpoint
-from worker.model.config import CheckpointError, LoadOptions, ModelConfig, RopeConfig, UnsupportedModel
+from worker.model.config import LoadOptions, ModelConfig, RopeConfig, UnsupportedModel
 
 _NUM_CHECKED: Final = 64
 _CHECK_BLOCK: Final = 8
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Of the logits' own size: rounding stays far below, a model that is computed wrongly far above."""
-_UNKNOWN: Final = ("softcap", "s_aux", "position_bias", "sinks")
+"""Largest error relative to the logits: rounding stays far below, a wrong computation far above."""
+_REFUSED: Final = ("softcap", "s_aux", "position_bias", "sinks")
 _names = count()
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a layer's first call of the attention function tells of it."""
+    """The attention of a layer, by its first call of the attention function."""
 
-    layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -51,7 +49,7 @@ class TransformersForCausalLM:
     is_recordable = False
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
-        """Loads, probes and checks the model. Raises ModelError."""
+        """Load, probe and check the model. Raise ModelError."""
         self._kernel: Attention | None = None
         self._batch: ForwardBatch | None = None
         self._calls: dict[int, _Call] = {}
@@ -92,12 +90,12 @@ class TransformersForCausalLM:
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """(1, heads, tokens, head_dim) -> (1, tokens, heads, head_dim), as `transformers` wants it."""
+        """(1, heads, num_tokens, head_dim) -> (1, num_tokens, heads, head_dim), as `transformers` expects."""
         if self._kernel is None or self._batch is None:
             self._calls[module.layer_idx] = _call(module, query, key, value, kwargs)
             out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2), None
-        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # (num_tokens, heads, ..)
         attended = self._kernel.attend(module.layer_idx, queries, keys, values, self._batch)
         return attended.view(1, query.shape[2], query.shape[1], -1), None
 
@@ -130,7 +128,7 @@ class TransformersForCausalLM:
         )
 
     def _check(self, ids: Sequence[int], name: str, options: LoadOptions) -> None:
-        """The same 64 tokens, in chunks and beside another sequence, against the model's own eager attention."""
+        """Compare 64 tokens, in chunks and batched with another sequence, with the model's own eager attention."""
         got = self._paged_logits(ids, options)
         self._model.set_attn_implementation("eager")
         want = self._model(torch.tensor([list(ids)], device=self._model.device), use_cache=False).logits[0].float()
@@ -149,7 +147,7 @@ class TransformersForCausalLM:
         kernel = TorchPagedAttention(shape, cache)
         tables = [list(range(2 * num_blocks, 0, -2)), list(range(1, 2 * num_blocks, 2))]
         logits = []
-        # Sequence 0 in chunks; sequence 1, its reverse, beside it. One token first, as the kernel's contract says.
+        # Chunks of sequence 0, and of its reverse as sequence 1. Single tokens first, as the kernel requires.
         for parts in (((0, 0, 30), (1, 0, 20)), ((1, 20, 21), (0, 30, 63)), ((0, 63, 64), (1, 21, 22))):
             batch = _batch(kernel, parts, (list(ids), list(reversed(ids))), tables, device)
             rows = torch.split(self.logits(self.forward(batch, kernel)), [stop - start for _, start, stop in parts])
@@ -164,7 +162,7 @@ def _batch(
     tables: Sequence[Sequence[int]],
     device: torch.device,
 ) -> ForwardBatch:
-    """Tokens start..stop-1 of the named sequences, end to end."""
+    """Lay tokens start..stop-1 of (sequence, start, stop) in `parts` end to end."""
     places = [(sequence, position) for sequence, start, stop in parts for position in range(start, stop)]
     columns = (
         [token_ids[sequence][position] for sequence, position in places],
@@ -177,14 +175,13 @@ def _batch(
 
 
 def _call(module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> _Call:
-    for field in _UNKNOWN:
+    for field in _REFUSED:
         if kwargs.get(field) is not None:
             raise UnsupportedModel(f"{type(module).__name__} needs {field}, which the paged attention does not have")
     if not getattr(module, "is_causal", True) or key.shape != value.shape or key.shape[2] != query.shape[2]:
         raise UnsupportedModel(f"{type(module).__name__} is no plain causal self-attention")
     scale = kwargs.get("scaling")
     return _Call(
-        layer=module.layer_idx,
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
@@ -201,7 +198,7 @@ def _register(name: str, attend: Any) -> None:
 
 
 def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
-    """Never runs code of the checkpoint, never unpickles."""
+    """Load the model without running code of the checkpoint and without unpickling."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -213,7 +210,5 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
             use_safetensors=True,
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise UnsupportedModel(f"model type {checkpoint.model_type!r}: transformers cannot load it: {error}") from error
     return model.to(options.device).eval()
