@@ -1,4 +1,4 @@
-"""The public port: OpenAI's routes and health, nothing else. Operations have an app of their own (`server.ops.app`)."""
+"""The public app: OpenAI's routes and health, nothing else. Operations have their own app, in `server.ops.app`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from cache.records import WorkerMember
 from server.api.chat import ChatEndpoint
@@ -31,44 +31,39 @@ from server.schema.decoding import MAX_VALUES, require_json
 
 OWNED_BY: Final = "headstart"
 ID_BYTES: Final = 8
-"""Of a token id in a body, with its comma and a space: up to 999,999."""
+"""Bytes of a token id in a body, up to 999,999, with its comma and a space."""
 
 
 @dataclass(slots=True, eq=False)
 class Lifecycle:
-    """Whether this process wants new requests."""
+    """Whether this process takes new requests."""
 
     draining: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PublicServices:
-    endpoint: EndpointServices
-    lifecycle: Lifecycle
-    live_workers: Callable[[], Sequence[WorkerMember]]
-    """Those that a request could be sent to now."""
 
 
 class PublicApi:
     """The handlers of the public port."""
 
-    def __init__(self, services: PublicServices) -> None:
-        self._services = services
-        self._models = services.endpoint.models
+    def __init__(
+        self, endpoint: EndpointServices, lifecycle: Lifecycle, live_workers: Callable[[], Sequence[WorkerMember]]
+    ) -> None:
+        """`live_workers` returns the workers that a request could be sent to."""
+        self._lifecycle = lifecycle
+        self._live_workers = live_workers
+        self._models = endpoint.models
         self._tokenize = TokenizeApi(self._models)
-        self.chat = ChatEndpoint(services.endpoint)
-        self.completions = CompletionEndpoint(services.endpoint)
+        self.chat = ChatEndpoint(endpoint)
+        self.completions = CompletionEndpoint(endpoint)
         self.endpoints: dict[str, GenerateEndpoint] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
-            "/v1/responses": ResponsesEndpoint(services.endpoint),
+            "/v1/responses": ResponsesEndpoint(endpoint),
         }
         """The generating endpoints by path; all take POST."""
 
     def routes(self) -> list[Route]:
-        generating = [Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()]
         return [
-            *generating,
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -79,7 +74,7 @@ class PublicApi:
         ]
 
     def max_body_bytes(self) -> int | None:
-        """What the largest context of the models served here can need, token ids in the longest spelling included."""
+        """Return what the largest context of the served models can need, with token ids in their longest spelling."""
         text = self._models.max_batch_text_bytes()
         return None if text is None else text + ID_BYTES * MAX_VALUES
 
@@ -110,11 +105,11 @@ class PublicApi:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Ready is: a request sent now would find a worker."""
-        if self._services.lifecycle.draining:
+        """Answer 200 when a request would find a worker."""
+        if self._lifecycle.draining:
             raise UnavailableError("This gateway is draining.", retry_after_s=1.0)
         known = {model.name for _, model in self._models.names()}
-        workers = [worker for worker in self._services.live_workers() if worker.model in known]
+        workers = [worker for worker in self._live_workers() if worker.model in known]
         if not workers:
             raise UnavailableError("No worker is ready.", retry_after_s=1.0)
         return json_response({"status": "ok", "workers": len(workers)})
@@ -136,15 +131,6 @@ def json_response(value: object) -> Response:
     return Response(encode_json(value), media_type="application/json")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Admission:
-    """Who may come in, and how much of what."""
-
-    authenticator: Authenticator
-    limits: RateLimits
-    max_body_bytes: int
-
-
 class HotRoutes:
     """Innermost middleware: takes POSTs to exactly these paths straight to their endpoint, past the scan of routes."""
 
@@ -161,14 +147,21 @@ class HotRoutes:
 
 
 def public_app(
-    api: PublicApi, metrics: GatewayMetrics, admission: Admission, *, access_log: bool = False
+    api: PublicApi,
+    metrics: GatewayMetrics,
+    authenticator: Authenticator,
+    max_body_bytes: int,
+    *,
+    access_log: bool = False,
+    lifespan: Lifespan[Application] | None = None,
 ) -> Application:
     return Application(
         routes=api.routes(),
         middleware=[
             Middleware(RequestMiddleware, metrics, access_log=access_log),
-            Middleware(AuthenticationMiddleware, admission.authenticator, admission.limits),
-            Middleware(BodyLimitMiddleware, admission.max_body_bytes, api.max_body_bytes),
+            Middleware(AuthenticationMiddleware, authenticator, RateLimits()),
+            Middleware(BodyLimitMiddleware, max_body_bytes, api.max_body_bytes),
             Middleware(HotRoutes, api.endpoints),
         ],
+        lifespan=lifespan,
     )

@@ -1,15 +1,14 @@
-"""`headstart gateway`: one process, two ports, no model files.
+"""`headstart gateway`: the composition root of one process with two ports and no model files.
 
-index reader ---+
-fleet ----------+--> router --> generations --> workers
-models ---------+                   |
-public app (OpenAI, health) --------+        ops app (metrics, workers, explain, drain, dashboard, chat page)
+index ---+
+fleet ---+--> router --> requests --> workers
+models --+                  |
+public app (OpenAI, health) +        ops app (metrics, workers, explain, drain, dashboard, chat page)
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -18,26 +17,27 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import uvloop
-from starlette.types import ASGIApp
 
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
-from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
+from server.app import Lifecycle, PublicApi, public_app
 from server.auth.api_keys import KeyFile
 from server.auth.authentication import Authenticator, KeyAuthenticator, SingleTenant
 from server.auth.identity import tenant_identity
-from server.auth.limits import AuthThrottle, RateLimits
+from server.auth.limits import AuthThrottle
 from server.background import keep_running
 from server.config import GatewayConfig, parse
-from server.http.middleware import KnownHostsMiddleware
+from server.http.middleware import Application, KnownHostsMiddleware
 from server.http.server import HttpLimits, Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import FleetMetrics, GatewayMetrics
@@ -66,35 +66,36 @@ from worker.wire import gateway_token
 log = logging.getLogger(__name__)
 
 FOLLOW_INTERVAL_S: Final = 0.1
-LAST_WORDS_S: Final = 1.0
-"""Of the grace: for telling clients that their answers end here."""
+SHUTDOWN_NOTICE_S: Final = 1.0
+"""The last part of the drain grace, in which open answers end with an error."""
 NUM_THREADS: Final = 2
-"""For long texts: tokenising releases the GIL."""
+"""Threads that tokenise long texts, which releases the GIL."""
 GC_THRESHOLD: Final = 20_000
 REFUSED: Final = 2
 
 
 class Gateway:
-    """Everything of one gateway process. Build it inside the event loop, then `run` it to its end."""
+    """The parts of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, *, router: Router | None = None) -> None:
+        """`router` takes the place of the one that `config` describes. Raises ValueError and OSError."""
         self._config = config
-        self._max_connections = affordable_connections(config.max_connections)
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
-        self._tracing = open_tracing(SERVICE, config.otlp_endpoint, gateway_id)
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
-        self.metrics.follow_tasks(asyncio.get_running_loop())
         self.lifecycle = Lifecycle()
-        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+        self._tracing = open_tracing(SERVICE, config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
+        self._keys = _open_keys(config, self.metrics)
+        self._index = _open_index(config, self.metrics)
+
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient.open(gateway_token(secret), networks, tls)
+        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         options = ModelOptions(config.aliases, config.tool_parser, config.reasoning, config.control_tokens_in_content)
         self.models = Models(self._client, self._executor, options)
-        self._index = self._open_index()
         self.fleet = Fleet(
             self._index,
             self._client.state,
@@ -103,8 +104,9 @@ class Gateway:
             networks=networks,
             namespaces=self.models.namespaces,
         )
+
         prefix_tree, decisions = PrefixTree(time.monotonic), DecisionLog()
-        self.router = Router(
+        self.router = router or Router(
             self._index,
             self.fleet,
             gateway_id,
@@ -113,23 +115,36 @@ class Gateway:
             on_match=prefix_tree.add,
             observer=decisions,
         )
-        self._watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s)
-        self._keep_alive = KeepAlive(config.keepalive_s)
-        self._keys = self._open_keys()
-        authenticator: Authenticator = SingleTenant(secret)
-        if self._keys is not None:
-            authenticator = KeyAuthenticator(secret, self._keys, AuthThrottle())
-        requests = RequestServices(
+
+        self.watch = StallWatch(
+            self._client, self.fleet.workers, silent_s=config.stall_s, interval_s=config.stall_s / 5
+        )
+        self.requests = RequestServices(
             gateway_id=gateway_id,
             router=self.router,
             client=self._client,
-            watch=self._watch,
+            watch=self.watch,
             metrics=self.metrics,
             retry=RetryPolicy(self.router, self.metrics),
             limiter=PromptTokenLimiter(config.max_queued_tokens),
         )
-        timeout_s = config.request_timeout_s
-        self._endpoint = EndpointServices(self.models, requests, self._keep_alive, timeout_s, self._tracing)
+        self.keep_alive = KeepAlive(config.keepalive_s)
+        self.endpoint = EndpointServices(
+            self.models, self.requests, self.keep_alive, config.request_timeout_s, self._tracing
+        )
+        api = PublicApi(self.endpoint, self.lifecycle, self.fleet.live_workers)
+
+        self.authenticator: Authenticator = SingleTenant(secret)
+        if self._keys is not None:
+            self.authenticator = KeyAuthenticator(secret, self._keys, AuthThrottle())
+        self.public = public_app(
+            api,
+            self.metrics,
+            self.authenticator,
+            config.max_body_bytes,
+            access_log=config.access_log,
+            lifespan=self._lifespan,
+        )
         overview = Overview(
             gateway_id=gateway_id,
             policy=config.policy,
@@ -138,26 +153,14 @@ class Gateway:
             index=self._index,
             metrics=self.metrics,
             lifecycle=self.lifecycle,
-            num_streamed_tokens=lambda: self._endpoint.open_responses.num_output_tokens,
+            num_streamed_tokens=lambda: self.endpoint.open_responses.num_output_tokens,
             prefix_tree=prefix_tree,
         )
-        self.metrics.registry.register(
-            FleetMetrics(
-                lambda: {worker.model for worker in self.fleet.workers()},
-                overview.candidates,
-                self.fleet.broken,
-                lambda: self.router.index_state()["blind"],
-                self.router.num_outstanding,
-            )
-        )
+        self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
         self.feed = Feed(overview, decisions)
-        services = PublicServices(self._endpoint, self.lifecycle, self.fleet.live_workers)
-        self._api = PublicApi(services)
-        admission = Admission(authenticator, RateLimits(), config.max_body_bytes)
-        self.public = public_app(self._api, self.metrics, admission, access_log=config.access_log)
         self.ops = ops_app(
             OpsServices(
-                api=self._api,
+                api=api,
                 of_tenant=partial(tenant_identity, secret),
                 overview=overview,
                 feed=self.feed,
@@ -169,44 +172,59 @@ class Gateway:
                 has_tenants=self._keys is not None,
             )
         )
+        self.http_limits = HttpLimits(
+            max_header_bytes=config.max_header_bytes,
+            header_timeout_s=config.header_timeout_s,
+            body_timeout_s=config.body_timeout_s,
+            max_connections=config.max_connections,
+            drain_grace_s=config.drain_grace_s,
+        )
         self._listeners: tuple[Listener, ...] = ()
 
     async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
-        """Serve until drained. A background task that fails starts again; a listener that fails ends the process."""
-        public = self._listener(self.public, public_socket)
-        ops = self._listener(self._known_hosts_only(self.ops, ops_socket), ops_socket)
+        """Serve until drained. A listener that fails ends the process."""
+        config = self._config
+        tls = None if self._certificate is None else self._certificate.context
+        public = Listener(self.public, public_socket, self.http_limits, tls)
+        known = HostNames(ops_socket.getsockname()[0], (config.ops_host, *config.ops_hosts))
+        ops = Listener(KnownHostsMiddleware(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
         self._listeners = (public, ops)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._on_signal)
+        self.metrics.follow_tasks(loop)
+        _freeze_gc()
+        scheme = "http" if tls is None else "https"
+        log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
+        async with self.public.router.lifespan_context(self.public), asyncio.TaskGroup() as group:
+            group.create_task(ops.run_until_stopped())
+            await public.run_until_stopped()
+            self.feed.close()
+            ops.stop()
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Application) -> AsyncIterator[None]:
+        """Run the background tasks, which start again when they fail; close what is open at the end."""
+        tasks = [
+            asyncio.create_task(keep_running(name, work, self.metrics.task_failed)) for name, work in self._background()
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(keep_running(name, part, self.metrics.task_failed))
-                    for name, part in self._background()
-                ]
-                _spare_the_collector()
-                scheme = "http" if self._certificate is None else "https"
-                log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
-                ops_served = group.create_task(ops.run_until_stopped())
-                await public.run_until_stopped()
-                self.feed.close()
-                ops.stop()
-                await ops_served
-                for task in tasks:
-                    task.cancel()
+            yield
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
             if self._tracing is not None:
                 self._tracing.close()
 
     def _background(self) -> Iterator[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
-        """What runs beside the requests, by the name under which its failures are counted."""
+        """Yield each background task with the name under which its failures are counted."""
         yield "fleet", self.fleet.run
         yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
-        yield "stall watch", self._watch.run
-        yield "keep-alive", self._keep_alive.run
+        yield "stall watch", self.watch.run
+        yield "keep-alive", self.keep_alive.run
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run
@@ -214,72 +232,53 @@ class Gateway:
             if files is not None:
                 yield name, files.follow
 
-    def _known_hosts_only(self, app: ASGIApp, listener: socket.socket) -> ASGIApp:
-        """The ops port answers to names that it was bound to or told."""
-        names = (self._config.ops_host, *self._config.ops_hosts)
-        return KnownHostsMiddleware(app, HostNames(listener.getsockname()[0], names), "--ops-hosts")
-
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
+        grace_s = self._config.drain_grace_s
         if not self.lifecycle.draining:
-            log.info("draining: open requests have %.0f s", self._config.drain_grace_s)
+            log.info("draining: open requests have %.0f s", grace_s)
             self.lifecycle.draining = True
-            last_words_s = min(LAST_WORDS_S, self._config.drain_grace_s / 2)
-            shutdown_s = self._config.drain_grace_s - last_words_s
-            asyncio.get_running_loop().call_later(shutdown_s, self._endpoint.open_responses.shutdown)
+            shutdown_s = grace_s - min(SHUTDOWN_NOTICE_S, grace_s / 2)
+            asyncio.get_running_loop().call_later(shutdown_s, self.endpoint.open_responses.shutdown)
         if self._listeners:
             self._listeners[0].stop()
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if self.lifecycle.draining:
             for listener in self._listeners:
                 listener.force()
         self.drain()
 
-    def _open_index(self) -> RedisIndex | NoIndex:
-        config = self._config
-        if config.redis is None:
-            return NoIndex()
-        settings = ReaderSettings(
-            prefix=config.redis_prefix,
-            num_shards=config.redis_shards,
-            deadline_s=config.lookup_deadline_s,
-            username=config.redis_username,
-            password=config.redis_password(),
-            cluster_secret=config.cluster_secret(),
-        )
-        return RedisIndex(config.redis, settings, count=self.metrics.index_event)
 
-    def _open_keys(self) -> KeyFile | None:
-        """Raises KeyFileError."""
-        config = self._config
-        if config.api_keys is None:
-            if not is_loopback(config.host):
-                log.warning(
-                    "NO API KEYS: everybody who reaches %s:%d may use every model; give --api-keys FILE",
-                    config.host,
-                    config.port,
-                )
-            return None
-        keys = KeyFile(Path(config.api_keys), on_reload=self.metrics.keys_reloaded)
+def _open_index(config: GatewayConfig, metrics: GatewayMetrics) -> RedisIndex | NoIndex:
+    if config.redis is None:
+        return NoIndex()
+    settings = ReaderSettings(
+        prefix=config.redis_prefix,
+        num_shards=config.redis_shards,
+        deadline_s=config.lookup_deadline_s,
+        username=config.redis_username,
+        password=config.redis_password(),
+        cluster_secret=config.cluster_secret(),
+    )
+    return RedisIndex(config.redis, settings, count=metrics.index_event)
+
+
+def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:
+    """Raises KeyFileError."""
+    if config.api_keys is not None:
+        keys = KeyFile(Path(config.api_keys), on_reload=metrics.keys_reloaded)
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
-
-    def _listener(self, app: ASGIApp, sock: socket.socket) -> Listener:
-        config = self._config
-        limits = HttpLimits(
-            max_header_bytes=config.max_header_bytes,
-            header_timeout_s=config.header_timeout_s,
-            body_timeout_s=config.body_timeout_s,
-            max_connections=self._max_connections,
-            drain_grace_s=config.drain_grace_s,
+    if not is_loopback(config.host):
+        log.warning(
+            "NO API KEYS: anyone who reaches %s:%d may use every model; give --api-keys FILE", config.host, config.port
         )
-        tls = None if self._certificate is None else self._certificate.context
-        return Listener(app, sock, limits, tls)
+    return None
 
 
-def _spare_the_collector() -> None:
-    """What lives as long as the process is not looked at again, and a thousand open streams not at every turn."""
+def _freeze_gc() -> None:
+    """Take what lives as long as the process from the collector, and let it look less often at open streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)
@@ -290,12 +289,13 @@ async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socke
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: drained and stopped. 2: cannot work as asked."""
+    """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, config.log_format, add_ids)
-        with contextlib.ExitStack() as stack:
+        config = replace(config, max_connections=affordable_connections(config.max_connections))
+        with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

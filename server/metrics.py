@@ -1,16 +1,17 @@
-"""The gateway's Prometheus metrics, all of them, in a registry of their own."""
+"""The gateway's Prometheus metrics. Names and labels are a contract with dashboards and alerts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cache.records import Candidate
-from cache.types import WorkerId
+from server.router.router import Router
+from server.workers.fleet import Fleet
 
 _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
@@ -190,35 +191,28 @@ class GatewayMetrics:
 
 
 class FleetMetrics(Collector):
-    """The fleet as this gateway knows it, read when somebody scrapes: nothing of it is counted on a request's way.
+    """The fleet as this gateway knows it, read at each scrape, so that no request pays for it.
 
-    The gauges named vllm are those of the model server protocol of the Gateway API inference extension: to it, a
-    gateway is the server of the models behind it. `models` names those too whose workers are all gone.
+    The vllm gauges are those of the model server protocol of the Gateway API inference extension, which sees a gateway
+    as the server of the models behind it. Models whose workers are all gone are named too.
     """
 
-    def __init__(
-        self,
-        models: Callable[[], Iterable[str]],
-        candidates: Callable[[], Sequence[Candidate]],
-        broken: Callable[[WorkerId], bool],
-        is_blind: Callable[[], bool],
-        num_booked: Callable[[], int],
-    ) -> None:
-        self._models = models
-        self._candidates = candidates
-        self._broken = broken
-        self._is_blind = is_blind
-        self._num_booked = num_booked
+    def __init__(self, fleet: Fleet, router: Router) -> None:
+        self._fleet = fleet
+        self._router = router
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        by_model: dict[str, list[Candidate]] = {model: [] for model in self._models()}
-        for candidate in self._candidates():
-            by_model.setdefault(candidate.member.model, []).append(candidate)
+        models = sorted({worker.model for worker in self._fleet.workers()})
+        by_model = {model: self._fleet.candidates(model, None) for model in models}
         yield GaugeMetricFamily(
-            "headstart_index_blind", "1 while routing goes without the shared index.", float(self._is_blind())
+            "headstart_index_blind",
+            "1 while routing goes without the shared index.",
+            float(self._router.index_state()["blind"]),
         )
         yield GaugeMetricFamily(
-            "headstart_requests_booked", "Requests on this gateway's books of the workers.", float(self._num_booked())
+            "headstart_requests_booked",
+            "Requests of this gateway that are at workers.",
+            float(self._router.num_outstanding()),
         )
         workers = GaugeMetricFamily("headstart_workers", "Live workers by state.", labels=("model", "state"))
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", labels=("model_name",))
@@ -244,4 +238,4 @@ class FleetMetrics(Collector):
     def _state(self, candidate: Candidate) -> str:
         if candidate.load.draining:
             return "draining"
-        return "broken" if self._broken(candidate.member.worker_id) else "serving"
+        return "broken" if self._fleet.broken(candidate.member.worker_id) else "serving"

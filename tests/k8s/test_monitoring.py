@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from server.metrics import FleetMetrics, GatewayMetrics
+from server.metrics import GatewayMetrics
 from tests.k8s import chart
 from tests.k8s.metric_names import names_in, names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
 from tests.k8s.tools import CHART, ROOT, call, succeed
+from tests.server.test_metrics import fleet_metrics
 from worker.engine.metrics import WorkerMetrics
 
 ALERTS = CHART / "files" / "alerts.yaml"
@@ -96,7 +97,7 @@ def declared() -> set[str]:
     from prometheus_client import generate_latest
 
     gateway, worker = GatewayMetrics(), WorkerMetrics()
-    gateway.registry.register(FleetMetrics(list, list, lambda worker_id: False, lambda: False, lambda: 0))
+    gateway.registry.register(fleet_metrics())
     return names_in_scrape(generate_latest(gateway.registry).decode()) | names_in_scrape(worker.render().decode())
 
 

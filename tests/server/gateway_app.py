@@ -1,32 +1,29 @@
-"""The public app over scripted workers and a plain router, on a real socket."""
+"""The public app of a real gateway over scripted workers and a plain router, on a real socket."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from cache.records import WorkerMember
-from cache.types import GatewayId, WorkerId
-from server.api.endpoint import EndpointServices
-from server.app import Admission, Lifecycle, PublicApi, PublicServices, public_app
-from server.auth.authentication import Authenticator, SingleTenant
-from server.auth.limits import RateLimits
-from server.http.protocol import GatewayProtocol
-from server.http.stream import KeepAlive
+from cache.types import WorkerId
+from server.auth.authentication import KeyAuthenticator
+from server.auth.limits import AuthThrottle
+from server.config import GatewayConfig
+from server.gateway import Gateway
+from server.http.server import Listener
 from server.metrics import GatewayMetrics
-from server.models import ModelOptions, Models
+from server.models import Models
 from server.request.limits import PromptTokenLimiter
-from server.request.request import RequestServices
-from server.request.retry import RetryBudget, RetryPolicy
+from server.request.retry import RetryBudget
 from server.router.placement import NoWorkerError, Placement, RouteRequest
 from server.router.router import Router
-from server.workers.client import WorkerClient
-from server.workers.watch import StallWatch
-from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until
+from worker.common.sockets import listen
 
 
 @dataclass(eq=False)
@@ -73,8 +70,19 @@ class PlainRouter(Router):
         pass
 
 
+class QuietListener(Listener):
+    """Ends at once when it is stopped, as the scripted workers' server."""
+
+    main_loop = QuietServer.main_loop  # type: ignore[assignment]
+    shutdown = QuietServer.shutdown  # type: ignore[assignment]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.told = asyncio.Event()
+
+
 @dataclass(eq=False)
-class Gateway:
+class RunningGateway:
     url: str
     router: PlainRouter
     workers: list[ScriptedWorker]
@@ -86,50 +94,44 @@ class Gateway:
 @asynccontextmanager
 async def gateway(
     *workers: ScriptedWorker,
-    keepalive_s: float = 15.0,
     silent_s: float = 5.0,
     alone_s: float = 60.0,
-    request_timeout_s: float = 60.0,
     max_body_bytes: int = 1024 * 1024,
-    aliases: dict[str, str] | None = None,
-    authenticator: Authenticator | None = None,
+    throttle: AuthThrottle | None = None,
     budget: RetryBudget | None = None,
-) -> AsyncIterator[Gateway]:
-    metrics = GatewayMetrics()
-    router = PlainRouter()
+    **options: Any,
+) -> AsyncIterator[RunningGateway]:
+    """Serve the public app of a real Gateway over a PlainRouter; `options` are those of its config."""
     async with AsyncExitStack() as stack:
-        executor = stack.enter_context(ThreadPoolExecutor(1))
         for worker in workers:
             worker.url = await stack.enter_async_context(listening(worker.app()))
-            router.members.append(worker.member())
-        client = WorkerClient.open()
-        stack.push_async_callback(client.close)
-        models = Models(client, executor, ModelOptions(aliases or {}))
-        for member in router.members:
-            await models.admit(member)
-        watch = StallWatch(client, router.workers, silent_s=silent_s, interval_s=silent_s / 5, alone_s=alone_s)
-        keep_alive = KeepAlive(keepalive_s)
-        requests = RequestServices(
-            gateway_id=GatewayId("g0"),
-            router=router,
-            client=client,
-            watch=watch,
-            metrics=metrics,
-            retry=RetryPolicy(router, metrics, budget),
-            limiter=PromptTokenLimiter(1 << 20),
+        router = PlainRouter([worker.member() for worker in workers])
+        urls = tuple(worker.url for worker in workers) or ("http://127.0.0.1:9",)
+        built = Gateway(
+            GatewayConfig(workers=urls, stall_s=silent_s, max_body_bytes=max_body_bytes, **options), router=router
         )
-        endpoint = EndpointServices(models, requests, keep_alive, request_timeout_s)
-        api = PublicApi(PublicServices(endpoint, Lifecycle(), router.workers))
-        limits = RateLimits()
-        app = public_app(api, metrics, Admission(authenticator or SingleTenant(b"secret"), limits, max_body_bytes))
-        background = [asyncio.create_task(keep_alive.run()), asyncio.create_task(watch.run())]
-        url = await stack.enter_async_context(listening(app, http=GatewayProtocol, timeout_keep_alive=75))
+        built.watch._alone_s = alone_s
+        if budget is not None:
+            built.requests.retry._budget = budget
+        if throttle is not None:
+            assert isinstance(built.authenticator, KeyAuthenticator)
+            built.authenticator._throttle = throttle
+        await built.fleet.poll()
+        for member in router.members:
+            await built.models.admit(member)
+        await stack.enter_async_context(built.public.router.lifespan_context(built.public))
+        sock = listen("127.0.0.1", 0)
+        server = QuietListener(built.public, sock, built.http_limits)
+        serving = asyncio.create_task(server.run_until_stopped())
+        await until(lambda: server.started)
         try:
-            yield Gateway(url, router, list(workers), metrics, models, requests.limiter)
-            # Whatever the requests have ended with, nothing of them is left.
-            await until(lambda: not (requests.limiter.num_tokens or watch._streams or keep_alive._writers))
-            await until(lambda: not (metrics.num_in_flight or endpoint.open_responses._responses))
+            url = f"http://{server.address}"
+            yield RunningGateway(url, router, list(workers), built.metrics, built.models, built.requests.limiter)
+            # However the requests have ended, nothing of them is left.
+            await until(
+                lambda: not (built.requests.limiter.num_tokens or built.watch._streams or built.keep_alive._writers)
+            )
+            await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses._responses))
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            server.told.set()
+            await serving

@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.server.gateway_app import Gateway, gateway
+from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat, check_completion, events
 from worker.wire import TokenizerBundle
@@ -37,7 +37,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": MESSAGES, **fields}
 
 
-def client(target: Gateway) -> openai.AsyncOpenAI:
+def client(target: RunningGateway) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0)
 
 
@@ -352,6 +352,7 @@ async def test_no_worker_is_503_and_health_says_so(bundle: TokenizerBundle, work
             status, headers, raw = await post(target.url, chat(stream=stream))
             assert (status, json.loads(raw)["error"]["code"]) == (503, "service_unavailable")
             assert headers["retry-after"] == "2"
+    async with gateway() as target, aiohttp.ClientSession() as session:
         async with session.get(target.url + "/health/ready") as response:
             assert response.status == 503
         async with session.get(target.url + "/health/live") as response:

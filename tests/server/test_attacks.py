@@ -92,10 +92,8 @@ async def test_no_body_is_unpacked(worker: ScriptedWorker, encoding: str) -> Non
         assert (await post(target.url, BODY, **{"content-encoding": encoding}))[0] == 415
 
 
-async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatewayProtocol, "header_timeout_s", 0.3)
-    monkeypatch.setattr(GatewayProtocol, "body_timeout_s", 0.3)
-    async with gateway(worker) as target:
+async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker) -> None:
+    async with gateway(worker, header_timeout_s=0.3, body_timeout_s=0.3) as target:
         host, _, port = target.url.removeprefix("http://").partition(":")
 
         async def slow(start: bytes) -> None:

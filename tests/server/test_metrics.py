@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
@@ -45,9 +48,24 @@ def candidate(name: str, load: WorkerLoad) -> Candidate:
     return Candidate(member, load, 0)
 
 
-def test_a_model_without_workers_is_logged_as_zero() -> None:
+def fleet_metrics(
+    candidates: Sequence[Candidate] = (),
+    models: Sequence[str] = ("m",),
+    broken: Sequence[str] = (),
+    blind: bool = False,
+) -> FleetMetrics:
+    fleet = SimpleNamespace(
+        workers=lambda: [SimpleNamespace(model=model) for model in models],
+        candidates=lambda model, root: list(candidates),
+        broken=lambda worker_id: worker_id in broken,
+    )
+    router = SimpleNamespace(index_state=lambda: {"blind": blind}, num_outstanding=lambda: 0)
+    return FleetMetrics(fleet, router)  # type: ignore[arg-type]
+
+
+def test_a_model_without_workers_counts_as_zero() -> None:
     registry = CollectorRegistry()
-    registry.register(FleetMetrics(lambda: ["gone"], list, lambda worker_id: False, lambda: True, lambda: 0))
+    registry.register(fleet_metrics(models=["gone"], blind=True))
     labels = {"model": "gone", "state": "serving"}
     assert registry.get_sample_value("headstart_workers", labels) == 0.0
     assert registry.get_sample_value("headstart_index_blind") == 1.0
@@ -59,9 +77,7 @@ def test_states_and_loads_are_summed_over_the_workers() -> None:
     leaving = WorkerLoad(num_running=1, num_free_blocks=100, num_blocks=100, draining=True)
     candidates = [candidate("a", busy), candidate("b", leaving), candidate("c", busy)]
     registry = CollectorRegistry()
-    registry.register(
-        FleetMetrics(list, lambda: candidates, lambda worker_id: worker_id == "c", lambda: False, lambda: 0)
-    )
+    registry.register(fleet_metrics(candidates, broken=["c"]))
 
     def workers(state: str) -> float | None:
         return registry.get_sample_value("headstart_workers", {"model": "m", "state": state})

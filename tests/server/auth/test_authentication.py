@@ -12,7 +12,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.auth.api_keys import KeyFile, digest_text
-from server.auth.authentication import KeyAuthenticator
 from server.auth.limits import AuthThrottle
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
@@ -48,12 +47,13 @@ def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
 
 
 @pytest.fixture
-def authenticator(tmp_path: Path) -> KeyAuthenticator:
+def keys(tmp_path: Path) -> dict[str, Any]:
+    """The options of a gateway with the keys, whose throttle does not get in the way."""
     path = tmp_path / "keys.toml"
     path.write_text(
         "\n".join(f'[[keys]]\ndigest = "{digest_text(key.encode())}"\n{rest}' for key, rest in KEYS.items())
     )
-    return KeyAuthenticator(b"secret", KeyFile(path), AuthThrottle(burst=1000))
+    return {"api_keys": str(path), "throttle": AuthThrottle(burst=1000)}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -91,10 +91,8 @@ TRICKS = [
 HOSTS = ["x/health/live?a=", "x/health/live", "health/live", "x#", "x:80/health/live?", "a\x0bb", "x@y", ""]
 
 
-async def test_no_route_and_no_trick_lets_a_stranger_in(
-    worker: ScriptedWorker, authenticator: KeyAuthenticator
-) -> None:
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_no_route_and_no_trick_lets_a_stranger_in(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys) as target:
         requests = [(method, trick.format(path=path), "h") for method, path in ROUTES for trick in TRICKS]
         requests += [(method, path, host) for method, path in ROUTES for host in HOSTS]
         requests += [(method, "/v1/models", "h") for method in ("HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "PATCH")]
@@ -107,18 +105,16 @@ async def test_no_route_and_no_trick_lets_a_stranger_in(
         assert worker.received == []
 
 
-async def test_health_needs_no_key(worker: ScriptedWorker, authenticator: KeyAuthenticator) -> None:
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_health_needs_no_key(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys) as target:
         for path in ("/health/live", "/health/ready"):
             status, _ = await raw(target.url, f"GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
             assert status == 200
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", digest_text(b"My API Key"), "My API Ke", "my api key"])
-async def test_a_wrong_key_is_a_401_in_our_shape(
-    worker: ScriptedWorker, authenticator: KeyAuthenticator, key: str | None
-) -> None:
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_a_wrong_key_is_a_401_in_our_shape(worker: ScriptedWorker, keys: dict[str, Any], key: str | None) -> None:
+    async with gateway(worker, **keys) as target:
         status, headers, body = await post(target.url, chat(), **({} if key is None else bearer(key)))
         assert status == 401
         assert headers["www-authenticate"] == "Bearer"
@@ -127,10 +123,8 @@ async def test_a_wrong_key_is_a_401_in_our_shape(
         assert key is None or not key or key not in error["message"]
 
 
-async def test_keys_let_in_and_tenants_have_roots_of_their_own(
-    worker: ScriptedWorker, authenticator: KeyAuthenticator
-) -> None:
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_keys_let_in_and_tenants_have_roots_of_their_own(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys) as target:
         for key in ("My API Key", "other key of one", "key of two"):
             assert (await post(target.url, chat(), **bearer(key)))[0] == 200
         one, again, two = (request.root for request in worker.received)
@@ -144,8 +138,8 @@ async def test_keys_let_in_and_tenants_have_roots_of_their_own(
         assert len({"one", "two", one, others[0]}) == 4, "which name nobody"
 
 
-async def test_a_key_for_other_models(worker: ScriptedWorker, authenticator: KeyAuthenticator) -> None:
-    async with gateway(worker, authenticator=authenticator, aliases={"nick": "tiny"}) as target:
+async def test_a_key_for_other_models(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys, aliases={"nick": "tiny"}) as target:
         for path, body in (
             ("/v1/chat/completions", chat()),
             ("/v1/completions", {"model": "nick", "prompt": "x"}),
@@ -174,15 +168,15 @@ async def listed(url: str, key: str) -> list[str]:
     return [model["id"] for model in json.loads(data.partition(b"\r\n\r\n")[2])["data"]]
 
 
-async def test_priority_is_a_right(worker: ScriptedWorker, authenticator: KeyAuthenticator) -> None:
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_priority_is_a_right(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys) as target:
         assert (await post(target.url, chat(priority=-5), **bearer("My API Key")))[0] == 403
         assert (await post(target.url, chat(priority=-5), **bearer("other key of one")))[0] == 200
         assert [request.priority for request in worker.received] == [-5]
 
 
-async def test_rates_are_told_and_kept(worker: ScriptedWorker, authenticator: KeyAuthenticator) -> None:
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_rates_are_told_and_kept(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys) as target:
         for remaining in ("1", "0"):
             status, headers, _ = await post(target.url, chat(), **bearer("slow key"))
             assert status == 200
@@ -198,9 +192,9 @@ async def test_rates_are_told_and_kept(worker: ScriptedWorker, authenticator: Ke
         assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200, "a limit is one key's"
 
 
-async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, authenticator: KeyAuthenticator) -> None:
+async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     worker.reply = worker.reply * 400
-    async with gateway(worker, authenticator=authenticator) as target:
+    async with gateway(worker, **keys) as target:
         status, headers, _ = await post(target.url, chat(max_tokens=400), **bearer("few tokens"))
         assert status == 200
         assert int(headers["x-ratelimit-remaining-tokens"]) > 100, "the prompt alone leaves enough for another"
@@ -210,9 +204,7 @@ async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, authen
         assert len(worker.received) == 1
 
 
-async def test_open_requests_are_counted_until_they_end(
-    worker: ScriptedWorker, authenticator: KeyAuthenticator
-) -> None:
+async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     go_on = asyncio.Event()
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -221,7 +213,7 @@ async def test_open_requests_are_counted_until_they_end(
             yield frame
 
     worker.behave = behave
-    async with gateway(worker, authenticator=authenticator) as target:
+    async with gateway(worker, **keys) as target:
         first = asyncio.create_task(post(target.url, chat(stream=True), **bearer("one stream")))
         await until(lambda: worker.received)
         status, headers, _ = await post(target.url, chat(), **bearer("one stream"))
@@ -236,31 +228,26 @@ async def test_a_new_file_counts_without_a_restart(
 ) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f'[[keys]]\ndigest = "{digest_text(b"old")}"\ntenant = "t"\n')
-    keys = KeyFile(path)
-    keys.interval_s = 0.02  # type: ignore[misc]
-    following = asyncio.create_task(keys.follow())
-    try:
-        async with gateway(worker, authenticator=KeyAuthenticator(b"s", keys, AuthThrottle())) as target:
+    monkeypatch.setattr(KeyFile, "interval_s", 0.02)
+    async with gateway(worker, api_keys=str(path)) as target:
 
-            async def status(key: str) -> int:
-                answer: int = (await post(target.url, chat(), **bearer(key)))[0]
-                return answer
+        async def status(key: str) -> int:
+            answer: int = (await post(target.url, chat(), **bearer(key)))[0]
+            return answer
 
-            assert (await status("old"), await status("new")) == (200, 401)
-            path.write_text(f'[[keys]]\ndigest = "{digest_text(b"new")}"\ntenant = "t" # longer')
+        assert (await status("old"), await status("new")) == (200, 401)
+        path.write_text(f'[[keys]]\ndigest = "{digest_text(b"new")}"\ntenant = "t" # longer')
 
-            async def new_counts() -> bool:
-                return await status("new") == 200
+        async def new_counts() -> bool:
+            return await status("new") == 200
 
-            await until(new_counts)
-            assert await status("old") == 401
-    finally:
-        following.cancel()
+        await until(new_counts)
+        assert await status("old") == 401
 
 
-async def test_guesses_are_slowed_down(worker: ScriptedWorker, authenticator: KeyAuthenticator) -> None:
-    authenticator._throttle = AuthThrottle(burst=3, per_s=1e-6)
-    async with gateway(worker, authenticator=authenticator) as target:
+async def test_guesses_are_slowed_down(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    keys["throttle"] = AuthThrottle(burst=3, per_s=1e-6)
+    async with gateway(worker, **keys) as target:
         assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200
         statuses: list[Any] = [(await post(target.url, chat(), **bearer(f"guess {n}")))[0] for n in range(5)]
         assert statuses == [401, 401, 401, 429, 429]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from server.text.retokenisation import MAX_ANSWERS, RetokenisationCheck
-from tests.server.gateway_app import Gateway, gateway
+from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import ScriptedWorker
 from worker.wire import TokenizerBundle
 
@@ -45,7 +45,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert turns.continued(hashes([MAX_ANSWERS, 1, 2, 3, *ANSWER, 7])) is True
 
 
-def counted(target: Gateway, answer: str) -> float:
+def counted(target: RunningGateway, answer: str) -> float:
     name = "headstart_continued_turns_total"
     return target.metrics.registry.get_sample_value(name, {"answer": answer}) or 0.0
 
