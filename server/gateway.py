@@ -40,11 +40,12 @@ from server.config import GatewayConfig, parse
 from server.http.middleware import Application, KnownHostsMiddleware
 from server.http.server import HttpLimits, Listener, affordable_connections
 from server.http.stream import KeepAlive
-from server.metrics import FleetMetrics, GatewayMetrics
+from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
 from server.ops.app import OpsServices, ops_app
 from server.ops.decisions import DecisionLog
 from server.ops.feed import Feed
+from server.ops.fleet_metrics import FleetMetrics
 from server.ops.overview import Overview
 from server.ops.prefix_tree import PrefixTree
 from server.pace import sample_delay
