@@ -111,6 +111,7 @@ class EngineCore:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread after the current step. Open requests get no more frames."""
         self._stopping = True
         self.mailbox.put(lambda: None)
         self._thread.join(timeout_s)
@@ -135,23 +136,58 @@ class EngineCore:
     ) -> None:
         arrival_s = time.monotonic()
 
+        def queue() -> None:
+            self._metrics.requests.inc()
+            aging_s = self._scheduler.limits.aging_s
+            try:
+                made = new_request(request, key, arrival_s=arrival_s, aging_s=aging_s, constraints=prepared)
+                made.step_log = steps
+                outputs = self._scheduler.submit(made)
+            except Exception as error:  # one request must not end the others
+                extra = about(request.request_id, request.traceparent)
+                logger.exception("request %s cannot be taken", request.request_id, extra=extra)
+                outputs = [EngineOutput(key, failed_by(error))]
+            else:
+                self._reporter.assign(made)
+            self._outputs.put(outputs)
+
         def refuse(error: BaseException) -> None:
             self._outputs.deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
 
-        self.mailbox.put(lambda: self._submit(key, request, arrival_s, prepared, steps), refuse)
+        self.mailbox.put(queue, refuse)
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
-        self.mailbox.put(lambda: self._abort(key, choice))
+        def end() -> None:
+            request = self._scheduler.requests.get(key)
+            if request is not None:
+                self._outputs.put(self._scheduler.abort(request, choice, now_s=time.monotonic()))
+                self._reporter.report()
+
+        self.mailbox.put(end)
 
     def drain(self) -> None:
         self._reporter.draining = True
         self.mailbox.put(self._reporter.report)
 
     def fail_all(self, failed: Failed) -> Future[None]:
-        return self.mailbox.call(lambda: self._fail_all(failed))
+        def fail() -> None:
+            for request in list(self._scheduler.requests.values()):
+                self._outputs.put(self._scheduler.fail(request, failed))
+            self._outputs.flush()
+            self._reporter.report()
+
+        return self.mailbox.call(fail)
 
     def purge(self) -> Future[Epoch]:
-        return self.mailbox.call(self._purge, before=self._in_flight.process_all)
+        def empty_pool() -> Epoch:
+            self._scheduler.preempt_all()
+            emptied = self._scheduler.allocator.reset()
+            assert emptied, "the pool is held although every sequence was preempted"
+            self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
+            self._reporter.begin_epoch(self.member)
+            return self.member.epoch
+
+        return self.mailbox.call(empty_pool, before=self._in_flight.process_all)
 
     def probe(self) -> Future[None]:
         """Compute one token in a new block now, ahead of the queue. The future fails when the device does."""
@@ -251,53 +287,6 @@ class EngineCore:
             self._checked_s = now_s
             self._scheduler.allocator.check_integrity()
             _return_free_pages()
-
-    # --- commands -----------------------------------------------------------------------------------------------
-
-    def _submit(
-        self,
-        key: RequestKey,
-        wire: GenerateRequest,
-        arrival_s: float,
-        constraints: Mapping[int, Constraint],
-        steps: StepLog | None,
-    ) -> None:
-        self._metrics.requests.inc()
-        aging_s = self._scheduler.limits.aging_s
-        try:
-            request = new_request(wire, key, arrival_s=arrival_s, aging_s=aging_s, constraints=constraints)
-            request.step_log = steps
-            outputs = self._scheduler.submit(request)
-        except Exception as error:  # one request must not end the others
-            logger.exception(
-                "request %s cannot be taken", wire.request_id, extra=about(wire.request_id, wire.traceparent)
-            )
-            outputs = [EngineOutput(key, failed_by(error))]
-        else:
-            self._reporter.assign(request)
-            self._in_flight.tracing |= steps is not None
-        self._outputs.put(outputs)
-
-    def _abort(self, key: RequestKey, choice: int | None) -> None:
-        request = self._scheduler.requests.get(key)
-        if request is not None:
-            self._outputs.put(self._scheduler.abort(request, choice, now_s=time.monotonic()))
-            self._reporter.report()
-
-    def _purge(self) -> Epoch:
-        """Empty the pool while nothing is in flight."""
-        self._scheduler.preempt_all()
-        emptied = self._scheduler.allocator.reset()
-        assert emptied, "the pool is held although every sequence was preempted"
-        self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
-        self._reporter.begin_epoch(self.member)
-        return self.member.epoch
-
-    def _fail_all(self, failed: Failed) -> None:
-        for request in list(self._scheduler.requests.values()):
-            self._outputs.put(self._scheduler.fail(request, failed))
-        self._outputs.flush()
-        self._reporter.report()
 
 
 def _return_free_pages() -> None:

@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
@@ -22,9 +22,9 @@ from worker.common.logs import about
 from worker.engine.load import LoadReporter
 from worker.engine.mailbox import OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineDeadError, EngineOutput, StepRecord
+from worker.engine.protocol import EngineDeadError, EngineOutput, StepLog, StepRecord
 from worker.engine.step import Launch, Raised, Runner, SamplingRow, SequenceResult, SequenceStep, Step
-from worker.scheduler.plan import StepPlan
+from worker.scheduler.plan import PlannedChunk, StepPlan
 from worker.scheduler.request import Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import Failed, SamplingParams
@@ -41,28 +41,18 @@ class _Batch:
     started_s: float
 
 
+@dataclass(slots=True, eq=False)
 class InFlightBatches:
     """Launches steps, processes their results and recovers from those that raise. Used by the engine thread."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        reporter: LoadReporter,
-        metrics: WorkerMetrics,
-        outputs: OutputBuffer,
-        watchdog: StepWatchdog,
-    ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._reporter = reporter
-        self._metrics = metrics
-        self._outputs = outputs
-        self._watchdog = watchdog
-        self._batches: deque[_Batch] = deque()
-        self._returned_s = 0.0
-        self.tracing = False
-        """Write the step logs of requests that have one."""
+    scheduler: Scheduler
+    runner: Runner
+    reporter: LoadReporter
+    metrics: WorkerMetrics
+    outputs: OutputBuffer
+    watchdog: StepWatchdog
+    _batches: deque[_Batch] = field(default_factory=deque, init=False)
+    _returned_s: float = field(default=0.0, init=False)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -76,12 +66,12 @@ class InFlightBatches:
     def launch(self, plan: StepPlan, begun_s: float) -> None:
         """Launch a step while nothing is in flight; scheduling began at `begun_s`."""
         assert not self._batches, "a step is in flight"
-        self._launch(plan, begun_s, self._watchdog.begin_step())
+        self._launch(plan, begun_s, self.watchdog.begin_step())
 
     def launch_async(self) -> None:
         """Launch the step behind the only one in flight, if the scheduler can plan it without that one's tokens."""
         begun_s = time.monotonic()
-        if len(self._batches) == 1 and (plan := self._scheduler.schedule_ahead()) is not None:
+        if len(self._batches) == 1 and (plan := self.scheduler.schedule_ahead()) is not None:
             self._launch(plan, begun_s, time.monotonic())
 
     def process_result(self) -> None:
@@ -92,14 +82,14 @@ class InFlightBatches:
         try:
             results = batch.launch.collect()
         except Exception as error:
-            self._metrics.step_failures.inc()
+            self.metrics.step_failures.inc()
             self._discard()
             self._run_one_by_one(batch.plan, error)
         else:
             self._apply(batch, results)
-        self._watchdog.end_step()
+        self.watchdog.end_step()
         if self._batches:
-            self._watchdog.begin_step()
+            self.watchdog.begin_step()
 
     def process_all(self) -> None:
         """Empty the device's queue."""
@@ -108,32 +98,32 @@ class InFlightBatches:
 
     def probe(self) -> None:
         """Compute one token in a block of the pool, or in the null block when none is free. Raises EngineDeadError."""
-        allocation = self._scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
+        allocation = self.scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
         table, slots = ((NULL_BLOCK,), [0]) if allocation is None else (allocation.block_table, allocation.slots(0, 1))
         row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
-        self._watchdog.begin_step()  # a device that never answers is a step that hangs
+        self.watchdog.begin_step()  # a device that never answers is a step that hangs
         try:
-            self._runner.run(Step([SequenceStep((0,), 0, table, slots, (row,))]))
+            self.runner.run(Step([SequenceStep((0,), 0, table, slots, (row,))]))
         except Exception as error:
-            self._watchdog.fail_step()
+            self.watchdog.fail_step()
             raise EngineDeadError(f"the device does not compute: {error}") from error
         finally:
             if allocation is not None:
                 allocation.free()
-        self._watchdog.end_step()
+        self.watchdog.end_step()
 
     def _launch(self, plan: StepPlan, begun_s: float, started_s: float) -> None:
         launch: Launch[list[SequenceResult]]
         try:
-            launch = self._runner.launch(plan.step())
+            launch = self.runner.launch(plan.step())
         except Exception as error:
             launch = Raised(error)
         self._batches.append(_Batch(plan, launch, started_s))
         self._observe_start(plan, started_s - begun_s)
-        self._reporter.starts.note(len(plan.started), len(self._scheduler.waiting), begun_s)
+        self.reporter.starts.note(len(plan.started), len(self.scheduler.waiting), begun_s)
 
     def _observe_start(self, plan: StepPlan, schedule_s: float) -> None:
-        metrics, num_prefill_tokens, num_decodes = self._metrics, plan.num_prefill_tokens, plan.num_decodes
+        metrics, num_prefill_tokens, num_decodes = self.metrics, plan.num_prefill_tokens, plan.num_decodes
         for request in plan.started:
             assert request.started_s is not None
             metrics.queue_s.observe(request.started_s - request.arrival_s)
@@ -157,12 +147,11 @@ class InFlightBatches:
         plan, returned_s = batch.plan, time.monotonic()
         started_s = max(batch.started_s, self._returned_s)  # it may have queued behind the one before
         interval_s, self._returned_s = returned_s - self._returned_s, returned_s
-        if self.tracing:
-            _log_step(plan, started_s, returned_s)
-        self._outputs.put(self._scheduler.update(plan, results, returned_s))
-        self._metrics.count_step(plan.num_prefill_tokens, plan.num_decodes, returned_s - started_s, interval_s)
-        self._reporter.measure(plan, returned_s - started_s, returned_s)
-        self._metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
+        _log_step(plan, started_s, returned_s)
+        self.outputs.put(self.scheduler.update(plan, results, returned_s))
+        self.metrics.count_step(plan.num_prefill_tokens, plan.num_decodes, returned_s - started_s, interval_s)
+        self.reporter.measure(plan, returned_s - started_s, returned_s)
+        self.metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
 
     def _discard(self) -> None:
         """Wait for the steps behind one that raised. Their results are void."""
@@ -178,12 +167,12 @@ class InFlightBatches:
         traceback.clear_frames(error.__traceback__)  # they hold the tensors for which the device had no room
         failed: list[tuple[Request, Exception]] = []
         any_returned = False
-        for part in self._scheduler.retries(plan):
+        for part in self.scheduler.retries(plan):
             request = next(iter(part.chunks)).request
             wire = request.wire
-            started_s = self._watchdog.begin_step()
+            started_s = self.watchdog.begin_step()
             try:
-                results = self._runner.run(part.step())
+                results = self.runner.run(part.step())
             except Exception as cause:
                 text = "request %s: its step raised twice: %s"
                 logger.error(
@@ -195,11 +184,11 @@ class InFlightBatches:
                 any_returned = True
                 returned_s = time.monotonic()
                 _log_step(part, started_s, returned_s)
-                self._deliver(self._scheduler.update(part, results, returned_s))
+                self._deliver(self.scheduler.update(part, results, returned_s))
         if not any_returned:
             self._probe_or_blame(request for request, _ in failed)
         for request, blamed in failed:
-            self._deliver(self._scheduler.fail(request, failed_by(blamed)))
+            self._deliver(self.scheduler.fail(request, failed_by(blamed)))
 
     def _probe_or_blame(self, requests: Iterable[Request]) -> None:
         """Probe the device, which one of these may have broken. Raises EngineDeadError.
@@ -212,22 +201,22 @@ class InFlightBatches:
             prefilling = [request for request in requests if request.first_token_s is None]
             if len(prefilling) == 1:
                 failed = Failed("poisonous", "the request has broken the device", retryable=False)
-                self._deliver(self._scheduler.fail(prefilling[0], failed))
+                self._deliver(self.scheduler.fail(prefilling[0], failed))
             raise
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Deliver at once: the next part may end the process."""
-        self._outputs.put(outputs)
-        self._outputs.flush()
+        self.outputs.put(outputs)
+        self.outputs.flush()
 
 
 def _log_step(plan: StepPlan, begun_s: float, ended_s: float) -> None:
     """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
-    traced = {chunk.sequence.request for chunk in plan.chunks.values()}
-    for request in traced:
-        if (log := request.step_log) is None:
-            continue
-        chunks = [chunk for chunk in plan.chunks.values() if chunk.sequence.request is request]
+    traced: dict[StepLog, list[PlannedChunk]] = {}
+    for chunk in plan.chunks.values():
+        if (log := chunk.sequence.request.step_log) is not None:
+            traced.setdefault(log, []).append(chunk)
+    for log, chunks in traced.items():
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         record = StepRecord(begun_s, ended_s, num_tokens, len(plan.chunks), plan.num_tokens)
         log.add(record, is_prefill=any(chunk.is_prefill for chunk in chunks))

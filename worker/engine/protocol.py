@@ -110,9 +110,6 @@ class Engine(Protocol):
     ) -> None:
         """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
 
-    def stop(self) -> None:
-        """End after the current step. Open requests get no more frames."""
-
     def refusal(self, request: GenerateRequest) -> Failed | None:
         """Return why the engine can never serve this request, or None."""
 
