@@ -44,8 +44,6 @@ class _SpanPlan:
 class InvariantAttention:
     """A `worker.attention.base.Attention` bound to one pool."""
 
-    __slots__ = ("_cache", "_shape")
-
     name = "invariant"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:

@@ -28,8 +28,6 @@ class _CompiledPlan(PagedPlan):
 class CompiledPagedAttention(TorchPagedAttention):
     """A `worker.attention.base.Attention` bound to one pool in bfloat16 on a CPU."""
 
-    __slots__ = ("_kernel",)
-
     name = "compiled"
 
     def __init__(self, shape: AttentionShape, cache: KVCache, kernels: Kernels) -> None:

@@ -28,8 +28,6 @@ class NonFiniteKV(RuntimeError):
 class KVCache:
     """Owns the pools. Block 0 is the null block, which pads block tables and belongs to no sequence."""
 
-    __slots__ = ("_rows", "block_size", "keys", "num_blocks", "values")
-
     def __init__(
         self, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -63,8 +63,6 @@ class PagedPlan:
 class TorchPagedAttention:
     """A `worker.attention.base.Attention` bound to one pool."""
 
-    __slots__ = ("_cache", "_dtype", "_scratch", "_shape")
-
     name = "torch"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:

@@ -62,8 +62,6 @@ class _Plan:
 class XformersPagedAttention:
     """A `worker.attention.base.Attention` bound to one pool. Raises ValueError if the kernel does not support it."""
 
-    __slots__ = ("_cache", "_op", "_shape")
-
     name = "xformers"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:

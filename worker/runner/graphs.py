@@ -52,8 +52,6 @@ class _Recording:
 class DecodeGraphs:
     """The recordings of one decoder over one pool. Making them takes some seconds on a GPU."""
 
-    __slots__ = ("_attention", "_decoder", "_device", "_lengths", "_max_model_len", "_recordings", "_rows")
-
     def __init__(
         self,
         decoder: Decoder,

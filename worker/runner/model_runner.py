@@ -35,18 +35,6 @@ _LOGPROB_ROWS: Final = 256
 class ModelRunner:
     """A `worker.engine.step.Runner` over one decoder and one KV pool."""
 
-    __slots__ = (
-        "_attention",
-        "_decoder",
-        "_device",
-        "_eos_token_ids",
-        "_graphs",
-        "_last",
-        "_stream",
-        "cache",
-        "numerics",
-    )
-
     def __init__(
         self,
         model: LoadedModel,
@@ -106,7 +94,7 @@ class ModelRunner:
         order = attention_order(step.sequences)
         sequences = [step.sequences[index] for index in order]
         if not sequences:
-            return _StepOutput((), (), None, None, (), None)
+            return _StepOutput((), (), None, (), None)
         batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
@@ -116,8 +104,7 @@ class ModelRunner:
         return _StepOutput(
             order,
             sequences,
-            None if sampled is None else sampled.token_ids,
-            None if sampled is None else sampled.to_host(),
+            sampled,
             [self._prompt_logprobs(sequence, end, hidden) for sequence, end in zip(sequences, ends, strict=True)],
             to_host(self.cache.find_extremes(batch.slots)),
         )
@@ -133,8 +120,7 @@ class ModelRunner:
         logits, slots = replayed
         sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
         extremes = to_host(self.cache.find_extremes(slots))
-        order, logprobs = range(len(sequences)), [()] * len(sequences)
-        return _StepOutput(order, sequences, sampled.token_ids, sampled.to_host(), logprobs, extremes)
+        return _StepOutput(range(len(sequences)), sequences, sampled, [()] * len(sequences), extremes)
 
     def _sample(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> SamplerOutput | None:
         """Sample every row of each sequence from the logits of its last token, before `ends`."""
@@ -160,8 +146,7 @@ class ModelRunner:
         for start in range(0, len(next_ids), _LOGPROB_ROWS):
             ids = next_ids[start : start + _LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[first + start : first + start + len(ids)])
-            rows = token_logprobs(logits, to_device(ids, torch.int64, self._device), [num_top] * len(ids))
-            found.append(rows.to_host())
+            found.append(token_logprobs(logits, to_device(ids, torch.int64, self._device), [num_top] * len(ids)))
         return found
 
     def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
@@ -225,8 +210,6 @@ class _StepOutput:
     order: Sequence[int]
     """The index of each sequence in the step."""
     sequences: Sequence[SequenceStep]
-    token_ids: Tensor | None
-    """The sampled tokens, on the device."""
     sampled: SamplerOutput | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
     extremes: Tensor | None
@@ -234,11 +217,12 @@ class _StepOutput:
 
     def followed_token_ids(self, indices: Sequence[int]) -> Tensor | None:
         """Return the first token that each of these sequences of the step sampled, on the device."""
-        if self.token_ids is None:
+        if self.sampled is None:
             return None
+        token_ids = self.sampled.device_token_ids
         ends = accumulate(len(sequence.sampling_rows) for sequence in self.sequences)
         first_rows = dict(zip(self.order, (0, *ends), strict=False))
-        return self.token_ids[to_device([first_rows[i] for i in indices], torch.int64, self.token_ids.device)]
+        return token_ids[to_device([first_rows[index] for index in indices], torch.int64, token_ids.device)]
 
     def results(self) -> list[SequenceResult]:
         """Read the tensors. Raises SamplingError, NonFiniteKV."""

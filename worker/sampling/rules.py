@@ -42,8 +42,6 @@ def has_rules(row: SamplingRow) -> bool:
 class TokenRules:
     """The rules of one request as tensors. Those that it does not use are None."""
 
-    __slots__ = ("_bad_words", "_bias", "_prompt_ids", "_stop_ids")
-
     def __init__(self, row: SamplingRow, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
         params = row.params
         longer = [word for word in params.bad_words if len(word) > 1]
@@ -123,8 +121,6 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tens
 class _BadWords:
     """Words of several tokens: the last of each may not follow the others."""
 
-    __slots__ = ("_lasts", "_lengths")
-
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._lasts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for word in words:
@@ -139,8 +135,6 @@ class _BadWords:
 
 class OutputCounts:
     """The distinct tokens of one choice's output and their counts. An output token is counted once, not per step."""
-
-    __slots__ = ("_counts", "_ids", "_num_counted", "_places", "_vocab_size")
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

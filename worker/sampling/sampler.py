@@ -38,7 +38,7 @@ _MIN_TEMPERATURE: Final = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log probabilities of the model's own distribution, before any penalty, temperature or truncation, as tensors."""
+    """Log probabilities of the model's own distribution, before any rule or temperature, as tensors on the host."""
 
     chosen: Tensor
     """(rows,)"""
@@ -47,10 +47,6 @@ class LogprobRows:
     ids: Tensor
     """The tokens of `values`."""
     num_top: Sequence[int]
-
-    def to_host(self) -> LogprobRows:
-        """Queue the copies to the host."""
-        return LogprobRows(to_host(self.chosen), to_host(self.values), to_host(self.ids), self.num_top)
 
     def rows(self) -> list[TokenLogprobs]:
         """Read the tensors. Raises NonFiniteLogits: one logit that is NaN or infinite makes the whole row NaN."""
@@ -65,8 +61,10 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Sampled tokens as tensors."""
+    """Sampled tokens as tensors on the host, which are valid when the device has done the queued work."""
 
+    device_token_ids: Tensor
+    """(rows,) for a step that follows"""
     token_ids: Tensor
     """(rows,)"""
     best_logits: tuple[Tensor, ...]
@@ -75,13 +73,6 @@ class SamplerOutput:
     logprobs: LogprobRows | None
     logprob_rows: Sequence[int]
     """The rows that `logprobs` belong to."""
-
-    def to_host(self) -> SamplerOutput:
-        """Queue the copies to the host."""
-        logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return SamplerOutput(
-            to_host(self.token_ids), tuple(map(to_host, self.best_logits)), logprobs, self.logprob_rows
-        )
 
     def tokens(self) -> list[SampledToken]:
         """Read the tensors. Raises NonFiniteLogits for the model's fault, NoTokenLeft for the request's."""
@@ -108,7 +99,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[
         index = to_device(with_logprobs, torch.int64, logits.device)
         num_top = [rows[row].params.logprobs or 0 for row in with_logprobs]
         logprobs = token_logprobs(logits[index], token_ids[index], num_top)
-    return SamplerOutput(token_ids, tuple(best_logits), logprobs, with_logprobs)
+    return SamplerOutput(token_ids, to_host(token_ids), tuple(map(to_host, best_logits)), logprobs, with_logprobs)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LogprobRows:
@@ -116,7 +107,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) ->
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
     best = logprobs.topk(min(max(num_top, default=0), logits.shape[1]), dim=-1)
-    return LogprobRows(chosen, best.values, best.indices, num_top)
+    return LogprobRows(to_host(chosen), to_host(best.values), to_host(best.indices), num_top)
 
 
 def apply_rules(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> Tensor:

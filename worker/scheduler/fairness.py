@@ -22,8 +22,6 @@ _MIN_PRUNED: Final = 64
 class FairShare:
     """Counts the service of each tenant."""
 
-    __slots__ = ("_max_served", "_num_open", "_served")
-
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._max_served = _MIN_PRUNED

@@ -224,8 +224,6 @@ class OrderedSequences:
     `aging_s` later. The position is constant: nothing starves, and a preempted sequence returns to its old position.
     """
 
-    __slots__ = ("_sequences",)
-
     def __init__(self) -> None:
         self._sequences: list[TokenSequence] = []
 

@@ -99,8 +99,9 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPa
     assert set(Counter(one.token_id for one in drawn)) == {7, 31}
 
 
-def test_drawing_never_looks_at_a_result() -> None:
-    """Tensors without data cannot be looked at: on a device, that would be to wait for it."""
+def test_sampling_never_reads_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without data cannot be read; on a device, reading would wait for it."""
+    monkeypatch.setattr(sampler, "to_host", lambda tensor: tensor)
     draws = [
         draw(temperature=0.0, logprobs=3),
         draw(temperature=0.7, top_k=3, logprobs=0),
