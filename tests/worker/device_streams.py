@@ -1,4 +1,4 @@
-"""Devices that compute beside the engine, on a CPU: `worker.device.DeviceStream`s whose work is done later."""
+"""Device streams on a CPU that overlap with the engine, as a GPU does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class LateStream:
-    """Work is done when it is collected: as late as a device may be, and each time alike."""
+    """Does the work when it is collected, as late as possible."""
 
     overlaps = True
 
@@ -34,7 +34,7 @@ class _Late(Generic[T_co]):
 
 
 class ThreadedStream:
-    """Work is done in a thread. `close` it."""
+    """Does the work in a thread. `close` it."""
 
     overlaps = True
 
@@ -42,7 +42,7 @@ class ThreadedStream:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._num_in_flight = 0
         self.max_in_flight = 0
-        """Most pieces of work at once that had been queued and not been collected."""
+        """The most pieces of work that were queued and not collected at one time."""
 
     def enqueue(self, work: Callable[[], T]) -> _Queued[T]:
         self._count(1)

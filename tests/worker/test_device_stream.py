@@ -1,4 +1,4 @@
-"""What a GPU's stream asks of torch, told by a stand-in for it: there is no GPU here."""
+"""The calls of a GPU's stream, recorded by a stand-in for torch.cuda."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.device import CudaStream, current_device
 
 
 class FakeCuda:
-    """The current device of a thread, and where events were recorded."""
+    """Keeps the current device of a thread, and the devices on which events were recorded."""
 
     def __init__(self) -> None:
         self.current = torch.device("cuda:0")
@@ -52,8 +52,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_work_and_its_event_go_to_the_stream_of_their_device(cuda: FakeCuda) -> None:
-    """The current device is another's, as in a thread that has just begun: an event there would be over at once."""
+def test_work_and_its_event_go_to_the_device_of_the_stream(cuda: FakeCuda) -> None:
+    """The current device is another one, as in a new thread, where an event would be done at once."""
     second = torch.device("cuda:1")
     launch = CudaStream(second).enqueue(lambda: cuda.current)
     assert launch.is_done()
@@ -62,6 +62,6 @@ def test_work_and_its_event_go_to_the_stream_of_their_device(cuda: FakeCuda) -> 
     assert cuda.current == torch.device("cuda:0")
 
 
-def test_a_host_has_no_current_device(cuda: FakeCuda) -> None:
+def test_a_cpu_leaves_the_current_device_alone(cuda: FakeCuda) -> None:
     with current_device(torch.device("cpu")):
         assert cuda.current == torch.device("cuda:0")

@@ -1,4 +1,4 @@
-"""The scheduler over the real runner: whatever the cache, the chunks, the mix and the pool, the tokens are the same."""
+"""The scheduler over the real runner: cache, chunks, mix and pool change no token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder: Path = tmp_path_factory.mktemp(request.param)
     write_family(request.param, folder)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for products this small a second thread costs more than it does
+    torch.set_num_threads(1)  # for products this small, a second thread costs more than it saves
     yield load_model(str(folder), LoadOptions())
     torch.set_num_threads(num_threads)
 
@@ -54,7 +54,7 @@ def run(engine: HandEngine, wires) -> list[dict[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> list[dict[int, list[int]]]:
-    """Each request with a cold cache, nobody beside it."""
+    """Each request alone, with a cold cache."""
     return [run(engine(model), [wire])[0] for wire in REQUESTS]
 
 
@@ -78,7 +78,7 @@ def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) 
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.1, "repetition_penalty": 1.2}]
 )
-def test_choices_that_give_way_to_another_tenant(model: LoadedModel, prefix_cache, params) -> None:
+def test_choices_that_yield_to_another_tenant(model: LoadedModel, prefix_cache, params) -> None:
     wire = generate(SHARED, 24, 64, tenant="a", **params)
     small = [generate([i, *SHARED[:9]], 3 + i % 4, tenant="b") for i in range(40)]
     want, *want_small = run(engine(model, 800, max_num_seqs=64), [wire, *small])
@@ -94,15 +94,17 @@ def test_choices_that_give_way_to_another_tenant(model: LoadedModel, prefix_cach
     assert [contested.answer(request).tokens for request in requests] == want_small
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])  # then what forks share is copied in steps run ahead, too
-def test_with_a_window_a_sequence_holds_no_more_than_that_and_a_chunk(tmp_path: Path, runs_ahead: bool) -> None:
+@pytest.mark.parametrize(
+    "runs_ahead", [False, True]
+)  # with True, shared blocks of forks are copied in steps scheduled ahead
+def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Path, runs_ahead: bool) -> None:
     write_family("mistral_window", tmp_path)
     model = load_model(str(tmp_path), LoadOptions())
     window = model.config.attention.longest_window
     assert window == 9
     wires = [generate([i * k % 99 for k in range(1, 60)], 40, 1 + i % 2, temperature=float(i % 2)) for i in range(6)]
     want = [run(engine(model), [wire])[0] for wire in wires]
-    # a ring of 5 blocks for a sequence, which would take 25; 14 hold four of them
+    # a ring of 5 blocks per sequence instead of 25; the pool of 14 does not hold four of them
     limits = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
     ring = engine(model, 15, prefix_cache="off", window_size=window + 8, runs_ahead=runs_ahead, **limits)
     most_held = 0

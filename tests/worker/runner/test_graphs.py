@@ -1,4 +1,4 @@
-"""Recorded decodes: buffers of fixed shapes give what steps of any shape give, here replayed by running them again."""
+"""Recorded decodes of fixed shapes give the tokens of steps of any shape. A replay here runs the decoder again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_BLOCKS = 200
 
 
 class Refillable(TorchPagedAttention):
-    """torch's attention with a plan that is made anew in place."""
+    """Torch's attention with a plan that is replaced in place."""
 
     def static_plan(self, num_rows: int, num_blocks: int) -> dict[int | None, PagedPlan]:
         return self.plan([Span(0, 1, [0])] * num_rows)
@@ -101,20 +101,20 @@ def test_recorded_decodes_that_follow_a_step_give_the_same_tokens(model: LoadedM
     assert recorded
 
 
-def test_a_step_that_no_recording_holds_is_run(model: LoadedModel) -> None:
+def test_a_step_that_no_recording_holds_is_not_replayed(model: LoadedModel) -> None:
     recorded: list[int] = []
     assert run(model, recorded, max_model_len=16) == run(model, None)
     assert len(recorded) < 10  # only the first steps of the shortest
 
 
-def test_steps_of_more_rows_than_recorded_are_run(model: LoadedModel) -> None:
+def test_steps_of_more_rows_than_recorded_are_not_replayed(model: LoadedModel) -> None:
     recorded: list[int] = []
     assert run(model, recorded, max_rows=3) == run(model, None)
     assert set(recorded) == {1, 2, 4}
 
 
 class FakeCuda:
-    """Names the streams that work goes to, and what was recorded there."""
+    """Logs the streams that work goes to, and what is recorded there."""
 
     def __init__(self) -> None:
         self.streams = 0
@@ -156,9 +156,8 @@ class FakeGraph:
         self.cuda.log.append("replay")
 
 
-def test_every_recording_is_warmed_up_where_it_is_made_in_one_stream_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled or allocated at the first call comes before the recording; a stream of its own for each would
-    hold a workspace of its own for products."""
+def test_recordings_are_warmed_up_and_share_one_stream_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First calls compile and allocate, so they precede the recording. A stream each would mean a workspace each."""
     cuda = FakeCuda()
     default = FakeStream(cuda, "default")
     fakes = {"Stream": cuda.make_stream, "stream": cuda.stream, "graph": cuda.graph}
@@ -182,7 +181,7 @@ def test_every_recording_is_warmed_up_where_it_is_made_in_one_stream_and_pool(mo
     assert cuda.log[-2:] == ["replay", "replay"]
 
 
-def test_what_is_not_recorded_is_run_each_time() -> None:
+def test_rerun_runs_the_function_each_time() -> None:
     runs: list[int] = []
 
     def run() -> torch.Tensor:

@@ -60,7 +60,7 @@ def best(reference: Any, token_ids: Sequence[int]) -> int:
 
 
 def test_results_come_in_the_order_of_the_step(runner: ModelRunner, written: tuple[Any, Path]) -> None:
-    """Decodes run before chunks and short contexts before long ones, whatever the order of the step."""
+    """The batch has decodes before chunks, and short contexts before long ones."""
     prompts = [[9, 8, 7, 6, 5, 4, 3], [50, 51], [1], [60, 61, 62, 63, 64], [70]]
     tables = [[3, 17], [5], [30], [2, 8], [9]]
     runner.run(Step([part(prompts[3][:-1], tables[3], sampling_rows=())]))
@@ -79,11 +79,11 @@ def test_copied_blocks_are_read_in_the_same_step(runner: ModelRunner, written: t
     assert result.sampled[0].token_id == best(written[0], prompt)
 
 
-def test_a_step_may_hold_copies_alone(runner: ModelRunner) -> None:
+def test_a_step_may_hold_only_copies(runner: ModelRunner) -> None:
     assert runner.run(Step([], [BlockCopy(BlockId(1), BlockId(2))])) == []
 
 
-def test_several_draws_from_one_prompt(runner: ModelRunner) -> None:
+def test_several_samples_from_one_prompt(runner: ModelRunner) -> None:
     prompt = [4, 8, 15, 16, 23, 42]
     params = SamplingParams(max_tokens=8, temperature=3.0)
     sampling_rows = tuple(SamplingRow(params, seed, len(prompt), prompt, ()) for seed in range(20))
@@ -112,7 +112,7 @@ def test_prompt_logprobs_over_chunks(runner: ModelRunner, written: tuple[Any, Pa
 
 
 def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tuple[Any, Path]) -> None:
-    """One token's embedding is NaN. Its blocks' next owner, padded beside a longer one, must not see any of it."""
+    """One token's embedding is NaN. The next owner of its blocks, padded to a longer one, must not see it."""
     runner = ModelRunner(model, num_blocks=32, block_size=BLOCK, eos_token_ids=(2,))
     with torch.inference_mode():
         model.decoder.weights.embedding[13] = float("nan")  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def test_pools_are_sized_from_memory(model: LoadedModel) -> None:
 def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of 8 G parameters on a GPU of 24 GB leaves little: 90 % of that would be too much."""
+    """A model of 8 G parameters leaves little of a GPU of 24 GB, and 90 % of that would be too much."""
     large = replace(
         model.config,
         vocab_size=128_256,
@@ -180,7 +180,7 @@ def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
         ("auto", 0, ["cpu"] * 3, [3, 3, 3]),
     ],
 )
-def test_workers_of_one_machine_share_its_gpus_out(
+def test_workers_of_one_machine_share_its_gpus(
     device: str, num_gpus: int, devices: list[str], num_sharing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
@@ -190,8 +190,8 @@ def test_workers_of_one_machine_share_its_gpus_out(
     assert [assembly.num_sharing(config) for config in configs] == num_sharing
 
 
-def test_a_gpu_is_parted_whoever_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second finds little free, or much, as far as the first has come; both have half of the whole."""
+def test_workers_get_equal_parts_of_a_gpu_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second worker finds little or much free, as the first loads. Both get half of the whole."""
     held = 16 << 30
     for free in (60 << 30, 30 << 30):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
@@ -201,7 +201,7 @@ def test_a_gpu_is_parted_whoever_is_first(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_blocks", 1), ("block_size", 0)])
-def test_a_pool_that_cannot_be(field: str, value: int, model: LoadedModel) -> None:
+def test_a_pool_of_invalid_size_is_refused(field: str, value: int, model: LoadedModel) -> None:
     sizes = {"num_blocks": 8, "block_size": BLOCK, field: value}
     with pytest.raises(ValueError, match=field):
         ModelRunner(model, **sizes, eos_token_ids=())

@@ -1,4 +1,4 @@
-"""What a request's lists do to logits: what a plain, slow reference does, for next to nothing a token."""
+"""Token rules: equal to a plain, slow reference, and cheap per token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EOS = (2, 5)
 
 
 def reference(logits: list[float], draw: SamplingRow) -> list[float]:
-    """The adjusted logits of one row, token by token."""
+    """Return the adjusted logits of one row, token by token."""
     p, output, row = draw.params, list(draw.output_ids), [np.float32(value) for value in logits]
     for token in range(VOCAB):
         if (
@@ -54,7 +54,7 @@ def reference(logits: list[float], draw: SamplingRow) -> list[float]:
 
 
 tokens = st.integers(0, VOCAB - 1)
-eighths = st.integers(-16, 16).map(lambda number: number / 8)  # sums of which are exact
+eighths = st.integers(-16, 16).map(lambda number: number / 8)  # whose sums are exact
 params = st.builds(
     SamplingParams,
     max_tokens=st.just(64),
@@ -71,8 +71,8 @@ params = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_logits_are_those_of_the_reference(data: st.DataObject) -> None:
-    """Two requests, whose choices draw step by step; what they keep from step to step is never stale."""
+def test_adjusted_logits_equal_the_reference(data: st.DataObject) -> None:
+    """Sample two requests step by step: their cached rules and counts are never stale."""
     drawn = [data.draw(params) for _ in range(2)]
     prompts = [data.draw(st.lists(tokens, min_size=1, max_size=6)) for _ in range(2)]
     request_cache, owners = [SamplerCache(), SamplerCache()], [0, 0, 1]
@@ -96,7 +96,7 @@ def test_logits_are_those_of_the_reference(data: st.DataObject) -> None:
 
 
 class CountedList(Sequence[int]):
-    """Counts how often it is read from its beginning."""
+    """Counts how often it is iterated."""
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items, self.num_reads = items, 0
@@ -144,7 +144,7 @@ class SamplingRunner:
     ],
 )
 def test_lists_are_read_once_a_request(fields: dict[str, Any]) -> None:
-    """Whatever the number of choices and steps, and however often choices are preempted."""
+    """Neither choices, nor steps, nor preemptions read them again."""
     engine = HandEngine(num_blocks=40, runner=SamplingRunner(), max_num_seqs=8)
     (name, items), *_ = fields.items()
     counted = CountedList(items)
@@ -153,7 +153,7 @@ def test_lists_are_read_once_a_request(fields: dict[str, Any]) -> None:
     num_read = counted.num_reads
     engine.finish()
     assert engine.num_preempted > 0
-    assert counted.num_reads - num_read <= 2  # once as it is, and bad_words once more for those of one token
+    assert counted.num_reads - num_read <= 2  # bad_words once more, for words of one token
 
 
 def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

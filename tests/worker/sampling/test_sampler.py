@@ -40,7 +40,7 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
 
 
 def kept(logits: Tensor, **params: Any) -> set[int]:
-    """Token ids that the truncation leaves."""
+    """Return the token ids that the truncation keeps."""
     rows = logits[None].clone()
     truncate(rows, [SamplingParams(max_tokens=1, **params)])
     return set(rows[0].isfinite().nonzero().flatten().tolist())
@@ -76,8 +76,8 @@ def test_greedy_takes_the_best() -> None:
     assert all(one.logprobs is None for one in drawn)
 
 
-def test_draws_follow_the_distribution() -> None:
-    """Pearson's chi-squared over 20,000 draws at temperature 0.7."""
+def test_samples_follow_the_distribution() -> None:
+    """Pearson's chi-squared over 20,000 samples at temperature 0.7."""
     logits, count = random_logits(1, seed=3, vocab=12)[0], 20_000
     expected = (logits / 0.7).softmax(-1) * count
     rows = logits.expand(count, -1)
@@ -88,7 +88,7 @@ def test_draws_follow_the_distribution() -> None:
     assert float(statistic) < 31.3  # 11 degrees of freedom, one in a thousand
 
 
-def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_probability_zero_is_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((VOCAB,), float("-inf"))
     logits[[7, 31]] = 0.0
     for number, expected in ((0.0, 7), (0.5, 31), (1.0 - 2.0**-53, 31)):
@@ -116,11 +116,11 @@ def test_sampling_never_reads_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.tokens()
 
 
-def test_the_wide_nucleus_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_sort_gives_the_same_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, params = random_logits(40), [SamplingParams(max_tokens=1, top_p=(row + 1) / 41) for row in range(40)]
     narrow, wide = logits.clone(), logits.clone()
     truncate(narrow, params)
-    monkeypatch.setattr(truncation, "_NUCLEUS_CANDIDATES", 1)  # never enough: sorted whole, as on a device
+    monkeypatch.setattr(truncation, "_NUCLEUS_CANDIDATES", 1)  # too few, so that all is sorted as on a GPU
     truncate(wide, params)
     assert torch.equal(narrow, wide)
 
@@ -162,7 +162,7 @@ def test_a_row_does_not_depend_on_the_others(data: st.DataObject) -> None:
             assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob)
 
 
-def test_the_logits_stay_as_they_are() -> None:
+def test_the_logits_are_not_changed() -> None:
     logits = random_logits(2)
     before = logits.clone()
     options = {"top_k": 3, "repetition_penalty": 2.0, "bad_words": ((5,),), "prompt": (1, 2), "min_tokens": 3}
@@ -182,14 +182,14 @@ class TestTruncation:
         assert kept(self.probabilities, top_p=top_p) == expected
 
     def test_top_p_beyond_the_partial_sort(self) -> None:
-        """A flat distribution over 4,000 tokens: the nucleus is larger than the candidates looked at first."""
+        """The nucleus of a flat distribution over 4,000 tokens is larger than the candidates of the partial sort."""
         logits = torch.linspace(0.0, 0.001, 4000)
         assert len(kept(logits, top_p=0.75)) == pytest.approx(3000, abs=2)
 
     def test_min_p(self) -> None:
         assert kept(self.probabilities, min_p=0.5) == {1, 3, 4}
 
-    def test_typical_drops_the_obvious_too(self) -> None:
+    def test_typical_drops_the_likeliest_token(self) -> None:
         """Entropy 1.16: 0.25 (surprise 1.39) is nearest to it, and 0.6 (0.51) farther than 0.1 (2.3) is not."""
         logits = logits_of(0.6, 0.25, 0.1, 0.05)
         surprise = -logits
@@ -198,7 +198,7 @@ class TestTruncation:
         assert kept(logits, typical_p=0.2) == {order[0]}
         assert kept(logits, typical_p=0.26) == set(order[:2])
 
-    def test_each_works_on_what_the_one_before_left(self) -> None:
+    def test_each_truncation_works_on_the_tokens_that_the_one_before_left(self) -> None:
         # Of 0.4 and 0.25, renormalised to 0.62 and 0.38, the first alone holds 60 %.
         assert kept(self.probabilities, top_k=2, top_p=0.6) == {1}
         # 0.25 is enough beside 0.4 for both; of 0.62 and 0.38 the first alone would hold 60 %.
@@ -208,7 +208,7 @@ class TestTruncation:
 
     @settings(max_examples=50, deadline=None)
     @given(seed=st.integers(0, 10_000), top_p=st.floats(0.01, 0.99))
-    def test_top_p_keeps_the_fewest_that_suffice(self, seed: int, top_p: float) -> None:
+    def test_top_p_keeps_the_fewest_tokens(self, seed: int, top_p: float) -> None:
         logits = random_logits(1, seed)[0]
         probabilities = logits.softmax(-1).double()
         chosen = kept(logits, top_p=top_p)
@@ -226,7 +226,7 @@ class TestPenalties:
         assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, output=(0,))) == 1
         assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,), output=(1,))) == 0
 
-    def test_a_negative_logit_is_pushed_down_too(self) -> None:
+    def test_a_negative_logit_is_lowered(self) -> None:
         assert token(torch.tensor([-1.0, -1.1]), draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
 
     def test_frequency_and_presence_count_the_output_alone(self) -> None:
@@ -249,7 +249,7 @@ class TestConstraints:
     def test_allowed_ids(self) -> None:
         assert token(self.logits, draw(temperature=0.0, allowed_token_ids=(3, 4))) == 3
 
-    def test_bad_words_need_their_beginning(self) -> None:
+    def test_a_bad_word_is_forbidden_after_its_beginning(self) -> None:
         bad = ((0, 1), (4,))
         assert token(self.logits, draw(temperature=0.0, bad_words=((0,),))) == 1
         assert token(self.logits, draw(temperature=0.0, bad_words=bad)) == 0
@@ -279,7 +279,7 @@ class TestConstraints:
         mask = np.array([-1], dtype=np.int32)
         assert token(logits, draw(temperature=0.0, allowed=mask)) < 32
 
-    def test_nothing_left_names_the_row(self) -> None:
+    def test_no_token_left_names_the_row(self) -> None:
         impossible = draw(allowed_token_ids=(3,), bad_words=((3,),))
         with pytest.raises(NoTokenLeft) as caught:
             sample_tokens(random_logits(3), [draw(), impossible, draw()], EOS)
@@ -287,7 +287,7 @@ class TestConstraints:
 
 
 class TestLogprobs:
-    def test_they_are_of_the_model_alone(self) -> None:
+    def test_logprobs_are_of_the_raw_distribution(self) -> None:
         logits = random_logits(1)[0]
         want = logits.log_softmax(-1)
         one = draw(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),))
@@ -319,7 +319,7 @@ def test_a_broken_model_is_noticed(broken: float) -> None:
         assert caught.value.rows == (1,)
 
 
-def test_params_are_what_the_wire_has() -> None:
+def test_every_sampling_param_has_an_owner() -> None:
     """Every field of SamplingParams is either the sampler's, tested above, or the scheduler's."""
     schedulers = {"max_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "grammar"}
     samplers = set(draw(stop_token_ids=()).params.__struct_fields__) - schedulers
@@ -337,10 +337,10 @@ def test_params_are_what_the_wire_has() -> None:
     typical_p=st.floats(0.1, 0.999),
     flatness=st.sampled_from([0.01, 1.0]),
 )
-def test_truncations_that_keep_nearly_all_are_those_of_a_sort(
+def test_truncations_that_keep_nearly_all_equal_a_full_sort(
     seed: int, top_k: int, top_p: float, typical_p: float, flatness: float
 ) -> None:
-    """Beyond the candidates that a CPU looks at first."""
+    """The kept tokens are more than the candidates of the partial sort."""
     logits = random_logits(3, seed, vocab=3000) * flatness
     for one in logits:
         assert len(kept(one, top_k=top_k)) >= top_k

@@ -1,6 +1,6 @@
 """A runner whose arithmetic is exact: the next token is a hash of every token read back through the block table.
 
-Wrong slots, tables, copies, chunks or cached prefixes give wrong tokens, as on a device, only surely and at once.
+Any wrong slot, table, copy, chunk or cached prefix gives a wrong token at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def next_token(token_ids: Sequence[int], seed: int) -> int:
 
 
 def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
-    """What a correct engine gives for one choice."""
+    """Return the tokens that a correct engine gives for one choice."""
     token_ids = list(prompt_ids)
     while len(token_ids) < len(prompt_ids) + max_tokens:
         token_ids.append(next_token(token_ids, seed))
@@ -88,12 +88,12 @@ class ArithmeticRunner:
         stop = sequence.start + len(sequence.token_ids)
         read = [self.kv[table[i // size] * size + i % size] for i in range(stop)]
         assert UNWRITTEN not in read, "KV is read that was never written"
-        drawn = tuple(SampledToken(next_token(read, draw.seed)) for draw in sequence.sampling_rows)
-        for draw in sequence.sampling_rows:
-            num_known = len(draw.prompt_ids) + len(draw.output_ids)  # and perhaps the token that the step follows
-            assert draw.position == stop
+        sampled = tuple(SampledToken(next_token(read, row.seed)) for row in sequence.sampling_rows)
+        for row in sequence.sampling_rows:
+            num_known = len(row.prompt_ids) + len(row.output_ids)  # and perhaps the token that the step follows
+            assert row.position == stop
             assert num_known == stop or (sequence.follows is not None and num_known == stop - 1)
         logprobs = ()
         if sequence.num_prompt_logprobs is not None:
             logprobs = tuple(TokenLogprobs(-float(token_id)) for token_id in sequence.next_token_ids)
-        return SequenceResult(drawn, logprobs)
+        return SequenceResult(sampled, logprobs)

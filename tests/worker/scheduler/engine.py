@@ -53,7 +53,7 @@ def generate(
 
 @dataclass
 class Answer:
-    """What the client of one request has received."""
+    """The frames that the client of one request has received."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -101,9 +101,9 @@ class HandEngine:
         self.num_preempted = 0
         self.num_yielded = 0
         self.runs_ahead = runs_ahead
-        """Whether steps are launched before the tokens of those before are known, where they can be."""
+        """Launch steps before the tokens of the step before are known, where possible."""
         self.num_ahead = 0
-        self.flights: list[tuple[StepPlan, Launch[list[SequenceResult]]]] = []
+        self.in_flight: list[tuple[StepPlan, Launch[list[SequenceResult]]]] = []
 
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
@@ -116,37 +116,37 @@ class HandEngine:
     def abort(self, request: Request, choice: int | None = None) -> None:
         self._deliver(self.scheduler.abort(request, choice, now_s=self.now_s))
 
-    def step(self, in_flight: Callable[[], None] = lambda: None) -> StepPlan | None:
-        """One step, retried request by request when it raises. `in_flight` is called while it runs."""
+    def step(self, while_running: Callable[[], None] = lambda: None) -> StepPlan | None:
+        """Run one step, and retry it request by request when it raises. Call `while_running` while it runs."""
         self.now_s += 1
-        if not self.flights:
+        if not self.in_flight:
             plan = self.scheduler.schedule(self.now_s)
             self.allocator.check_integrity()
             if plan is None:
-                in_flight()
+                while_running()
                 return None
             self.num_preempted += plan.num_preempted
             self.num_yielded += plan.num_yielded
-            self.flights.append((plan, self._launch(plan)))
+            self.in_flight.append((plan, self._launch(plan)))
         is_late = self.now_s % 2 == 0
         if not is_late:
-            in_flight()
-        if self.runs_ahead and len(self.flights) == 1 and (ahead := self.scheduler.schedule_ahead()) is not None:
+            while_running()
+        if self.runs_ahead and len(self.in_flight) == 1 and (ahead := self.scheduler.schedule_ahead()) is not None:
             self.num_ahead += 1
-            self.flights.append((ahead, self._launch(ahead)))
+            self.in_flight.append((ahead, self._launch(ahead)))
         if is_late:
-            in_flight()
+            while_running()
         self.allocator.check_integrity()
-        return self._land_first()
+        return self._collect_first()
 
     def settle(self) -> None:
-        """End what is in flight."""
-        while self.flights:
-            self._land_first()
+        """Collect the steps in flight."""
+        while self.in_flight:
+            self._collect_first()
 
     def finish(self, max_steps: int = 5000) -> None:
-        """Step until nothing is left, then assert that nothing is held."""
-        while self.scheduler.has_work or self.flights:
+        """Step until nothing is left, then assert that no block is allocated."""
+        while self.scheduler.has_work or self.in_flight:
             assert self.step() is not None, "work is left but nothing was scheduled"
             max_steps -= 1
             assert max_steps > 0, "no end in sight"
@@ -156,14 +156,14 @@ class HandEngine:
     def answer(self, request: Request) -> Answer:
         return self.answers[request.key]
 
-    def _land_first(self) -> StepPlan:
-        plan, launch = self.flights.pop(0)
+    def _collect_first(self) -> StepPlan:
+        plan, launch = self.in_flight.pop(0)
         try:
-            self._land(plan, launch)
+            self._collect(plan, launch)
         except RuntimeError:
-            while self.flights:
+            while self.in_flight:
                 with suppress(Exception):
-                    self.flights.pop(0)[1].collect()
+                    self.in_flight.pop(0)[1].collect()
             for part in self.scheduler.retries(plan):
                 try:
                     self._run(part)
@@ -174,7 +174,7 @@ class HandEngine:
         return plan
 
     def _run(self, plan: StepPlan) -> None:
-        self._land(plan, self._launch(plan))
+        self._collect(plan, self._launch(plan))
 
     def _launch(self, plan: StepPlan) -> Launch[list[SequenceResult]]:
         try:
@@ -182,7 +182,7 @@ class HandEngine:
         except RuntimeError as error:
             return Raised(error)
 
-    def _land(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
+    def _collect(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
         self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:

@@ -1,4 +1,4 @@
-"""What is aborted frees its blocks, though not before the step that writes them has ended."""
+"""Aborts free blocks, but not before the step that writes them has returned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_abort_frees_at_any_moment(when: int) -> None:
     assert engine.answer(other).tokens[0] == answer(range(5), 100, 8)
 
 
-def test_one_choice_is_aborted_and_the_others_go_on() -> None:
+def test_the_other_choices_continue_when_one_is_aborted() -> None:
     for when in (0, 2):
         engine = HandEngine()
         request = engine.submit(generate(range(10), 8, n=3))
@@ -37,7 +37,7 @@ def test_one_choice_is_aborted_and_the_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_ends_while_its_step_runs_keeps_its_blocks_until_then(raises: bool) -> None:
+def test_a_request_aborted_in_flight_keeps_its_blocks_until_the_step_returns(raises: bool) -> None:
     failures = iter([raises])
     engine = HandEngine(fails=lambda step: next(failures, False), stream=LateStream())
     gone, other = engine.submit(generate(range(10))), engine.submit(generate(range(20, 30)))

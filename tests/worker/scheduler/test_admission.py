@@ -1,4 +1,4 @@
-"""Who joins the batch and who waits: for its turn, for room, or for a prefix that is being computed."""
+"""Admission: sequences wait for their turn, for blocks, or for a prefix that is being computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 
 
-def test_priority_comes_first_and_aging_ends_it() -> None:
+def test_priority_orders_the_queue_until_aging_outweighs_it() -> None:
     engine = HandEngine(max_num_seqs=1, aging_s=10.0)
     running = engine.submit(generate([1], 3))
     engine.step()
@@ -40,11 +40,11 @@ def test_admission_leaves_the_watermark_free() -> None:
     assert engine.answer(second).tokens[0] == answer([2] * 12, 100, 8)
     alone = engine.submit(generate([3] * 60, 8))
     engine.step()
-    assert alone.started_s is not None, "with nobody else there, nobody could grow into what is left free"
+    assert alone.started_s is not None, "no other sequence needs the watermark to grow"
     engine.finish()
 
 
-def test_admission_counts_what_a_prefill_that_has_begun_will_take() -> None:
+def test_admission_reserves_the_blocks_of_running_prefills() -> None:
     engine = HandEngine(num_blocks=21, block_size=4, watermark=0.0, max_num_batched_tokens=16, max_num_seqs=4)
     engine.submit(generate([1] * 64, 4))
     engine.step()
@@ -63,7 +63,7 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     assert [request.num_uncached_tokens for request in requests] == [203] + 7 * [3]
     bystander = engine.submit(generate([49] * 12, 4))
     engine.step()
-    assert bystander.started_s is not None  # those that wait for the prefix let it pass
+    assert bystander.started_s is not None  # it passes those that wait for the prefix
     engine.finish()
     for i, request in enumerate(requests):
         assert engine.answer(request).tokens[0] == answer([*shared, i, i, i], 100, 4)
@@ -71,7 +71,7 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     assert prefilled == 203 + 7 * 3 + 12
 
 
-def test_nobody_waits_for_a_prefix_that_gets_no_further() -> None:
+def test_no_sequence_waits_for_a_stalled_prefix() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
     first = engine.submit(generate([1] * 200, 4))
     engine.step()
@@ -101,7 +101,7 @@ def test_an_aborted_prefix_is_computed_by_the_next() -> None:
     num_blocks=st.integers(20, 30),
     num_tokens=st.sampled_from([8, 16, 64]),
 )
-def test_the_head_of_the_queue_joins_in_the_step_in_which_it_fits(
+def test_the_head_of_the_queue_is_admitted_as_soon_as_it_fits(
     prompts: list[tuple[int, int, int]], num_blocks: int, num_tokens: int
 ) -> None:
     engine = HandEngine(

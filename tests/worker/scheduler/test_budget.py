@@ -1,4 +1,4 @@
-"""How many tokens of whom a step holds: the decodes first, then the prefills' shares."""
+"""The token budget of a step: decodes first, then the shares of the prefills."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 
-LONE = {"max_num_batched_tokens": 512, "max_solo_prefill_tokens": 2048}
+SOLO = {"max_num_batched_tokens": 512, "max_solo_prefill_tokens": 2048}
 
 
 def test_a_short_request_overtakes_a_long_prefill() -> None:
@@ -19,8 +19,8 @@ def test_a_short_request_overtakes_a_long_prefill() -> None:
     assert 0 in engine.answer(short).tokens
 
 
-@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, LONE])
-def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, SOLO])
+def test_a_short_prompt_gets_its_first_token_within_two_steps_of_a_prefill_of_8000(limits: dict[str, int]) -> None:
     engine = HandEngine(num_blocks=2500, max_model_len=9000, **limits)
     engine.submit(generate([i % 50 for i in range(8000)]))
     engine.step()
@@ -33,29 +33,29 @@ def test_a_short_prompt_beside_8000_tokens_has_its_first_token_after_two_steps(l
     assert engine.runner.steps[-1].num_tokens <= limits["max_num_batched_tokens"]
 
 
-def test_a_prefill_takes_large_steps_while_it_is_alone() -> None:
-    engine = HandEngine(num_blocks=2500, max_model_len=9000, **LONE)
+def test_a_solo_prefill_takes_large_steps() -> None:
+    engine = HandEngine(num_blocks=2500, max_model_len=9000, **SOLO)
     engine.submit(generate([i % 50 for i in range(7000)]))
     sizes = [engine.step().num_tokens, engine.step().num_tokens]
     short = engine.submit(generate(range(40, 20, -1), max_tokens=2))
     sizes += [engine.step().num_tokens for _ in range(4)]
-    # alone, beside a newcomer, beside its decode, alone again
+    # solo, with another prefill, with its decode, solo again
     assert sizes == [2048, 2048, 512, 512, 7000 + 20 + 1 - 2 * 2048 - 2 * 512, 1]
     engine.finish()
     assert engine.answer(short).tokens == {0: answer(range(40, 20, -1), 100, 2)}
 
 
-def test_a_newcomer_gets_its_part_beside_many_long_prefills() -> None:
+def test_an_admitted_request_gets_its_share_among_many_long_prefills() -> None:
     engine = HandEngine(num_blocks=2000, max_num_batched_tokens=64, max_num_seqs=16)
     for seed in range(10):
         engine.submit(generate([(i + seed) % 50 for i in range(600)]))
         engine.step()
-    newcomer = engine.submit(generate(range(12)))
+    late = engine.submit(generate(range(12)))
     engine.step()
-    assert 0 in engine.answer(newcomer).tokens
+    assert 0 in engine.answer(late).tokens
 
 
-def test_of_the_prefills_behind_the_oldest_the_shortest_goes_first() -> None:
+def test_behind_the_oldest_prefill_the_shortest_goes_first() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
     for seed in range(2):
         engine.submit(generate([seed, *(i % 50 for i in range(600))]))
@@ -65,7 +65,7 @@ def test_of_the_prefills_behind_the_oldest_the_shortest_goes_first() -> None:
     while 0 not in engine.answer(short).tokens:
         engine.step()
         num_steps += 1
-    assert num_steps == 3  # a newcomer's quarter of 64, and then the half that is not the oldest's
+    assert num_steps == 3  # the admission share of 64, then the half that is not the oldest's
 
 
 def test_every_running_choice_gets_a_token_in_every_step() -> None:

@@ -1,4 +1,4 @@
-"""Steps that raise: only the guilty fail, and blocks copied in them are computed anew."""
+"""Steps that raise: only the requests to blame fail, and blocks copied in them are computed again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_only_the_poisoned_request_fails() -> None:
         (ValueError("/secret"), Failed("internal_error", "the request cannot be computed", retryable=False)),
     ],
 )
-def test_a_client_hears_what_its_own_request_has_done_and_nothing_else(error: Exception, failed: Failed) -> None:
+def test_a_client_sees_only_errors_that_its_own_request_caused(error: Exception, failed: Failed) -> None:
     class Broken:
         finished = False
 
@@ -56,7 +56,7 @@ def test_a_client_hears_what_its_own_request_has_done_and_nothing_else(error: Ex
     assert engine.answer(other).tokens[0] == answer([1, 2, 3], 100, 6)
 
 
-def test_who_had_a_block_copied_in_a_failed_step_is_computed_anew() -> None:
+def test_sequences_with_a_block_copied_in_a_failed_step_are_computed_again() -> None:
     failures = iter([True, True, False])
     engine = HandEngine(fails=lambda step: len(engine.runner.steps) > 1 and next(failures, False))
     request = engine.submit(generate(range(10), 6, n=3))
@@ -75,7 +75,7 @@ def test_who_had_a_block_copied_in_a_failed_step_is_computed_anew() -> None:
     ("prefix_cache", "num_blocks", "num_tokens", "long", "short", "failing"),
     [("hash", 6, 6, (14, 1, 2), (2, 2, 2), 2), ("off", 6, 8, (16, 1, 2), (1, 3, 3), 1)],
 )
-def test_what_a_block_was_copied_from_may_be_overwritten_in_the_step_that_fails(
+def test_a_failed_step_may_have_overwritten_the_source_of_a_copy(
     prefix_cache, num_blocks, num_tokens, long, short, failing
 ) -> None:
     count = iter(range(1000))
@@ -91,6 +91,6 @@ def test_what_a_block_was_copied_from_may_be_overwritten_in_the_step_that_fails(
     engine.finish()
     failed = engine.runner.steps[failing]
     written = {slot // 4 for sequence in failed.sequences for slot in sequence.slots}
-    assert written & {copy.source for copy in failed.copies}  # who forked gave it up, and the prefill took it
+    assert written & {copy.source for copy in failed.copies}  # the fork released it, and the prefill took it
     for (prompt_ids, n, max_tokens), request in zip(asked, requests, strict=True):
         assert engine.answer(request).tokens == {i: answer(prompt_ids, 100 + i, max_tokens) for i in range(n)}

@@ -1,4 +1,4 @@
-"""Tenants share a worker evenly, whatever each of them sends; deadlines and suspects in the queue."""
+"""Fair share between tenants; deadlines and suspects in the queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.wire import Failed
 
 
 def finish_order(engine: HandEngine, requests: dict[str, list[Request]]) -> list[str]:
-    """The tenants in the order in which their requests end."""
+    """Return the tenants in the order in which their requests end."""
     order: list[str] = []
     left = [(tenant, request) for tenant, each in requests.items() for request in each]
     while left:
@@ -37,7 +37,7 @@ def test_a_late_tenant_does_not_wait_for_a_flood() -> None:
     assert last < 16, order
 
 
-def test_the_seats_of_one_step_are_shared_too() -> None:
+def test_the_slots_of_one_step_are_shared() -> None:
     engine = HandEngine(max_num_seqs=4)
     requests = [engine.submit(generate([i], 8, tenant=tenant)) for i, tenant in enumerate("aaaabbbb")]
     engine.step()
@@ -55,7 +55,7 @@ def test_equal_service_not_equal_requests() -> None:
     assert shares["short"] == pytest.approx(3 * shares["long"], abs=3)
 
 
-def test_a_drawn_token_counts_as_two_computed_ones() -> None:
+def test_a_sampled_token_counts_as_two_computed_ones() -> None:
     engine = HandEngine(max_num_seqs=1, num_blocks=129, prefix_cache="off")
     requests = {
         "reads": [engine.submit(generate([i % 50] * 13, 1, tenant="reads")) for i in range(20)],  # 13 and 2 * 1
@@ -65,7 +65,7 @@ def test_a_drawn_token_counts_as_two_computed_ones() -> None:
     assert shares["reads"] == pytest.approx(shares["writes"], abs=2)
 
 
-def test_idleness_saves_nothing_up() -> None:
+def test_an_idle_tenant_earns_no_credit() -> None:
     engine = HandEngine(max_num_seqs=1)
     a = [engine.submit(generate([1], tenant="a")) for _ in range(10)]
     b = [engine.submit(generate([2], tenant="b"))]
@@ -86,7 +86,7 @@ def test_one_tenant_is_served_in_order() -> None:
 def test_a_request_that_waits_past_its_deadline_is_ended() -> None:
     engine = HandEngine(max_num_seqs=1)
     engine.now_s = 100.0
-    first = engine.submit(generate([1], 8, deadline_s=2.0))  # it starts, and is then its gateway's business
+    first = engine.submit(generate([1], 8, deadline_s=2.0))  # it starts in time
     late, later = (engine.submit(generate([2], 8, deadline_s=deadline_s)) for deadline_s in (3.0, 5.0))
     patient = engine.submit(generate([3], 8, deadline_s=300.0))
     for steps, ended in ((2, []), (2, [late]), (2, [late, later])):
@@ -114,8 +114,8 @@ def test_suspects_are_computed_one_at_a_time() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(events=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=200, max_size=400))
-def test_those_who_have_gone_are_forgotten_as_soon_as_that_changes_nothing(events: list[tuple[int, int]]) -> None:
-    """One tenant is always here; the others come and go. Compared with counts that forget nobody."""
+def test_absent_tenants_are_forgotten_when_that_changes_nothing(events: list[tuple[int, int]]) -> None:
+    """Compare with counts that forget no tenant. One tenant is always present."""
     shares, open_now = FairShare(), ["always"]
     shares.enter("always")
     served = {"always": 0.0}

@@ -1,4 +1,4 @@
-"""Sequences that give their blocks up and begin again: no token changes."""
+"""Preemption: sequences lose their blocks and are computed again, and no token changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def test_the_last_in_order_is_preempted_and_gives_the_same_tokens() -> None:
     while engine.scheduler.has_work:
         plan = engine.step()
         assert plan is not None
-        assert not (plan.num_preempted and plan.batch_growth_reason), (
-            "nobody joins the step for which another has made room"
-        )
+        assert not (plan.num_preempted and plan.batch_growth_reason), "a step that preempts admits no sequence"
     engine.finish()
     assert engine.num_preempted > 0
     for i, request in enumerate(requests):

@@ -1,4 +1,4 @@
-"""Whatever the mix, the pool and the failures: every request ends, its tokens are right, and nothing stays held."""
+"""Any mix, pool and failures: every request ends with the right tokens, and no block stays allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TOKENS = 12
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes at a step, with a shared prefix or without, and may be aborted or resumed."""
+    """A request that arrives at a step, may share a prefix, and may be aborted or resumed."""
 
     step: int
     prefix: int
@@ -62,7 +62,7 @@ mixes = st.fixed_dictionaries(
         "ratio": st.sampled_from([None, 0.5, 1.2]),
         "total_tokens": st.sampled_from([None, 60, 100]),
         "failing_steps": st.sets(st.integers(0, 60), max_size=6),
-        "in_flight": st.booleans(),  # whether requests come and go while steps run, or between them
+        "in_flight": st.booleans(),  # submit and abort while steps run, or between them
         "runs_ahead": st.booleans(),
         "stop": st.sampled_from([(), (0, 7, 20, 33)]),
     }
@@ -93,7 +93,7 @@ def run_mix(mix, prefix_cache) -> None:
     left = sorted(mix["arrivals"], key=lambda arrival: arrival.step)
     live, step = [], 0
 
-    def come_and_go() -> None:
+    def submit_and_abort() -> None:
         while left and left[0].step <= step:
             arrival = left.pop(0)
             resumed = {i: tokens[: arrival.num_resumed * i] for i, tokens in outputs(arrival, mix["stop"]).items()}
@@ -113,9 +113,9 @@ def run_mix(mix, prefix_cache) -> None:
 
     while left or engine.scheduler.has_work:
         if mix["in_flight"]:
-            engine.step(come_and_go)
+            engine.step(submit_and_abort)
         else:
-            come_and_go()
+            submit_and_abort()
             engine.step()
         step += 1
         assert step < 3000
@@ -152,7 +152,7 @@ def test_any_mix_gives_the_tokens_of_each_alone_deep(prefix_cache, mix) -> None:
     run_mix(mix, prefix_cache)
 
 
-def test_forks_of_a_sequence_that_files_nothing_may_outlive_what_it_repeats() -> None:
+def test_forks_of_an_uncached_sequence_may_outlive_the_blocks_that_it_repeats() -> None:
     plain = Arrival(0, 0, (0,), 1, 0, 0, 0, None, False)
     mix = {
         "arrivals": [

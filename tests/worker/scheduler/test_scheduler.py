@@ -1,4 +1,4 @@
-"""The life of a request: its prompt and its cached prefix, its choices, its tokens, its end."""
+"""The life of a request: its prompt and cached prefix, its choices, its tokens, its end."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_more_choices_than_a_batch_holds_run_in_groups() -> None:
     assert sum(step.num_tokens for step in engine.runner.steps) == 10 + 2 + 2 + 8 * 5
 
 
-def test_a_resumed_choice_goes_on_where_it_was() -> None:
+def test_a_resumed_choice_continues_after_its_last_token() -> None:
     engine = HandEngine()
     expected = {i: answer(range(10), 100 + i, 7) for i in range(3)}
     resumed = {0: expected[0][:3], 2: expected[2][:6]}
@@ -89,7 +89,7 @@ def test_a_resumed_choice_goes_on_where_it_was() -> None:
     assert engine.answer(request).tokens == {0: expected[0][3:], 1: expected[1], 2: expected[2][6:]}
 
 
-def test_what_is_cached_of_a_resumed_answer_is_not_counted_as_of_the_prompt() -> None:
+def test_cached_output_of_a_resumed_request_does_not_count_as_cached_prompt() -> None:
     engine = HandEngine()
     tokens = answer(range(10), 100, 12)
     engine.submit(generate(range(10), 12))
@@ -111,7 +111,7 @@ def test_a_choice_resumed_after_its_last_token_ends_at_once() -> None:
     assert not engine.scheduler.has_work
 
 
-def test_no_tokens_wanted_only_the_prompt_runs() -> None:
+def test_max_tokens_0_runs_only_the_prompt() -> None:
     engine = HandEngine()
     request = engine.submit(generate(range(10), 0, prompt_logprobs=0))
     engine.finish()

@@ -1,4 +1,4 @@
-"""A request that holds most of the slots gives way to another tenant; its choices go on later with the same tokens."""
+"""A request with most of the slots yields to another tenant; its choices continue later with the same tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_engine(*, runs_ahead: bool = False, num_blocks: int = 2000, **options: 
 
 
 def num_held(engine: HandEngine, request: Request) -> int:
-    """Slots of the request."""
+    """Return the slots that the request holds."""
     return sum(len(sequence.choices) for sequence in engine.scheduler.running if sequence.request is request)
 
 
@@ -58,7 +58,7 @@ def test_a_small_request_starts_within_two_steps(runs_ahead: bool, n: int, num_t
     assert engine.num_yielded == 1
 
 
-def test_what_is_preempted_stays_findable() -> None:
+def test_preempted_choices_stay_cached() -> None:
     alone, beside = make_engine(max_num_seqs=64), make_engine(max_num_seqs=64)
     wire = generate(PROMPT, 60, 64, tenant="a")
     alone.submit(wire)
@@ -71,11 +71,11 @@ def test_what_is_preempted_stays_findable() -> None:
     check_tokens(beside, large)
     assert 30 <= beside.num_yielded <= 40
     num_alone, num_beside = (sum(step.num_tokens for step in engine.runner.steps) for engine in (alone, beside))
-    num_computed_anew = num_beside - num_alone - sum(len(request.prompt_ids) + 3 for request in small)
-    assert 0 <= num_computed_anew <= beside.num_yielded * BLOCK_SIZE
+    num_recomputed = num_beside - num_alone - sum(len(request.prompt_ids) + 3 for request in small)
+    assert 0 <= num_recomputed <= beside.num_yielded * BLOCK_SIZE
 
 
-def test_a_prompt_that_is_still_computed_gives_way_without_losing_a_token() -> None:
+def test_a_prefilling_request_yields_without_losing_a_token() -> None:
     engine = make_engine(max_num_seqs=8, max_num_batched_tokens=16, num_blocks=4000)
     large = engine.submit(generate([i % 50 for i in range(200)], 5, 8, tenant="a"))
     for _ in range(3):
@@ -127,8 +127,8 @@ def test_a_flood_of_small_requests_leaves_half_of_the_slots(num_tokens: int) -> 
     check_tokens(engine, large)
 
 
-def test_those_who_come_and_go_do_not_stop_the_choice_that_gives_way() -> None:
-    """It is the same one each time, and gets on whenever it runs."""
+def test_a_stream_of_short_requests_does_not_starve_the_choice_that_yields() -> None:
+    """The same choice yields each time, and progresses whenever it runs."""
     engine = make_engine(max_num_seqs=4)
     large = engine.submit(generate(PROMPT, 60, 4, tenant="a"))
     for _ in range(300):
@@ -154,7 +154,7 @@ def test_one_tenant_alone_is_served_in_order() -> None:
     check_tokens(engine, large)
 
 
-def test_a_single_slot_is_not_taken_away() -> None:
+def test_a_single_slot_does_not_yield() -> None:
     engine = make_engine(max_num_seqs=1)
     large = engine.submit(generate(PROMPT, 10, 4, tenant="a"))
     engine.step()
@@ -166,8 +166,8 @@ def test_a_single_slot_is_not_taken_away() -> None:
 
 
 @pytest.mark.parametrize(("num_prompt", "num_yielded"), [(4, 1), (48, 1), (72, 2), (73, 3), (120, 4), (121, 0)])
-def test_as_many_give_way_as_the_newcomer_needs_blocks(num_prompt: int, num_yielded: int) -> None:
-    """Nobody gives way to one whom it would not help."""
+def test_as_many_choices_yield_as_the_candidate_needs_blocks(num_prompt: int, num_yielded: int) -> None:
+    """No choice yields if that would not let the candidate in."""
     engine = make_engine(max_num_seqs=8, num_blocks=60, watermark=0.0, max_num_batched_tokens=256)
     large = engine.submit(generate(PROMPT, 26, 8, tenant="a"))
     for _ in range(20):
@@ -184,7 +184,7 @@ def test_as_many_give_way_as_the_newcomer_needs_blocks(num_prompt: int, num_yiel
 
 arrivals = st.lists(
     st.tuples(
-        st.integers(0, 20),  # the step at which it comes
+        st.integers(0, 20),  # the step at which it arrives
         st.sampled_from("abc"),
         st.integers(1, 9),  # choices
         st.integers(1, 10),  # tokens each
@@ -211,7 +211,7 @@ def test_no_request_holds_more_than_half_while_others_wait(
     )
     half = max(1, max_num_seqs // 2)
     left, requests, step, since = sorted(arrivals), [], 0, 0
-    while left or engine.scheduler.has_work or engine.flights:
+    while left or engine.scheduler.has_work or engine.in_flight:
         while left and left[0][0] <= step:
             _, tenant, n, max_tokens, num_prompt = left.pop(0)
             prompt = [len(requests), *range(num_prompt)]
@@ -225,7 +225,7 @@ def test_no_request_holds_more_than_half_while_others_wait(
         others_wait = any(
             sequence.request.wire.tenant != holder.wire.tenant and held[sequence.request] < half
             for sequence in engine.scheduler.waiting
-        )  # of an odd number of slots, two halves leave one to whoever has it
+        )  # two halves of an odd number of slots leave one to its holder
         since = since + 1 if most > half and others_wait else 0
         if num_blocks == 400 and held.total() == max_num_seqs:
             assert since <= 2, "a request keeps more than half of the slots"

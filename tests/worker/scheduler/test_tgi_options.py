@@ -1,4 +1,4 @@
-"""The options of Text Generation Inference, with its meaning: when the running batch is disturbed, and by how many."""
+"""TGI's options: when sequences may join the running batch, and how many."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def test_a_small_group_waits_until_it_is_large_enough() -> None:
     for i in range(4):
         engine.submit(generate([i], 100))
     assert engine.step().batch_growth_reason == "idle"
-    newcomers = []
+    late = []
     for i in range(3):  # floor(4 * 1.2) = 4 are wanted
-        newcomers.append(engine.submit(generate([10 + i], 50)))
+        late.append(engine.submit(generate([10 + i], 50)))
         assert engine.step().batch_growth_reason is None
-        assert started(engine, newcomers) == 0
-    newcomers.append(engine.submit(generate([20], 50)))
+        assert started(engine, late) == 0
+    late.append(engine.submit(generate([20], 50)))
     assert engine.step().batch_growth_reason == "backpressure"
-    assert started(engine, newcomers) == 4
+    assert started(engine, late) == 4
     engine.finish()
-    assert [engine.answer(request).tokens[0] for request in newcomers] == [
-        answer(request.prompt_ids, 100, 50) for request in newcomers
+    assert [engine.answer(request).tokens[0] for request in late] == [
+        answer(request.prompt_ids, 100, 50) for request in late
     ]
 
 
@@ -37,11 +37,11 @@ def test_after_max_waiting_tokens_any_number_is_admitted() -> None:
     for i in range(4):
         engine.submit(generate([i], 100))
     engine.step()
-    newcomer = engine.submit(generate([10], 50))
+    late = engine.submit(generate([10], 50))
     for _ in range(5):  # as TGI: the count begins at 1 with the prefill, and each decode adds 1
         assert engine.step().batch_growth_reason is None
     assert engine.step().batch_growth_reason == "wait_exceeded"
-    assert started(engine, [newcomer]) == 1
+    assert started(engine, [late]) == 1
     second = engine.submit(generate([11], 50))
     for _ in range(4):  # the step that admitted was a decode too
         assert engine.step().batch_growth_reason is None
@@ -49,7 +49,7 @@ def test_after_max_waiting_tokens_any_number_is_admitted() -> None:
     assert started(engine, [second]) == 1
 
 
-def test_a_group_that_does_not_fit_whole_is_put_back() -> None:
+def test_a_group_that_does_not_fit_whole_stays_in_the_queue() -> None:
     engine = HandEngine(num_blocks=41, waiting_served_ratio=1.0, max_waiting_tokens=1000, watermark=0.0)
     for i in range(3):
         engine.submit(generate([i] * 20, 30))
@@ -64,7 +64,7 @@ def test_a_group_that_does_not_fit_whole_is_put_back() -> None:
     engine.finish()
 
 
-def test_an_empty_batch_takes_whoever_waits() -> None:
+def test_an_empty_batch_admits_any_number() -> None:
     engine = HandEngine(waiting_served_ratio=3.0, max_waiting_tokens=1000)
     request = engine.submit(generate([1], 2))
     assert engine.step().batch_growth_reason == "idle"
@@ -96,7 +96,7 @@ def test_total_tokens_of_the_running_are_limited() -> None:
     engine.finish()
 
 
-def test_without_the_ratio_newcomers_join_at_once() -> None:
+def test_without_the_ratio_requests_are_admitted_at_once() -> None:
     engine = HandEngine(num_blocks=400)
     for i in range(4):
         engine.submit(generate([i], 10))
@@ -115,6 +115,6 @@ def test_without_the_ratio_newcomers_join_at_once() -> None:
         {"max_batch_prefill_tokens": 0},
     ],
 )
-def test_limits_that_make_no_sense_are_named(limits) -> None:
+def test_invalid_limits_are_named(limits) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         BatchLimits(**limits)

@@ -1,4 +1,4 @@
-"""What is refused before it waits: what never fits, and numbers that no step should see."""
+"""Requests that a worker refuses: too large for it, or with numbers out of range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.scheduler.validation import refusal
 from worker.wire import ChoiceState
 
 
-def test_what_never_fits_is_refused() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     limits = BatchLimits(max_model_len=100)
 
     def message(wire, pool_tokens=80):
@@ -63,7 +63,7 @@ def test_what_never_fits_is_refused() -> None:
         ("deadline_s", float("nan")),
     ],
 )
-def test_numbers_that_no_step_should_see_are_refused(name: str, value: object) -> None:
+def test_numbers_out_of_range_are_refused(name: str, value: object) -> None:
     request = generate([1, 2], 4)
     if name in ("priority", "deadline_s"):
         request = replace(request, **{name: value})
@@ -76,7 +76,7 @@ def test_numbers_that_no_step_should_see_are_refused(name: str, value: object) -
 
 
 def test_lists_are_bounded_together_and_times_the_choices() -> None:
-    """The whole of a large vocabulary, allowed and biased, is nothing that a client has to do without."""
+    """A client may allow and bias the whole of a large vocabulary."""
     vocab_size = 262_144
     whole = tuple(range(vocab_size))
 
@@ -93,7 +93,7 @@ def test_lists_are_bounded_together_and_times_the_choices() -> None:
     assert "lower n" in message
 
 
-def test_choices_that_no_step_should_see_are_refused() -> None:
+def test_choices_out_of_range_are_refused() -> None:
     def refused(index: int, seed: int) -> bool:
         request = replace(generate([1, 2], 4), choices=(ChoiceState(index, seed),))
         return refusal(request, BatchLimits(max_model_len=100), 80, vocab_size=50) is not None

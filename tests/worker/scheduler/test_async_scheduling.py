@@ -1,4 +1,4 @@
-"""Steps launched before the tokens of those before are known: which may be, and what becomes of a surplus token."""
+"""Async scheduling: steps launched before the tokens of the step before are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_decode_follows_the_step_before() -> None:
     for i, request in enumerate(requests):
         assert ahead.answer(request).tokens[0] == answer([i, *PROMPT], 100, 8)
     steps = ahead.runner.steps
-    assert len(steps) == 8  # none for nothing: that all end with their eighth token is known
+    assert len(steps) == 8  # none in vain: all are known to end with their eighth token
     assert [{sequence.follows for sequence in step.sequences} for step in steps] == [{None}, *[{0, 1, 2}] * 7]
 
 
@@ -39,10 +39,10 @@ def test_a_token_after_the_stop_is_dropped() -> None:
     got = ahead.answer(request)
     assert got.tokens[0] == expected[: first + 1]
     assert (got.finished[0].reason, got.finished[0].stop_token_id) == ("stop", stop)
-    assert len(ahead.runner.steps) == first + 2  # one for nothing
-    told = [*PROMPT, *expected]
+    assert len(ahead.runner.steps) == first + 2  # one in vain
+    token_ids = [*PROMPT, *expected]
     num_written = len(PROMPT) + first + 1
-    assert ahead.allocator.find(told, ROOT) == num_written // 4 * 4  # what was told, and no more
+    assert ahead.allocator.find(token_ids, ROOT) == num_written // 4 * 4  # only the tokens that were sent
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_token_after_the_stop_is_dropped() -> None:
         {"n": 2},
     ],
 )
-def test_what_cannot_be_foreseen_is_not_run_ahead(params: dict[str, Any]) -> None:
+def test_steps_that_depend_on_sampled_tokens_are_not_scheduled_ahead(params: dict[str, Any]) -> None:
     ahead = engine()
     ahead.submit(generate(PROMPT, 12, **params))
     ahead.submit(generate([7, *PROMPT], 12))
@@ -68,27 +68,27 @@ def test_what_cannot_be_foreseen_is_not_run_ahead(params: dict[str, Any]) -> Non
     ahead.finish()
 
 
-def test_nobody_waits_for_steps_that_are_run_ahead() -> None:
+def test_scheduling_ahead_delays_no_admission() -> None:
     ahead = engine()
     ahead.submit(generate(PROMPT, 20))
     for _ in range(3):
         ahead.step()
     assert ahead.num_ahead == 3
     late = ahead.submit(generate([7, *PROMPT], 2))
-    ahead.step()  # launched before it came
+    ahead.step()  # launched before it arrived
     assert late.started_s is None
     ahead.step()
     assert late.started_s is not None
     ahead.finish()
 
 
-def test_while_every_seat_is_taken_those_who_wait_hold_nobody_up() -> None:
+def test_waiting_requests_do_not_stop_scheduling_ahead_while_all_slots_are_taken() -> None:
     ahead = engine(max_num_seqs=2)
     first, *rest = (ahead.submit(generate([i, *PROMPT], 6 + 3 * i)) for i in range(3))
     while ahead.answer(first).last is None:
         ahead.step()
-    assert ahead.num_ahead == 5  # all of its decodes, and none beyond it, when its seat was known to be free
-    assert not ahead.flights
+    assert ahead.num_ahead == 5  # all of its decodes, and none after it, when its slot is known to be free
+    assert not ahead.in_flight
     ahead.step()
     assert rest[1].started_s is not None
     ahead.finish()
@@ -97,10 +97,10 @@ def test_while_every_seat_is_taken_those_who_wait_hold_nobody_up() -> None:
     ]
 
 
-def test_steps_that_are_run_ahead_count_as_waited_for() -> None:
+def test_steps_scheduled_ahead_count_for_max_waiting_tokens() -> None:
     ahead = engine(max_num_seqs=2, waiting_served_ratio=2.0, max_waiting_tokens=6)
     first, _ = (ahead.submit(generate([i, *PROMPT], 12 + 8 * i)) for i in range(2))
-    ahead.submit(generate([7, *PROMPT], 2))  # one of two that would have to come together
+    ahead.submit(generate([7, *PROMPT], 2))  # one of two that must be admitted together
     while ahead.answer(first).last is None:
         ahead.step()
     assert ahead.num_ahead > 6
@@ -110,15 +110,15 @@ def test_steps_that_are_run_ahead_count_as_waited_for() -> None:
     ahead.finish()
 
 
-def test_blocks_that_are_short_wait_for_the_step() -> None:
+def test_no_step_is_scheduled_ahead_when_blocks_are_short() -> None:
     ahead = engine(num_blocks=8)
-    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]  # each comes to five of seven blocks
+    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]  # each needs five of seven blocks
     ahead.finish()
     assert ahead.num_preempted > 0
     assert [ahead.answer(request).tokens[0] for request in requests] == [answer([i, *PROMPT], 100, 8) for i in range(2)]
 
 
-def test_what_follows_a_step_that_raises_has_never_been() -> None:
+def test_a_step_that_follows_a_failed_one_is_dropped() -> None:
     count = iter(range(100))
     ahead = engine(fails=lambda step: next(count) == 2)
     requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]
@@ -151,7 +151,7 @@ def test_aborted_while_two_steps_are_in_flight(num_steps: int) -> None:
     gone, other = ahead.submit(generate(PROMPT, 12)), ahead.submit(generate([7, *PROMPT], 12))
     for _ in range(num_steps):
         ahead.step()
-    assert len(ahead.flights) == 1
+    assert len(ahead.in_flight) == 1
     ahead.step(lambda: ahead.abort(gone))
     ahead.abort(gone)
     ahead.finish()
