@@ -44,6 +44,10 @@ SLOW_PING_S: Final = 0.002
 TIMEOUT_S: Final = 3.0
 WORKER_MODULE: Final = "worker.doctor"
 WORKER_TIMEOUT_S: Final = 120.0
+_NO_REDIS: Final = (
+    "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
+    "without it gateways route by their own memory alone"
+)
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -139,7 +143,7 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
     except ValueError as error:
         return Check("redis", "fail", str(error), "correct --redis")
     except RedisDownError as error:
-        return Check("redis", "fail", f"{bare}: {error}", _redis_advice(str(error).lower()))
+        return Check("redis", "fail", f"{bare}: {error}", _NO_REDIS)
     version = tuple(int(part) for part in info.get("redis_version", "").split(".") if part.isdecimal())
     used_bytes, max_bytes = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     eviction = info.get("maxmemory_policy", "noeviction")
@@ -162,14 +166,6 @@ def _by_version(version: tuple[int, ...], found: str) -> Check:
         return Check("redis", "ok", found)
     mend = "install Redis 7 or newer, which has read-only scripts and finer ACLs"
     return Check("redis", "fail" if version < OLDEST_REDIS else "warn", found, mend)
-
-
-def _redis_advice(reason: str) -> str:
-    if "auth" in reason or "wrongpass" in reason or "password" in reason:
-        return "give the user and password: --redis-username, --redis-password-file, or in the URL"
-    if "ssl" in reason or "certificate" in reason:
-        return "use rediss:// for TLS, with ?ssl_ca_certs=FILE for a CA of your own"
-    return "start it there, or correct --redis; without it gateways route by their own memory alone"
 
 
 async def port(name: str, host: str, number: int, option: str) -> Check:

@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -94,11 +94,10 @@ class Screen:
 
 
 class Supervisor:
-    """Owner of all children of one `headstart serve`. Build it inside the event loop."""
+    """Owner of all children of one `headstart serve`."""
 
     def __init__(self, config: ServeConfig, folder: Path) -> None:
         self._config = config
-        self._folder = folder
         self._socket = folder / "redis.sock"
         self._redis_url = config.redis_url or f"unix://{self._socket}"
         self._secret_options = secret_options(folder)
@@ -133,13 +132,15 @@ class Supervisor:
         config = self._config
         if config.redis_url is None:
             self._spawn(REDIS, redis_command(find_redis_server(), self._socket), quiet=True)
-            await _until(self._redis_answers)
+            while not self._socket.exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(POLL_S)
         self._screen.stage("loading the model")
         for index in range(config.num_workers):
             self._spawn(f"worker-{index}", self._worker_command(index))
         for index in range(config.num_gateways):
             self._spawn("gateway" if config.num_gateways == 1 else f"gateway-{index}", self._gateway_command(index))
-        await _until(self._all_ready)
+        for index in range(config.num_gateways):
+            await self._ready(index)
         self._screen.ready()
         await self._announce()
 
@@ -189,23 +190,13 @@ class Supervisor:
     def _common_options(self) -> list[str]:
         return ["--redis", self._redis_url, "--drain-grace-s", str(DRAIN_GRACE_S), *self._secret_options]
 
-    async def _redis_answers(self) -> bool:
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_unix_connection(self._socket)
-            writer.write(b"PING\r\n")
-            try:
-                return await reader.readline() == b"+PONG\r\n"
-            finally:
-                writer.close()
-        return False
-
-    async def _all_ready(self) -> bool:
-        """Return whether every gateway serves and knows every worker."""
-        for index in range(self._config.num_gateways):
-            status, detail = await self._ask(index, "/health/ready")
-            if status != 200 or int(detail.get("workers", 0)) < self._config.num_workers:
-                return False
-        return True
+    async def _ready(self, gateway: int) -> None:
+        """Wait until a gateway serves and knows every worker."""
+        while True:
+            status, detail = await self._ask(gateway, "/health/ready")
+            if status == 200 and int(detail["workers"]) >= self._config.num_workers:
+                return
+            await asyncio.sleep(POLL_S)
 
     async def _ask(self, gateway: int, path: str) -> tuple[int, Any]:
         """Ask the ops port of a gateway; status 0: no answer. Its certificate is for the names that others use."""
@@ -253,20 +244,11 @@ def secret_options(folder: Path) -> list[str]:
     return ["--cluster-secret-file", str(path)]
 
 
-async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Poll until the condition holds. The caller bounds the time by cancelling."""
-    while not await condition():  # noqa: ASYNC110 - what is awaited happens in another process
-        await asyncio.sleep(POLL_S)
-
-
-async def _serve(config: ServeConfig) -> int:
-    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-        return await Supervisor(config, Path(folder)).run()
-
-
 def main(argv: Sequence[str]) -> int:
     try:
-        return asyncio.run(_serve(parse(argv)))
+        config = parse(argv)
+        with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+            return asyncio.run(Supervisor(config, Path(folder)).run())
     except (ValueError, RedisMissingError, ChildRefusedError) as error:
         print(f"headstart serve: {error}", file=sys.stderr)
         return REFUSED

@@ -27,7 +27,7 @@ from server.http.middleware import Application, BodyLimitMiddleware, RequestMidd
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
-from server.ops.pages import ChatApiMiddleware, Pages, SameOriginMiddleware
+from server.ops.pages import ChatApiMiddleware, SameOriginMiddleware, page_routes
 from server.schema.decoding import decode_json, inspect
 from server.workers.client import WorkerClient, WorkerLost
 
@@ -72,7 +72,7 @@ class OpsApi:
             Route("/drain", self.drain, methods=["POST"]),
             *(Route(f"/workers/{{worker_id}}/{action}", self._act(action), methods=["POST"]) for action in ACTIONS),
             Route("/events", self._services.feed, methods=["GET"]),
-            *Pages().routes(),
+            *page_routes(),
             Route("/health/live", self._services.api.live, methods=["GET"]),
             Route("/health/ready", self._services.api.ready, methods=["GET"]),
         ]

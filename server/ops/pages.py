@@ -6,18 +6,17 @@ may change nothing.
 
 from __future__ import annotations
 
-import hashlib
-import mimetypes
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ForbiddenError, NotFoundError
@@ -37,56 +36,31 @@ SECURITY_HEADERS: Final = {
 }
 CHAT_API: Final = "/chat/api"
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-_TYPES: Final = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    body: bytes
-    media_type: str
-    tag: str
+def page_routes() -> list[Route]:
+    files = StaticFiles(directory=FOLDER)
 
+    async def answer(request: Request, name: str) -> Response:
+        try:
+            response = await files.get_response(name, request.scope)
+        except HTTPException:
+            raise NotFoundError(f"There is no page {name!r:.80}.") from None
+        response.headers.update(SECURITY_HEADERS)
+        return response
 
-class Pages:
-    """Serves the files that were in the folder when the gateway started."""
+    async def file(request: Request) -> Response:
+        return await answer(request, request.path_params["name"])
 
-    def __init__(self, folder: Path = FOLDER) -> None:
-        self._files = {path.name: _read(path) for path in sorted(folder.iterdir()) if path.is_file()}
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", self.home, methods=["GET"]),
-            Route("/dashboard", self._page("dashboard.html"), methods=["GET"]),
-            Route("/chat", self._page("chat.html"), methods=["GET"]),
-            Route("/pages/{name}", self.file, methods=["GET"]),
-        ]
-
-    async def home(self, request: Request) -> Response:
+    async def home(request: Request) -> Response:
         return RedirectResponse("dashboard", status_code=307)
 
-    async def file(self, request: Request) -> Response:
-        return self._answer(request, request.path_params["name"])
-
-    def _page(self, name: str) -> Callable[[Request], Awaitable[Response]]:
-        async def page(request: Request) -> Response:
-            return self._answer(request, name)
-
-        return page
-
-    def _answer(self, request: Request, name: str) -> Response:
-        file = self._files.get(name)
-        if file is None:
-            raise NotFoundError(f"There is no page {name!r:.80}.")
-        headers = {**SECURITY_HEADERS, "etag": file.tag}
-        if request.headers.get("if-none-match") == file.tag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.body, media_type=file.media_type, headers=headers)
-
-
-def _read(path: Path) -> _File:
-    body = path.read_bytes()
-    media_type = _TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return _File(body, media_type, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
+    return [
+        Route("/", home, methods=["GET"]),
+        Route("/dashboard", partial(answer, name="dashboard.html"), methods=["GET"]),
+        Route("/chat", partial(answer, name="chat.html"), methods=["GET"]),
+        Route("/pages/{name}", file, methods=["GET"]),
+    ]
 
 
 class ChatApiMiddleware:
