@@ -203,14 +203,10 @@ class RedisClient:
                 if answer != ping[0] and not isinstance(answer, NoPermissionError):
                     raise ProtocolError(f"a reply to another command: {brief(answer)}")
                 ping = None
-                self._note_in_step()
-
-    def _note_in_step(self) -> None:
-        """Count the connection as good. An accepted connection, or a first reply, means little behind a proxy."""
-        self._in_step = True
-        if self._reported_down:
-            logger.info("connected to Redis at %s again", self.label)
-            self._reported_down = False
+                self._in_step = True  # only this shows it: behind a proxy, an accepted connection means little
+                if self._reported_down:
+                    logger.info("connected to Redis at %s again", self.label)
+                    self._reported_down = False
 
     async def _drop(self, reason: str) -> None:
         connection, self._connection = self._connection, None

@@ -176,8 +176,10 @@ class Shard:
 
     async def lookup(self, blob: bytes, model: str | None) -> list[Candidate]:
         """Look up the joined hashes of a prompt. Raises RedisDownError; the caller sets the deadline."""
+        if self._version is None and self.client.up:
+            await asyncio.shield(self._start_refresh())
         if self._version is None:
-            await self._first_refresh()
+            raise RedisDownError("the registry has not been read")
         for _ in range(_MAX_TRIES):
             query = self._query(model)
             (reply,) = await self.client.submit((query.head, b"$%d\r\n" % len(blob), blob, query.tail), 1)
@@ -236,20 +238,16 @@ class Shard:
                 raise ReplyError(f"states are {brief(states)}")
         except (TypeError, ValueError) as error:
             raise self._malformed(f"lookup gave {brief(reply)}: {error}") from error
-        if isinstance(states, ResponseError):
-            self._states_refused(states)
+        if isinstance(states, ResponseError):  # their key has another type, or an ACL forbids HVALS
+            if self._hvals_refused:
+                self.registry.complain(b"states", f"the states cannot be read: {states}")
+            self._hvals_refused = True  # read them by name until the next connection
+            self._queries.clear()
             states = []
         self._seen_version = version if type(version) is bytes else b""
         if self._seen_version != self._version:
             self._start_refresh()
         return self.registry.candidates(query.workers, matches, states, now_ms)
-
-    def _states_refused(self, error: ResponseError) -> None:
-        """Read states by name until the next connection: their key has another type, or an ACL forbids HVALS."""
-        if self._hvals_refused:
-            self.registry.complain(b"states", f"the states cannot be read: {error}")
-        self._hvals_refused = True
-        self._queries.clear()
 
     def _malformed(self, what: str) -> RedisDownError:
         """Count a reply that does not fit its command, and continue on another connection."""
@@ -259,14 +257,8 @@ class Shard:
 
     # --- registry ---------------------------------------------------------------------------------------------------
 
-    async def _first_refresh(self) -> None:
-        """Wait for the one refresh that all callers share. Raises RedisDownError."""
-        if self.client.up:
-            await asyncio.shield(self._start_refresh())
-        if self._version is None:
-            raise RedisDownError("the registry has not been read")
-
     def _start_refresh(self) -> asyncio.Task[None]:
+        """Return the one refresh that all callers share."""
         if self._refresh_task is None or self._refresh_task.done():
             self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_later())
         return self._refresh_task

@@ -39,8 +39,6 @@ class KnownWorker:
     state: State = _NO_STATE
     raw: bytes = b""
     """The state as it stood in Redis."""
-    seen_at: int = 0
-    """Number of the last lookup that found its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,6 @@ class Registry:
         """Unsigned members, or members of a past epoch: addresses to ask, no more."""
         self._by_epoch: dict[str, KnownWorker] = {}
         self._by_raw: dict[bytes, KnownWorker] = {}
-        self._num_lookups = 0
         self._complained: set[bytes] = set()
         self.now_ms = 0
         """Redis' clock at its last reply."""
@@ -119,8 +116,8 @@ class Registry:
         counts where the state is missing or overwritten.
         """
         self.now_ms = now_ms
-        self._num_lookups = lookup = self._num_lookups + 1
-        by_raw = self._by_raw
+        by_raw, remembers = self._by_raw, self._is_signed
+        found: set[KnownWorker] = set()
         switched: set[KnownWorker] = set()
         for raw in states:
             try:
@@ -131,18 +128,17 @@ class Registry:
                 worker = self._read_state(raw, switched)
                 if worker is None and not self.has_foreign_states:
                     self.has_foreign_states = self.has_changed = True
-            if worker is not None:
-                worker.seen_at = lookup
+            if worker is not None and not remembers:
+                found.add(worker)
         if switched:  # their matches are those of old sets
             self.has_changed = True
             matches = [0 if worker in switched else n for worker, n in zip(workers, matches, strict=True)]
-        remembers = self._is_signed
         return [
             Candidate(
                 worker.member, state.load, matched, (now_ms - at) * 1e-3 if now_ms > (at := state.written_ms) else 0.0
             )
             for worker, matched in zip(workers, matches, strict=True)
-            if (state := worker.state).deadline_ms > now_ms and (remembers or worker.seen_at == lookup)
+            if (state := worker.state).deadline_ms > now_ms and (remembers or worker in found)
         ]
 
     def complain(self, key: bytes, text: str) -> None:
@@ -182,7 +178,8 @@ class Registry:
         if not is_genuine:
             self._unproven.append(member)
             return remembered
-        if remembered is not None and _precedes(member, remembered.member):
+        last = member if remembered is None else remembered.member
+        if member.epoch != last.epoch and member.epoch_started_ms < last.epoch_started_ms:
             self._count("stale")
             self._unproven.append(member)  # perhaps a worker after its clock went back: it answers with its epoch
             return remembered
@@ -214,7 +211,3 @@ class Registry:
         self._by_raw[raw] = worker
         worker.raw, worker.state = raw, state
         return worker
-
-
-def _precedes(member: WorkerMember, known: WorkerMember) -> bool:
-    return member.epoch != known.epoch and member.epoch_started_ms < known.epoch_started_ms

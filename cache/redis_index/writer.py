@@ -156,7 +156,8 @@ class IndexWriter:
 
     async def rewrite(self, held: Sequence[IndexEntry], load: WorkerLoad) -> bool:
         """Write a new generation of everything held, parents first, and switch to it. False: try again later."""
-        if not await self._read_clock():
+        replies = await self._ask(("TIME",))
+        if replies is None or not self._take_clock(replies[0]):
             return False
         if self._set_key:
             self._old_sets.append(self._set_key)
@@ -301,10 +302,6 @@ class IndexWriter:
         self.in_doubt = True
 
     # --- state ------------------------------------------------------------------------------------------------------
-
-    async def _read_clock(self) -> bool:
-        replies = await self._ask(("TIME",))
-        return replies is not None and self._take_clock(replies[0])
 
     def _take_clock(self, now: Reply) -> bool:
         """Note Redis' clock. False: the reply is not one of TIME."""
