@@ -96,7 +96,7 @@ class GenerateStream:
             kind = StaleConnection if error.reused and not self._given_up else WorkerLost
             raise kind(f"{self.url}: {error}") from error
         except WorkerRefused:
-            self._pool.give_back(self.url, connection)
+            connection.release()
             raise
         except BaseException:
             connection.close()
@@ -109,7 +109,7 @@ class GenerateStream:
         if self._connection is None:
             return
         if self.completed:
-            self._pool.give_back(self.url, self._connection)
+            self._connection.release()
         else:
             self._connection.close()
 

@@ -1,6 +1,6 @@
 """The hot path's HTTP/1.1 client: keep-alive connections to workers, for a POST and its streamed answer.
 
-    idle -> send -> head -> read ... -> give back -> idle          anything else closes the connection
+    idle -> send -> head -> read ... -> release -> idle          anything else closes the connection
 
 A general client costs several times as much a request; everything that is not hot goes through aiohttp.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ HIGH_WATER_BYTES: Final = 256 * 1024
 """With so many unread bytes the worker must wait: a slow client shall not fill our memory."""
 MAX_IDLE_S: Final = 20.0
 MAX_IDLE_PER_WORKER: Final = 512
+MAX_WORKERS: Final = 10_000
 LAST_CHUNK_TIMEOUT_S: Final = 2.0
 _TIMEOUT_SLICES: Final = 8
 T = TypeVar("T")
@@ -60,47 +60,48 @@ async def loop_time_timeout(
     raise TimeoutError
 
 
+class WorkerAddress:
+    """A worker's parsed URL, the head of every request to it up to its content length, and its idle connections."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        parts = urlsplit(url)
+        self.tls = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if self.tls else 80)
+        self.head = (
+            f"POST {parts.path}/generate HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/msgpack\r\n"
+            + (f"authorization: Bearer {token}\r\n" if token else "")
+            + "content-length: "
+        ).encode()
+        self.idle: list[HttpConnection] = []
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection, with at most one request at a time, read by one task."""
 
-    __slots__ = (
-        "_broken",
-        "_complete",
-        "_give_back",
-        "_idle_timer",
-        "_parser",
-        "_parts",
-        "_paused",
-        "_reused",
-        "_size",
-        "_status",
-        "_transport",
-        "_waiter",
-    )
-
-    def __init__(self) -> None:
-        self._give_back: Callable[[HttpConnection], None] | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
+    def __init__(self, address: WorkerAddress) -> None:
+        self._address = address
+        self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
         self._parts: list[bytes] = []
         self._size = 0
         self._status: int | None = None
         self._complete = True
-        self._paused = False
+        self._released = False
         self._reused = False
+        self._paused = False
         self._broken: str | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     # --- the request ------------------------------------------------------------------------------------------------
 
-    def send(self, request: bytes) -> None:
+    def send(self, body: bytes) -> None:
         assert self._transport is not None
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
-        self._status, self._complete = None, False
-        self._transport.write(request)
+        self._cancel_timer()
+        self._status, self._complete, self._released = None, False, False
+        self._transport.write(b"%b%d\r\n\r\n%b" % (self._address.head, len(body), body))
 
     async def head(self) -> int:
         """Return the answer's status. Raises ConnectionBrokenError."""
@@ -122,14 +123,14 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    def release(self, give_back: Callable[[HttpConnection], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Call `give_back` when the answer has ended: the caller reads no more of it."""
+    def release(self) -> None:
+        """Keep the connection for another request once its answer, of which no more is read, has ended."""
         self._parts, self._size = [], 0
+        self._released = True
         if self._complete:
-            give_back(self)
+            self._rest()
         else:
-            self._give_back = give_back
-            self._idle_timer = loop.call_later(LAST_CHUNK_TIMEOUT_S, self.close)
+            self._timer = self._loop.call_later(LAST_CHUNK_TIMEOUT_S, self.close)
 
     def close(self) -> None:
         """Close at once: the worker takes it for an abort."""
@@ -146,10 +147,20 @@ class HttpConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._broken is None and self._complete
 
-    def rest(self, loop: asyncio.AbstractEventLoop, expire: Callable[[HttpConnection], None]) -> None:
-        """Become idle, and call `expire` after a while."""
+    def _rest(self) -> None:
+        """Become idle, for a while."""
+        self._cancel_timer()
+        if not self.usable or len(self._address.idle) >= MAX_IDLE_PER_WORKER:
+            self.close()
+            return
         self._reused = True
-        self._idle_timer = loop.call_later(MAX_IDLE_S, expire, self)
+        self._address.idle.append(self)
+        self._timer = self._loop.call_later(MAX_IDLE_S, self.close)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # --- the protocol -----------------------------------------------------------------------------------------------
 
@@ -157,8 +168,9 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        self._cancel_timer()
+        if self in self._address.idle:
+            self._address.idle.remove(self)
         self.fail("connection lost" if exc is None else f"{type(exc).__name__}: {exc}")
 
     def data_received(self, data: bytes) -> None:
@@ -188,16 +200,13 @@ class HttpConnection(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self._broken = self._broken or "the worker closes it"
         self._wake()
-        if self._give_back is not None:
-            give_back, self._give_back = self._give_back, None
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
-            give_back(self)
+        if self._released:
+            self._rest()
 
     async def _wait(self) -> None:
         if self._broken is not None:
             raise ConnectionBrokenError(self._broken, reused=self._reused and self._status is None)
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
@@ -208,25 +217,8 @@ class HttpConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
 
-class WorkerAddress:
-    """A worker's parsed URL, and the head of every request to it up to its content length."""
-
-    __slots__ = ("head", "host", "port", "tls")
-
-    def __init__(self, url: str, token: str = "") -> None:
-        parts = urlsplit(url)
-        self.tls = parts.scheme == "https"
-        self.host = parts.hostname or ""
-        self.port = parts.port or (443 if self.tls else 80)
-        self.head = (
-            f"POST {parts.path}/generate HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/msgpack\r\n"
-            + (f"authorization: Bearer {token}\r\n" if token else "")
-            + "content-length: "
-        ).encode()
-
-
 class ConnectionPool:
-    """Idle connections by worker. Owned by the event loop."""
+    """Opens connections to workers and keeps them. Owned by the event loop."""
 
     def __init__(
         self,
@@ -240,54 +232,29 @@ class ConnectionPool:
         self._token = token
         self._networks = networks or WorkerNetworks()
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
-        self._idle: defaultdict[str, list[HttpConnection]] = defaultdict(list)
         self._addresses: dict[str, WorkerAddress] = {}
 
     async def post(self, url: str, body: bytes) -> HttpConnection:
         """Send `body` to the worker's /generate. Raises OSError or TimeoutError when there is no connection."""
         address = self._addresses.get(url)
         if address is None:
+            if len(self._addresses) >= MAX_WORKERS:
+                self._addresses.clear()  # idle connections end by themselves
             address = self._addresses[url] = WorkerAddress(url, self._token)
-        connection = self._take(url)
-        if connection is None:
+        while address.idle:
+            connection = address.idle.pop()
+            if connection.usable:
+                break
+        else:
             connection = await loop_time_timeout(self._dial(address), self._connect_timeout_s, HttpConnection.close)
-        connection.send(b"%b%d\r\n\r\n%b" % (address.head, len(body), body))
+        connection.send(body)
         return connection
-
-    def give_back(self, url: str, connection: HttpConnection) -> None:
-        """Take a connection whose answer has been read, or all of it that matters."""
-        connection.release(lambda released: self._put(url, released), asyncio.get_running_loop())
 
     def close(self) -> None:
         """Close every idle connection."""
-        for connections in self._idle.values():
-            for connection in list(connections):
-                connection.close()
-        self._idle.clear()
-
-    def _take(self, url: str) -> HttpConnection | None:
-        idle = self._idle.get(url)
-        while idle:
-            connection = idle.pop()
-            if connection.usable:
-                return connection
-        return None
-
-    def _put(self, url: str, connection: HttpConnection) -> None:
-        idle = self._idle[url]
-        if not connection.usable or len(idle) >= MAX_IDLE_PER_WORKER:
-            connection.close()
-            return
-        connection.rest(asyncio.get_running_loop(), lambda old: self._expire(url, old))
-        idle.append(connection)
-
-    def _expire(self, url: str, connection: HttpConnection) -> None:
-        if connection in self._idle[url]:
-            self._idle[url].remove(connection)
-        if not self._idle[url]:
-            del self._idle[url]
-            self._addresses.pop(url, None)
-        connection.close()
+        for address in self._addresses.values():
+            while address.idle:
+                address.idle.pop().close()
 
     async def _dial(self, address: WorkerAddress) -> HttpConnection:
         loop = asyncio.get_running_loop()
@@ -295,7 +262,7 @@ class ConnectionPool:
         refused: OSError | None = None
         for info in await self._networks.addresses(address.host, address.port):
             try:
-                _, connection = await loop.create_connection(HttpConnection, *info[4][:2], **tls)
+                _, connection = await loop.create_connection(lambda: HttpConnection(address), *info[4][:2], **tls)
                 return connection
             except OSError as error:
                 refused = error

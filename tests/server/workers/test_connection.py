@@ -64,7 +64,7 @@ async def test_an_answer_byte_by_byte_and_the_connection_again(pool: ConnectionP
             connection = await pool.post(url, b"body")
             assert await connection.head() == 200
             assert await read_all(connection) == b"hello world"
-            pool.give_back(url, connection)
+            connection.release()
         assert len(peers) == 1
         assert heads[0].startswith(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1:")
 
@@ -81,7 +81,7 @@ async def test_given_back_before_the_last_chunk(pool: ConnectionPool) -> None:
     async with server(serve) as (url, heads):
         first = await pool.post(url, b"")
         assert await first.read() == b"x"
-        pool.give_back(url, first)
+        first.release()
         second = await pool.post(url, b"")
         assert second is not first, "the first has not ended yet"
         go.set()
@@ -102,7 +102,7 @@ async def test_a_connection_closed_while_idle_is_not_taken(pool: ConnectionPool)
     async with server(serve) as (url, _):
         connection = await pool.post(url, b"")
         assert await read_all(connection) == b"x"
-        pool.give_back(url, connection)
+        connection.release()
         await until(lambda: not connection.usable)
         assert await pool.post(url, b"") is not connection
 
