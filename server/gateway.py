@@ -126,7 +126,7 @@ class Gateway:
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryPolicy(self.router, self.metrics),
+            retry=RetryPolicy(self.router.fleet, self.metrics),
             limiter=PromptTokenLimiter(config.max_queued_tokens),
         )
         self.keep_alive = KeepAlive(config.keepalive_s)

@@ -1,4 +1,4 @@
-"""Rates over time, pure and without a clock: a token bucket, and a sum that decays."""
+"""Rates over time, pure and without a clock: a token bucket, and sums that decay."""
 
 from __future__ import annotations
 
@@ -62,3 +62,22 @@ class DecayedSum:
     def at(self, now_s: float) -> float:
         """Return the sum as it has decayed by `now_s`."""
         return self._value * math.exp(min(0.0, self._at_s - now_s) / self._window_s) if self._value else 0.0
+
+
+class DecayedRatio:
+    """The ratio of two decayed sums."""
+
+    __slots__ = ("_denominator", "_numerator")
+
+    def __init__(self, window_s: float) -> None:
+        self._numerator = DecayedSum(window_s)
+        self._denominator = DecayedSum(window_s)
+
+    def add(self, numerator: float, denominator: float, now_s: float) -> None:
+        self._numerator.add(numerator, now_s)
+        self._denominator.add(denominator, now_s)
+
+    def at(self, now_s: float, min_denominator: float) -> float | None:
+        """Return the ratio at `now_s`; None where the denominator has decayed below `min_denominator`."""
+        denominator = self._denominator.at(now_s)
+        return self._numerator.at(now_s) / denominator if denominator >= min_denominator else None

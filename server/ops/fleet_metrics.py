@@ -34,7 +34,7 @@ class FleetMetrics(Collector):
         yield GaugeMetricFamily(
             "headstart_requests_booked",
             "Requests of this gateway that are at workers.",
-            float(self._router.num_outstanding()),
+            float(self._router.tracker.num_outstanding()),
         )
         workers = GaugeMetricFamily("headstart_workers", "Live workers by state.", labels=("model", "state"))
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", labels=("model_name",))

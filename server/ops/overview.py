@@ -107,7 +107,7 @@ class Overview:
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
             "state": state,
-            "hit_rate": self.router.hit_rate(member.worker_id),
+            "hit_rate": self.router.tracker.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
             "load": load,

@@ -257,7 +257,7 @@ class Generation:
             full: Mapping[WorkerIncarnation, WorkerRefused] = {}
             if not (resumed or history.num_losses):
                 full = self._services.retry.backpressure.refusals(spec.tenant)
-            if full and all((each.worker_id, each.epoch) in full for each in router.workers(spec.model.name)):
+            if full and all((each.worker_id, each.epoch) in full for each in router.fleet.workers(spec.model.name)):
                 raise backpressure_error(full, spec)
             numerics = self._numerics if resumed else None
             request = spec.route_request(self._hashes, numerics, frozenset(history.excluded).union(full))

@@ -31,8 +31,8 @@ from server.metrics import GatewayMetrics
 from server.request.choice import GenerationSpec
 from server.request.limits import BackpressureCache, PoisonCache, RetryBudget
 from server.router.placement import NoWorkerError
-from server.router.router import Router
 from server.workers.client import StaleConnection, WorkerLost, WorkerRefused
+from server.workers.fleet import Fleet
 from worker.wire import Failed
 
 log = logging.getLogger(__name__)
@@ -140,8 +140,8 @@ class RetryPolicy:
     `refused`, `failed` and `lost` raise ApiError when the request shall not be tried again.
     """
 
-    def __init__(self, router: Router, metrics: GatewayMetrics, budget: RetryBudget | None = None) -> None:
-        self._router = router
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, budget: RetryBudget | None = None) -> None:
+        self._fleet = fleet
         self._metrics = metrics
         self._budget = budget or RetryBudget()
         self._poison = PoisonCache()
@@ -160,7 +160,7 @@ class RetryPolicy:
         if refusal.failed.code == "queue_full":
             self.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
         if refusal.failed.code == "wrong_epoch":
-            self._router.report_wrong_epoch(worker)
+            self._fleet.report_wrong_epoch(worker)
         may_retry = refusal.status in (401, 409, 429, 502, 503, 504)
         if not (may_retry and history.refused(worker, refusal) and self._budget.spend()):
             raise error_of(refusal.failed, spec, refusal.status) from refusal
@@ -185,7 +185,7 @@ class RetryPolicy:
         self._metrics.lost.inc()
         log.warning("%s: worker %s lost: %s", spec.request_id, worker.worker_id, error)
         if isinstance(error, WorkerLost):
-            self._router.report_failure(worker.worker_id)
+            self._fleet.report_failure(worker.worker_id)
         if (failure := history.lost(worker)) is not None:
             raise self._judged(spec, failure) from error
 

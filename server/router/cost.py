@@ -1,26 +1,8 @@
-"""The cost of sending a request to a worker, in seconds. Pure.
+"""The cost of sending a request to a worker, in seconds. Pure. docs/routing.md says what each term is for.
 
-    prefill_s = c0 + (prompt tokens - matched tokens) / prefill rate
-    queue_s   = how long the prefills at the worker delay the first token     (WorkerLoadEstimate.queue)
-    kv_wait_s = how long the request waits until its blocks fit into the pool
-    displaced = prefills at the worker that it would delay                    (0 where they run one by one)
-    rho       = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
-    beta      = min(8, rho / (1 - rho))
-    cost      = queue_s + kv_wait_s + (1 + beta + displaced) * prefill_s
-                + 0.03 * (prefill seconds assigned to the worker, decayed over 60 s)
-
-kv_wait_s: requests hold their blocks until they end, for T seconds on average. A pool of B blocks has c = B / n slots
-for requests of n blocks. With the share u of it held, this request included, all slots are taken with a probability of
-about u ** (sqrt(2 (c + 1)) - 1). Beyond u = 1 the pool must turn over:
-
-    kv_wait_s = T * (min(u, 1) ** (sqrt(2 (c + 1)) - 1) + max(u - 1, 0))
-
-It is close to 0 until a pool with many slots is nearly full, and grows early in one with few.
-Source: the probability of waiting in Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Annals of the Institute
-of Statistical Mathematics 29 (1977).
-
-beta is the delay that one more second of work puts on requests that will arrive, `displaced` on those already there. An
-uncapped rho / (1 - rho) turns negative in overload.
+rho  = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
+beta = min(8, rho / (1 - rho))
+cost = queue_s + kv_wait_s + (1 + beta + num_displaced) * prefill_s + 0.03 * recent prefill seconds of the worker
 """
 
 from __future__ import annotations
@@ -50,12 +32,20 @@ class CostModel:
         return self.request_s + num_tokens / tokens_per_s
 
     def beta(self, recent_s: float, num_workers: int) -> float:
-        """Return beta; `recent_s` are the prefill seconds assigned to the fleet, decayed over the window."""
+        """Return the delay that one more second of work puts on later requests; uncapped, it diverges in overload.
+
+        `recent_s`: prefill seconds assigned to the fleet, decayed over the window.
+        """
         rho = min(self.max_rho, recent_s / (self.window_s * num_workers))
         return min(self.max_beta, rho / (1.0 - rho))
 
     def kv_wait_s(self, usage: float, num_slots: float, mean_residency_s: float) -> float:
-        """Return the expected wait for blocks at a pool of which `usage` is held, this request's blocks included."""
+        """Return the expected wait for blocks at a pool of which `usage` is held, this request's blocks included.
+
+        The pool has slots for `num_slots` such requests. All are taken with a probability of about
+        usage ** (sqrt(2 (num_slots + 1)) - 1); beyond usage = 1 the pool must turn over.
+        Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
+        """
         usage = max(0.0, usage)
         bounded = min(1.0, usage)
         taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)

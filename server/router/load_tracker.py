@@ -14,7 +14,7 @@ from itertools import islice
 
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
-from server.rates import DecayedSum
+from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
 """Own work that no report has shown for so long counts as assigned."""
@@ -80,23 +80,6 @@ class AssignedWork:
         return self._assigned.at(now_s) + self._unreported_s
 
 
-class HitRate:
-    """The share of recent prompt tokens that a worker found cached."""
-
-    def __init__(self) -> None:
-        self._num_prompt_tokens = DecayedSum(_HIT_RATE_WINDOW_S)
-        self._num_cached_tokens = DecayedSum(_HIT_RATE_WINDOW_S)
-
-    def add(self, num_prompt_tokens: int, num_cached_tokens: int, now_s: float) -> None:
-        self._num_prompt_tokens.add(num_prompt_tokens, now_s)
-        self._num_cached_tokens.add(num_cached_tokens, now_s)
-
-    def at(self, now_s: float) -> float | None:
-        """Return 0..1, or None where less than a token is left after decay."""
-        num_prompt_tokens = self._num_prompt_tokens.at(now_s)
-        return min(1.0, self._num_cached_tokens.at(now_s) / num_prompt_tokens) if num_prompt_tokens >= 1.0 else None
-
-
 class WorkerLoadEstimate:
     """The load of one worker incarnation."""
 
@@ -111,7 +94,8 @@ class WorkerLoadEstimate:
         self.queued_s = 0.0
         """Estimated prefill seconds of own requests without a first token."""
         self.assigned = AssignedWork(window_s)
-        self.hit_rate = HitRate()
+        self.hit_rate = DecayedRatio(_HIT_RATE_WINDOW_S)
+        """Cached prompt tokens to all prompt tokens."""
         self._queue: dict[ActiveRequest, None] = {}
         self._advanced_s = 0.0
         self._num_arriving_blocks = 0
@@ -129,8 +113,6 @@ class WorkerLoadEstimate:
     def num_queued(self) -> int:
         """Own requests without a first token."""
         return len(self._queue)
-
-    # --- the life of a request --------------------------------------------------------------------------------------
 
     def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_new_blocks: int = 0) -> ActiveRequest:
         """Count a request that is sent now."""
@@ -170,8 +152,6 @@ class WorkerLoadEstimate:
         self.num_blocks -= request.num_blocks
         return True
 
-    # --- the worker's reports ---------------------------------------------------------------------------------------
-
     def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:
         """Take in a report written at `written_s` of our clock; ignore one that is not newer than the last."""
         if written_s <= self._reported_s:
@@ -184,8 +164,6 @@ class WorkerLoadEstimate:
             self._tokens_per_s = load.prefill_tokens_per_s
             self._measured_s = written_s
         self.assigned.observe(load.assigned_prefill_s, written_s)
-
-    # --- estimates --------------------------------------------------------------------------------------------------
 
     def num_arriving_blocks(self, now_s: float) -> int:
         """Return the blocks that own requests hold, or will hold, beyond those of the last report."""

@@ -84,10 +84,6 @@ class PendingPrefixes:
             return 0
         return bisect_left(hashes, True, 1, key=lambda block_hash: block_hash not in blocks)
 
-    @property
-    def num_entries(self) -> int:
-        return sum(len(blocks) for blocks in self._num_references.values())
-
 
 class RecentPlacements:
     """The last worker that got each block: stands in for the index when Redis gives no answer.
@@ -118,6 +114,3 @@ class RecentPlacements:
                 break
             matched[incarnation] = position
         return matched
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)

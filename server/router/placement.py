@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import BlockHash, WorkerId, WorkerIncarnation
-from server.rates import DecayedSum
+from server.rates import DecayedRatio
 from server.router.cost import CostModel
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
@@ -143,7 +143,7 @@ class Placement:
         prefill_s = tracker.settings.cost.prefill_s(num_uncached, self._prefill_tokens_per_s)
         now_s = tracker.clock()
         self._estimate.start(self._active, prefill_s, now_s)
-        self._estimate.hit_rate.add(self.request.num_prompt_tokens, num_cached_tokens, now_s)
+        self._estimate.hit_rate.add(num_cached_tokens, self.request.num_prompt_tokens, now_s)
         if tracker.observer is not None:
             tracker.observer.prefill_started(self, num_cached_tokens)
 
@@ -179,8 +179,7 @@ class PlacementTracker:
         self.observer = observer
         self.pending = PendingPrefixes(publish_delay_s=settings.publish_delay_s, ttl_s=PENDING_TTL_S)
         self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
-        self._released_blocks = DecayedSum(settings.cost.window_s)
-        self._block_seconds = DecayedSum(settings.cost.window_s)
+        self._residency_s = DecayedRatio(settings.cost.window_s)
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
         """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
@@ -203,15 +202,13 @@ class PlacementTracker:
     def hit_rate(self, worker_id: WorkerId) -> float | None:
         """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
         estimate = self._estimates.get(worker_id)
-        return None if estimate is None else estimate.hit_rate.at(self.clock())
+        return None if estimate is None else estimate.hit_rate.at(self.clock(), min_denominator=1.0)
 
     def mean_residency_s(self, now_s: float) -> float:
         """Return how long requests that ended lately held a block; 0.0 while nothing is known."""
-        num_blocks = self._released_blocks.at(now_s)
-        return self._block_seconds.at(now_s) / num_blocks if num_blocks > _MIN_RELEASED_BLOCKS else 0.0
+        return self._residency_s.at(now_s, _MIN_RELEASED_BLOCKS) or 0.0
 
     def release(self, num_blocks: int, started_s: float) -> None:
         """Count the blocks of a request that has ended now."""
         now_s = self.clock()
-        self._released_blocks.add(num_blocks, now_s)
-        self._block_seconds.add(num_blocks * (now_s - started_s), now_s)
+        self._residency_s.add(num_blocks * (now_s - started_s), num_blocks, now_s)

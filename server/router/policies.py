@@ -46,13 +46,9 @@ class Policy:
 class Headstart(Policy):
     """The least cost in seconds: see `server.router.cost`.
 
-    With several gateways, costs get a random part as large as the worker's report is old. What others sent since then
-    is unknown, and every gateway would take the same idle worker. Simulated with 4 gateways on the conversations, mean
-    TTFT with reports 50 / 250 / 1,000 ms old: 1.47 / 1.60 / 2.01 s without it, 1.43 / 1.52 / 1.74 s with it; one
-    gateway: 1.39 s.
-
-    A client's `prompt_cache_key` says that its requests share a prefix, also where the index cannot know it yet. The
-    key's own worker is preferred as far as a small part of the prefill is worth. Any match or queue outweighs it.
+    With several gateways, costs get a random part as large as the worker's report is old: what others sent since then
+    is unknown, and all would take the same idle worker. An affinity key's own worker is preferred as far as a small
+    part of the prefill is worth, so that any match or queue outweighs it.
     """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:

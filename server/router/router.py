@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from cache.records import Candidate, PrefixIndex, WorkerMember
-from cache.types import GatewayId, WorkerId
+from cache.types import GatewayId
 from server.router.index_accuracy import IndexAccuracy
 from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import (
@@ -66,21 +66,19 @@ class Router:
         request with its worker and the number of tokens found cached there.
         """
         self._index = index
-        self._fleet = fleet
+        self.fleet = fleet
         self._policy_name = policy
         self._clock = clock
         self._on_stage = on_stage
         self._on_match = on_match
         self._observer = observer
-        self._tracker = PlacementTracker(TrackerSettings(), clock, self)
-        self._scorer = Scorer(gateway_id, make_policy(policy), self._tracker, rng or random.Random())
+        self.tracker = PlacementTracker(TrackerSettings(), clock, self)
+        self._scorer = Scorer(gateway_id, make_policy(policy), self.tracker, rng or random.Random())
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
         self._failed_s = self._answered_s = -math.inf
         """When a lookup last failed, and when one succeeded."""
-        fleet.on_forgotten = self._tracker.forget
-
-    # --- decisions --------------------------------------------------------------------------------------------------
+        fleet.on_forgotten = self.tracker.forget
 
     async def place(self, request: RouteRequest) -> Placement:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
@@ -121,20 +119,6 @@ class Router:
             "workers": [_explained(worker) for worker in decision.workers],
         }
 
-    def workers(self, model: str | None = None) -> list[WorkerMember]:
-        """Return the workers known now, live ones first."""
-        return self._fleet.workers(model)
-
-    # --- what becomes of placements ---------------------------------------------------------------------------------
-
-    def report_failure(self, worker_id: WorkerId) -> None:
-        """A worker could not be reached, or was lost in mid-stream."""
-        self._fleet.report_failure(worker_id)
-
-    def report_wrong_epoch(self, member: WorkerMember) -> None:
-        """A worker refused a request because it is in another epoch than the request's."""
-        self._fleet.report_wrong_epoch(member)
-
     def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None:
         """Compare what was promised with what the worker found. Called by placements."""
         request = placement.request
@@ -146,21 +130,13 @@ class Router:
     def first_token(self, placement: Placement) -> None:
         """The worker is well, and has the prompt's blocks in its cache. Called by placements."""
         member = placement.worker
-        self._fleet.report_success(member.worker_id)
+        self.fleet.report_success(member.worker_id)
         self._recent.add((member.worker_id, member.epoch), placement.request.hashes)
-
-    def num_outstanding(self) -> int:
-        """Return the number of requests that were placed and have not ended."""
-        return self._tracker.num_outstanding()
-
-    def hit_rate(self, worker_id: WorkerId) -> float | None:
-        """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
-        return self._tracker.hit_rate(worker_id)
 
     def index_state(self) -> dict[str, Any]:
         """Return the index's health as JSON: blind when it gives no answer or wrong ones, precision and recall."""
         accuracy = self._accuracy
-        failed = self._failed_s > max(self._answered_s, self._fleet.index_answered_s)
+        failed = self._failed_s > max(self._answered_s, self.fleet.index_answered_s)
         return {
             "blind": failed or accuracy.blind,
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
@@ -168,11 +144,9 @@ class Router:
             "told": accuracy.recall,
         }
 
-    # --- inputs of a decision ---------------------------------------------------------------------------------------
-
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return the workers of the model, matched by own recent placements if the index gave no answer."""
-        candidates = self._fleet.candidates(request.model, found)
+        candidates = self.fleet.candidates(request.model, found)
         if found is not None:
             self._answered_s = self._clock()
             return candidates
@@ -194,7 +168,7 @@ class Router:
             return "context too short"
         if candidate.load.draining:
             return "draining"
-        if self._fleet.broken(member.worker_id):
+        if self.fleet.broken(member.worker_id):
             return _BREAKER
         return None
 

@@ -1,14 +1,8 @@
 """The workers that this gateway knows, and which of them can be sent a request now.
 
-Known from the registry and from `--workers`; each also answers GET /state itself. Only what workers themselves say, or
-fail to say, removes one: an empty registry removes none, and a forged entry displaces none. A registry entry without a
-lease is only an address to ask.
-
-    lease in the registry   direct answer    the worker is
-    alive                   any              a candidate with the match that the index says
-    lapsed or unread        healthy          a candidate with match 0
-    lapsed or unread        failing          gone
-    lapsed or unread        not asked yet    a candidate with match 0 for GRACE_S after it was last seen
+They are known from the registry and from `--workers`. One with a lease in the registry is a candidate with the match
+that the index says. One without is asked for its state: it is a candidate with match 0 while it answers. So an empty
+registry removes no worker, and a forged entry displaces none.
 """
 
 from __future__ import annotations

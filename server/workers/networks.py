@@ -65,29 +65,17 @@ class WorkerNetworks:
             return None
         return None if self.allows(host) else f"{host} is outside of --worker-networks"
 
-    def check(self, address: str) -> None:
-        """Raises AddressRefusedError."""
-        if not self.allows(address):
-            raise AddressRefusedError(errno.EACCES, f"{address} is outside of --worker-networks")
-
     async def addresses(self, host: str, port: int) -> list[AddressInfo]:
         """Return the addresses that may be dialled for a host. Raises OSError, also when there is none."""
-        try:
-            family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        except ValueError:
-            pass
-        else:
-            self.check(host)
-            return [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
-        found = await resolve(host, port)
-        allowed = [info for info in found if self.allows(str(info[4][0]))]
+        allowed = [info for info in await resolve(host, port) if self.allows(str(info[4][0]))]
         if not allowed:
             raise AddressRefusedError(errno.EACCES, f"{host} is outside of --worker-networks")
         return allowed
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
         """Open a socket for an address that aiohttp is about to dial. Raises AddressRefusedError."""
-        self.check(str(info[4][0]))
+        if not self.allows(str(info[4][0])):
+            raise AddressRefusedError(errno.EACCES, f"{info[4][0]} is outside of --worker-networks")
         opened = socket.socket(info[0], info[1], info[2])
         opened.setblocking(False)
         return opened

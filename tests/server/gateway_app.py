@@ -21,6 +21,7 @@ from server.request.limits import PromptTokenLimiter
 from server.request.retry import RetryBudget
 from server.router.placement import NoWorkerError, Placement, RouteRequest
 from server.router.router import Router
+from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until
 from worker.common.sockets import listen
@@ -60,11 +61,21 @@ class PlainRouter(Router):
                 return placement
         raise NoWorkerError("no worker is ready", contended=False, retry_after_s=2.0)
 
+    def __post_init__(self) -> None:
+        self.fleet = PlainFleet(self)
+
+
+class PlainFleet(Fleet):
+    """The router's workers, of which none is ever left alone."""
+
+    def __init__(self, router: PlainRouter) -> None:
+        self._router = router
+
     def workers(self, model: str | None = None) -> list[WorkerMember]:
-        return self.members
+        return self._router.members
 
     def report_failure(self, worker_id: WorkerId) -> None:
-        self.failed.append(worker_id)
+        self._router.failed.append(worker_id)
 
     def report_wrong_epoch(self, member: WorkerMember) -> None:
         pass

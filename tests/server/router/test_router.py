@@ -105,7 +105,7 @@ class Fleets:
     def run_fifo(self) -> None:
         """Let every registered worker run its prefills one by one."""
         for registered in self.index.registered.values():
-            self.router._tracker.estimate(registered).fifo = True
+            self.router.tracker.estimate(registered).fifo = True
 
     async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
         return await self.router.place(ask(hashes, **changes))
@@ -168,7 +168,7 @@ async def test_a_report_counts_as_old_as_it_is(three: Fleets) -> None:
 async def test_requests_at_a_worker_are_the_own_and_those_of_others(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
     for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
-        while three.router.num_outstanding() < num_own:
+        while three.router.tracker.num_outstanding() < num_own:
             await three.place(chain(1), excluded=incarnations("a", "c"))
         b = await row(three, "b", chain(1))
         assert (b["outstanding"], b["waiting"]) == expected
@@ -194,13 +194,13 @@ async def test_a_worker_that_has_measured_nothing_counts_as_a_middling_one(three
 async def test_what_a_worker_has_found_is_remembered(three: Fleets) -> None:
     placement = await three.place(chain(40), num_prompt_tokens=800)
     worker_id = placement.worker.worker_id
-    assert three.router.hit_rate(worker_id) is None
+    assert three.router.tracker.hit_rate(worker_id) is None
     for _ in range(2):  # counted once
         placement.prefill_started(200)
-    assert three.router.hit_rate(worker_id) == pytest.approx(0.25)
+    assert three.router.tracker.hit_rate(worker_id) == pytest.approx(0.25)
     assert three.router.index_state()["told"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
-    assert three.router.hit_rate(worker_id) is None
+    assert three.router.tracker.hit_rate(worker_id) is None
 
 
 async def test_a_short_rest_goes_to_its_holder_past_a_long_prefill(three: Fleets) -> None:
@@ -226,7 +226,7 @@ async def test_a_burst_spreads_where_workers_share(three: Fleets) -> None:
         three.clock.now_s += 0.1
         placement.first_token()
         placement.close()
-    assert three.router.num_outstanding() == 0
+    assert three.router.tracker.num_outstanding() == 0
     explained = await three.router.explain(ask(chain(20)))
     assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
@@ -386,14 +386,14 @@ async def test_no_worker_says_whether_it_is_the_load(three: Fleets) -> None:
 async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fleets) -> None:
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes)
-    three.router.report_failure(WorkerId("b"))  # unknown as yet: no effect
+    three.fleet.report_failure(WorkerId("b"))  # unknown as yet: no effect
     await three.fleet.poll()
-    three.router.report_failure(WorkerId("b"))
+    three.fleet.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
     assert {await three.worker(chain(40), excluded=incarnations("a", "c")) for _ in range(10)} == {"b"}
     three.clock.now_s += 1.1
     assert await three.worker(hashes) == "b"
-    three.router.report_failure(WorkerId("b"))
+    three.fleet.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
     (await three.place(hashes, excluded=incarnations("a", "c"))).first_token()
     assert await three.worker(hashes) == "b", "it has proved to be well"
@@ -452,8 +452,8 @@ async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
     three.clock.now_s += 60.0
     await three.fleet.poll()
     assert {await three.worker(chain(2)) for _ in range(30)} == {"a", "b"}, "c has no lease and does not answer"
-    assert {m.worker_id for m in three.router.workers("m")} == set("abc")
-    assert [m.worker_id for m in three.router.workers("m")][2] == "c"
+    assert {m.worker_id for m in three.fleet.workers("m")} == set("abc")
+    assert [m.worker_id for m in three.fleet.workers("m")][2] == "c"
 
 
 async def test_a_worker_that_is_gone_for_good_is_forgotten_by_all(three: Fleets) -> None:
@@ -464,13 +464,13 @@ async def test_a_worker_that_is_gone_for_good_is_forgotten_by_all(three: Fleets)
     del three.index.registered["c"]
     three.clock.now_s += 599.0
     await three.fleet.poll()
-    assert {member.worker_id for member in three.router.workers("m")} == set("abc")
+    assert {member.worker_id for member in three.fleet.workers("m")} == set("abc")
     three.clock.now_s += 2.0
     await three.fleet.poll()
-    assert {member.worker_id for member in three.router.workers("m")} == set("ab")
-    assert three.router.num_outstanding() == 0
+    assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
+    assert three.router.tracker.num_outstanding() == 0
     placement.close()
-    assert three.router.num_outstanding() == 0
+    assert three.router.tracker.num_outstanding() == 0
 
 
 async def test_workers_from_the_command_line_need_no_registry() -> None:
