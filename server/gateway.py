@@ -35,8 +35,8 @@ from server.auth.api_keys import KeyFile
 from server.auth.authentication import Authenticator, KeyAuthenticator, SingleTenant
 from server.auth.identity import tenant_identity
 from server.auth.limits import AuthThrottle
-from server.background import keep_running
 from server.config import GatewayConfig, parse
+from server.event_loop import keep_running, sample_delay
 from server.http.middleware import Application, KnownHostsMiddleware
 from server.http.server import HttpLimits, Listener, affordable_connections
 from server.http.stream import KeepAlive
@@ -48,7 +48,6 @@ from server.ops.feed import Feed
 from server.ops.fleet_metrics import FleetMetrics
 from server.ops.overview import Overview
 from server.ops.prefix_tree import PrefixTree
-from server.pace import sample_delay
 from server.request.limits import PromptTokenLimiter
 from server.request.request import RequestServices
 from server.request.retry import RetryPolicy

@@ -22,9 +22,9 @@ from server.api.formatting import (
 )
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
+from server.event_loop import Pace
 from server.http.stream import sse
 from server.models import ServedModel
-from server.pace import Pace
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream

@@ -21,9 +21,9 @@ from server.api.formatting import ResponseFormatter
 from server.auth.authentication import lease_of
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error
+from server.event_loop import Pace
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
-from server.pace import Pace
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import Generation, RequestServices
 from server.request.response import OpenResponses, ResponseStream

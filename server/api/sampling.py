@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
+from server.event_loop import Pace
 from server.models import ServedModel
-from server.pace import Pace
 from server.schema.fields import ResponseFormat, SamplingFields, StructuredOutputs
 from server.text.detokenizer import TextRules
 from server.text.tokenizer import TooManyTokensError

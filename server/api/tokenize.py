@@ -13,8 +13,8 @@ from server.api.formatting import encode_json, token_text
 from server.api.sampling import check_vocabulary
 from server.auth.identity import Identity
 from server.errors import ContextLengthError, InvalidRequestError
+from server.event_loop import Pace
 from server.models import Models, ServedModel
-from server.pace import Pace
 from server.schema.decoding import decode_json, inspect
 from server.schema.fields import TokenId
 from server.schema.requests import CHAT

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError, MediaTypeError
-from server.pace import Steps, at_once, paced
+from server.event_loop import Steps, at_once, paced
 
 MAX_DEPTH: Final = 64
 """Of a body, and of a JSON schema in it: their later readers, such as the grammar compiler, are recursive."""

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from server.errors import InvalidRequestError
-from server.pace import Steps, at_once, paced
+from server.event_loop import Steps, at_once, paced
 from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart
 from server.schema.requests import ChatRequest

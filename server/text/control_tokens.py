@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 import tokenizers
 
 from server.errors import InvalidRequestError
-from server.pace import Steps
+from server.event_loop import Steps
 
 NO_OFFSETS: Final[frozenset[int]] = frozenset()
 PART_CHARS: Final = 1 << 14

@@ -14,7 +14,7 @@ import jinja2
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from server.pace import Steps
+from server.event_loop import Steps
 
 MAX_RENDER_S: Final = 5.0
 MAX_PRODUCT: Final = 1 << 20

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from server.pace import Pace
+from server.event_loop import Pace
 from server.text.control_tokens import NO_OFFSETS, TextTokenizer, tokens_of_template
 from server.text.detokenizer import TokenBytes
 from server.text.length_bound import length_bound

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.auth.authentication import OpsKeyMiddleware
+from server.event_loop import at_once
 from server.http import protocol
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
-from server.pace import at_once
 from server.schema.decoding import measure
 from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway

@@ -20,8 +20,8 @@ from benchmarks.gateway_load.processes import free_ports, until_ready
 from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
 from server.api import sampling
 from server.api.formatting import Spread, json_parts
+from server.event_loop import Steps, at_once, paced, sample_delay
 from server.metrics import GatewayMetrics
-from server.pace import Steps, at_once, paced, sample_delay
 from server.request.response import MAX_AT_ONCE
 from server.schema import decoding
 from server.schema.decoding import MAX_CONTAINERS, MAX_VALUES
@@ -197,7 +197,7 @@ async def test_large_schemas_and_tools_are_refused(worker: ScriptedWorker) -> No
 
 
 async def test_paced_work_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.pace.SLICE_S", 0.0)
+    monkeypatch.setattr("server.event_loop.SLICE_S", 0.0)
     turns = []
 
     def work(name: str) -> Steps[str]:

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from server.background import keep_running
+from server.event_loop import keep_running
 
 
 async def test_a_task_outlives_what_it_raises(caplog: pytest.LogCaptureFixture) -> None:

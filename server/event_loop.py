@@ -1,0 +1,93 @@
+"""Sharing the event loop: long work in slices, background tasks that start again, and how late the loop is.
+
+Long work is a generator: at each `yield` it may rest. `paced` gives the loop a turn whenever a slice is used up,
+`at_once` runs the work through. A thread would be no help: Python code holds the GIL there too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Final, TypeVar
+
+log = logging.getLogger(__name__)
+
+SLICE_S: Final = 0.005
+SAMPLE_S: Final = 0.01
+RESTART_PAUSE_S: Final = 1.0
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that yields often, and returns its result."""
+
+
+class Pace:
+    """The slices of one piece of work."""
+
+    __slots__ = ("_until_s",)
+
+    def __init__(self) -> None:
+        self._until_s = time.perf_counter() + SLICE_S
+
+    async def rest(self) -> None:
+        """Let others run if the slice is used up."""
+        if time.perf_counter() >= self._until_s:
+            await asyncio.sleep(0)
+            self._until_s = time.perf_counter() + SLICE_S
+
+
+async def paced(steps: Steps[T]) -> T:
+    """Return the result of `steps`, run slice by slice."""
+    pace = Pace()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await pace.rest()
+
+
+def at_once(steps: Steps[T]) -> T:
+    """Return the result of `steps`, run without a rest."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+async def keep_running(
+    name: str,
+    run: Callable[[], Coroutine[Any, Any, None]],
+    count: Callable[[str], None],
+    *,
+    pause_s: float = RESTART_PAUSE_S,
+) -> None:
+    """Run `run()` again after a pause whenever it raises, until it returns or is cancelled.
+
+    Call `count(name)` for each failure, and log its traceback when it differs from the failure before.
+    """
+    last = ""
+    while True:
+        try:
+            await run()
+            return
+        except Exception as error:
+            count(name)
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            if reason != last:
+                log.exception("task %s failed and starts again in %g s", name, pause_s)
+                last = reason
+        await asyncio.sleep(pause_s)
+
+
+async def sample_delay(observe: Callable[[float], None]) -> None:
+    """Observe how much later than asked for the loop wakes this task, for ever."""
+    while True:
+        due_s = time.monotonic() + SAMPLE_S
+        await asyncio.sleep(SAMPLE_S)
+        observe(max(0.0, time.monotonic() - due_s))
