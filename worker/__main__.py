@@ -1,10 +1,10 @@
-"""`python -m worker`, which is what `headstart worker` becomes."""
+"""Entry point of `python -m worker`, which `headstart worker` runs."""
 
 import os
 import signal
 import sys
 
-if os.getpid() == 1:  # of a container: the kernel drops what has no handler, and imports take a while
+if os.getpid() == 1:  # in a container the kernel drops signals without a handler, and imports take seconds
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 from worker.main import main

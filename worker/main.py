@@ -47,6 +47,7 @@ _REFUSED: Final = 2
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run a worker with these options. Return the exit status."""
     try:
         config = parse(argv)
         certificate = config.certificate()
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         if tracing is not None:
             tracing.close()
     if any(thread.daemon for thread in threading.enumerate()):
-        # It loads, or hangs in a step. The interpreter would end it under frames of C++, which aborts the process.
+        # One loads or hangs in a step: ending the interpreter under its C++ frames would abort the process.
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):

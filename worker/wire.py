@@ -124,6 +124,8 @@ class ChoiceState(Struct, frozen=True):
 
 
 class GenerateRequest(Struct, frozen=True):
+    """A prompt with its choices, and how to sample them."""
+
     request_id: str
     gateway_id: str
     epoch: str
@@ -163,6 +165,8 @@ class Started(_Frame, frozen=True, tag=0):
 
 
 class Tokens(_Frame, frozen=True, tag=1):
+    """New tokens of one choice."""
+
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -276,7 +280,8 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 
 def pack_frame(frame: Frame) -> bytes:
-    if type(frame) is Failed and frame.retry_after_s is None:  # a peer may not know the field
+    """Pack a frame, without `retry_after_s` where it is unset: an older peer does not know that field."""
+    if type(frame) is Failed and frame.retry_after_s is None:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     return _encode(frame)
 

@@ -55,6 +55,7 @@ PROBE_TIMEOUT_S: Final = 5.0
 
 
 def new_epoch() -> Epoch:
+    """Draw a random epoch."""
     return Epoch(secrets.token_hex(8))
 
 

@@ -89,10 +89,7 @@ class StartInterval:
 
 
 class LoadReporter:
-    """Reports cache events and load, on the engine thread. Its counters cover one epoch.
-
-    `report_if_due` reports after a change of the pool, or after REPORT_INTERVAL_S.
-    """
+    """Reports cache events and load, on the engine thread. Its counters cover one epoch."""
 
     def __init__(self, scheduler: Scheduler, rate: PrefillRate, metrics: WorkerMetrics) -> None:
         self.rate = rate
@@ -118,9 +115,11 @@ class LoadReporter:
             self.rate.add(num_tokens, duration_s, now_s)
 
     def report(self) -> None:
+        """Report events and load at once."""
         self._report(self._scheduler.allocator.take_events())
 
     def report_if_due(self) -> None:
+        """Report if the pool has changed, or the last report is REPORT_INTERVAL_S old."""
         events = self._scheduler.allocator.take_events()
         if events or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
             self._report(events)

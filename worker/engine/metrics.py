@@ -78,6 +78,7 @@ class WorkerMetrics:
         return generate_latest(self.registry)
 
     def count_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Count the tokens and the ends of choices and requests."""
         num_tokens = 0
         for _, frame in outputs:
             match frame:

@@ -33,6 +33,8 @@ _MAX_BATCH: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
+    """Intervals of the publisher."""
+
     interval_s: float = 0.05
     heartbeat_s: float = 1.0
     retry_s: float = 0.1

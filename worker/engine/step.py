@@ -70,6 +70,8 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """The input of one forward over a batch."""
+
     sequences: Sequence[SequenceStep]
     copies: Sequence[BlockCopy] = ()
     """Done first, in order."""
@@ -81,6 +83,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
+    """A token that the sampler has chosen."""
+
     token_id: int
     logprobs: TokenLogprobs | None = None
 

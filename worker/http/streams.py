@@ -142,6 +142,7 @@ class OutputDispatcher:
         return len(self._open)
 
     def open(self, request: GenerateRequest) -> Stream:
+        """Open a stream for a request, which counts as waiting."""
         stream = Stream(RequestKey(next(self._keys)), request)
         self._open[stream.key] = stream
         self._empty.clear()
