@@ -105,7 +105,7 @@ class InFlightBatches:
         try:
             self.runner.run(Step([SequenceStep((0,), 0, table, slots, (row,))]))
         except Exception as error:
-            self.watchdog.fail_step()
+            self.watchdog.end_step(failed=True)
             raise EngineDeadError(f"the device does not compute: {error}") from error
         finally:
             if allocation is not None:

@@ -35,8 +35,6 @@ _HALF_LIFE_STARTS: Final = 32
 class PrefillRate:
     """Tokens per second over the recent steps that mostly prefilled."""
 
-    __slots__ = ("_duration_s", "_measured_s", "_num_tokens")
-
     def __init__(self, num_tokens: int = 0, duration_s: float = 0.0) -> None:
         """Begin with a measurement, if there is one."""
         self._num_tokens = float(num_tokens)
@@ -62,8 +60,6 @@ class PrefillRate:
 
 class StartInterval:
     """Mean time between two starts while requests wait: how fast the queue drains, whatever the device does."""
-
-    __slots__ = ("_backlog_s", "_duration_s", "_num_started")
 
     def __init__(self) -> None:
         self._num_started = 0.0
@@ -135,8 +131,7 @@ class LoadReporter:
     def _report(self, events: Sequence[BlockEvent]) -> None:
         self._reported_s = time.monotonic()
         self.load = self._current_load()
-        self._metrics.set_load(self.load)
-        self._metrics.set_cache(self._scheduler.allocator.stats())
+        self._metrics.set_state(self.load, self._scheduler.allocator.stats())
         self._metrics.queued_tokens.set(sum(sequence.num_pending for sequence in self._scheduler.waiting))
         if self.listener is not None:
             self.listener.offer(events, self.load)

@@ -24,8 +24,6 @@ Refuse = Callable[[BaseException], None]
 class Mailbox:
     """Commands for the engine thread, in order. `put` and `call` from any thread, `run` and `close` from its own."""
 
-    __slots__ = ("_closed_by", "_commands", "_lock")
-
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Refuse | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -93,8 +91,6 @@ class Mailbox:
 class OutputBuffer:
     """Outputs of the engine thread until it has time to deliver them, those of one step together."""
 
-    __slots__ = ("_metrics", "_outputs", "deliver")
-
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._outputs: list[EngineOutput] = []
@@ -115,8 +111,6 @@ class OutputBuffer:
 class StepWatchdog:
     """Times the steps: the engine thread writes, other threads read."""
 
-    __slots__ = ("_proved_s", "started_s")
-
     def __init__(self) -> None:
         self.started_s: float | None = None
         """When the running step was launched, on the monotonic clock; None between steps."""
@@ -127,13 +121,10 @@ class StepWatchdog:
         self.started_s = now_s = time.monotonic()
         return now_s
 
-    def end_step(self) -> None:
-        """Note that the device has just proved that it computes."""
-        self._proved_s = time.monotonic()
-        self.started_s = None
-
-    def fail_step(self) -> None:
-        """Note that the step has ended, without a proof."""
+    def end_step(self, *, failed: bool = False) -> None:
+        """Note that the step has ended. Unless it failed, it proves that the device computes."""
+        if not failed:
+            self._proved_s = time.monotonic()
         self.started_s = None
 
     @property

@@ -105,12 +105,11 @@ class WorkerMetrics:
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
         return longest_s
 
-    def set_load(self, load: WorkerLoad) -> None:
+    def set_state(self, load: WorkerLoad, stats: CacheStats) -> None:
+        """Set the gauges of the queue and of the pool."""
         self.queue_size.set(load.num_waiting)
         self.running.set(load.num_running)
         self.prefill_rate.set(load.prefill_tokens_per_s)
-
-    def set_cache(self, stats: CacheStats) -> None:
         self.blocks.set(stats.num_blocks)
         self.free_blocks.set(stats.num_free_blocks)
         self.cached_blocks.set(stats.num_cached_blocks)

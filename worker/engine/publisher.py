@@ -49,8 +49,6 @@ class PublisherSettings:
 class Changes:
     """The blocks of a pool, and how the published set differs from them. Has one owner; not thread-safe."""
 
-    __slots__ = ("_removed", "_stored", "held")
-
     def __init__(self) -> None:
         self.held: dict[IndexEntry, None] = {}
         """In the order of storing, which is parents first: a parent outlives its children in the pool."""

@@ -43,8 +43,6 @@ class _TenantShare:
 class QueueAccounting:
     """Counts the waiting requests by tenant and refuses those over the limits. Owned by the event loop."""
 
-    __slots__ = ("_limits", "_shares", "num_requests")
-
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._shares: dict[str, _TenantShare] = {}
