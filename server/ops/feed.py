@@ -46,27 +46,18 @@ class Viewer:
     """One reader of the feed."""
 
     def __init__(self) -> None:
-        self._frames: deque[bytes] = deque(maxlen=MAX_UNREAD)
-        self._changed = asyncio.Event()
-        self._ended = False
+        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD)
 
-    def put(self, frame: bytes) -> None:
-        self._frames.append(frame)
-        self._changed.set()
-
-    def end(self) -> None:
-        self._ended = True
-        self._changed.set()
+    def put(self, frame: bytes | None) -> None:
+        """Add a frame; None ends the feed."""
+        if self._frames.full():
+            self._frames.get_nowait()
+        self._frames.put_nowait(frame)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield everything new, until the feed closes."""
-        while not self._ended:
-            await self._changed.wait()
-            self._changed.clear()
-            frames = b"".join(self._frames)
-            self._frames.clear()
-            if frames:
-                yield frames
+        """Yield every frame, until the feed closes."""
+        while (frame := await self._frames.get()) is not None:
+            yield frame
 
 
 class Feed:
@@ -89,8 +80,8 @@ class Feed:
         with self.viewing() as viewer:
             try:
                 with CancelOnDisconnect(client_of(scope)):
-                    async for frames in viewer.frames():
-                        await writer.write(frames)
+                    async for frame in viewer.frames():
+                        await writer.write(frame)
             except ClientGoneError:
                 return  # closing the page is how a viewer leaves
             await writer.write(b"", more=False)
@@ -117,8 +108,8 @@ class Feed:
     def close(self) -> None:
         """End every viewer's stream, for good."""
         self._closed = True
-        for viewer in self._viewers:
-            viewer.end()
+        self._stop()
+        self._send(None)
 
     def _start(self) -> None:
         self._decisions.start()
@@ -141,8 +132,7 @@ class Feed:
             return
         log.error("the live feed failed", exc_info=error)
         self._stop()
-        for viewer in self._viewers:
-            viewer.end()
+        self._send(None)
 
     async def _produce(self) -> None:
         tick = 0
@@ -156,7 +146,7 @@ class Feed:
             if tick % TICKS_PER_TREE == 0:
                 self._send_tree()
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, frame: bytes | None) -> None:
         for viewer in self._viewers:
             viewer.put(frame)
 

@@ -100,7 +100,7 @@ def test_both_workers_and_the_decisions_are_on_the_dashboard(pages: Pages) -> No
 
 
 def converse(serve: Serve, topic: str) -> None:
-    """Two turns under a system prompt that all conversations share."""
+    """Hold two turns under a system prompt that all conversations share."""
     client = serve.client()
     messages: list[Any] = [{"role": "system", "content": "You are a guide. Answer in one short sentence. " * 6}]
     for question in (f"Tell me about {topic}.", "And what else?"):
@@ -179,5 +179,5 @@ def test_a_worker_is_drained_by_button(pages: Pages, serve: Serve) -> None:
     assert "Draining" in pages.worker_row("worker-1", ".draining").inner_text()
 
 
-def test_the_consoles_are_silent(pages: Pages) -> None:
+def test_the_browser_console_has_no_errors(pages: Pages) -> None:
     assert pages.problems == []

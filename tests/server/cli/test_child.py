@@ -21,7 +21,7 @@ def make_child(program: str, lines: asyncio.Queue[str], *, quiet: bool = False) 
     return Child("part", [sys.executable, "-u", "-c", program], lines.put_nowait, quiet=quiet)
 
 
-async def test_restarts_what_dies_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_dies_is_restarted_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.01)
     reports: list[str] = []
     lines: asyncio.Queue[str] = asyncio.Queue()
@@ -54,7 +54,7 @@ async def test_backs_off_further_each_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert waits == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
 
 
-async def test_kills_what_ignores_sigterm() -> None:
+async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     child = make_child(STUBBORN, lines)
     running = asyncio.create_task(child.run(print))
@@ -66,7 +66,7 @@ async def test_kills_what_ignores_sigterm() -> None:
     assert not process.is_running(), "although it would have slept on"
 
 
-async def test_refusal_is_not_retried() -> None:
+async def test_exit_code_2_is_not_retried() -> None:
     reports: list[str] = []
     child = make_child("raise SystemExit(2)", asyncio.Queue())
     with pytest.raises(ChildRefusedError, match="part cannot start"):
@@ -75,7 +75,7 @@ async def test_refusal_is_not_retried() -> None:
 
 
 async def test_a_child_dies_with_its_parent() -> None:
-    """The supervisor is killed outright; what it started does not stay behind."""
+    """The supervisor is killed by SIGKILL, and its child does not outlive it."""
     program = (
         "import asyncio, sys\n"
         "from server.cli.child import Child\n"
@@ -93,7 +93,7 @@ async def test_a_child_dies_with_its_parent() -> None:
     transport.close()
 
 
-async def test_a_quiet_child_is_heard_when_it_has_died() -> None:
+async def test_the_last_lines_of_a_quiet_child_are_printed_when_it_dies() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     program = "import sys; [print(i) for i in range(100)]; print('no room', file=sys.stderr); sys.exit(2)"
     with pytest.raises(ChildRefusedError):
@@ -102,7 +102,7 @@ async def test_a_quiet_child_is_heard_when_it_has_died() -> None:
     assert (len(heard), heard[-1]) == (child_module.MAX_HELD_LINES, "no room")
 
 
-async def test_a_quiet_child_that_is_stopped_stays_quiet(tmp_path: Path) -> None:
+async def test_a_quiet_child_that_is_stopped_prints_nothing(tmp_path: Path) -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     started = tmp_path / "started"
     program = f"{STUBBORN.split('; time.sleep')[0]}; open({str(started)!r}, 'w'); time.sleep(600)"

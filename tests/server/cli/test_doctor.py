@@ -1,4 +1,4 @@
-"""`headstart doctor`: each check against what it looks at, really there or really not."""
+"""`headstart doctor`: each check against a real Redis, port or package, good and bad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.cli.doctor import Check, verdict
 from tests.redis_server import RedisServer, newest_redis, redis_binaries
 
 
-def test_a_line_says_what_and_how_to_mend_it() -> None:
+def test_a_check_prints_status_finding_and_advice() -> None:
     failed = Check("redis", "fail", "no answer", "start it")
     assert failed.text().plain.split() == ["fail", "redis", "no", "answer", "->", "start", "it"]
     assert failed.text().spans[0].style == "red"
@@ -94,7 +94,7 @@ def test_a_gateway_only_machine_as_json(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize("argv", [["--port", "70000"], ["--num-workers", "0"], ["--redis-password-file", "/nowhere"]])
-def test_a_wrong_question(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *argv]) == 2
     assert argv[0] in capsys.readouterr().err
 

@@ -128,7 +128,7 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
         (["purge", "w0", "--ops-key-file", "/nowhere"], 2, "No such file or directory: '/nowhere'"),
     ],
 )
-def test_it_says_what_is_wrong(
+def test_errors_are_reported(
     arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["index", *arguments]) == status

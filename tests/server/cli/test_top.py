@@ -1,4 +1,4 @@
-"""`headstart top`: the screen for what a feed tells, and the command against a real gateway process."""
+"""`headstart top`: pictures of a view, and the command against a real gateway process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def view(*workers: dict[str, Any]) -> View:
 
 
 def drawn(seen: View, columns: int = 160, height: int | None = None, **options: Any) -> str:
-    """What a console shows."""
+    """Draw the view on a console of this size."""
     console = Console(width=columns, file=io.StringIO(), force_terminal=bool(options), markup=False, **options)
     with console.capture() as captured:
         console.print(picture(seen, height))
@@ -123,18 +123,18 @@ def test_a_name_cannot_command_the_terminal() -> None:
         ({**INDEX, "blind": True, "reason": "few hits", "shards": [SHARD]}, "blind: few hits"),
     ],
 )
-def test_the_index_in_words(index: dict[str, Any], says: str) -> None:
+def test_the_state_of_the_index_in_words(index: dict[str, Any], says: str) -> None:
     assert index_state(index)[0].startswith(says)
 
 
-def test_where_a_gateway_is() -> None:
+def test_ops_url() -> None:
     assert ops_url("8001") == "http://127.0.0.1:8001"
     assert ops_url("there:9/dashboard") == "http://there:9"
     with pytest.raises(ValueError, match="no URL of an ops port"):
         ops_url("ftp://there")
 
 
-def test_no_gateway_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gateway_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "http://127.0.0.1:1", "--once"]) == 1
     assert "is a gateway running?" in capsys.readouterr().err
     assert cli.main(["top", "--interval", "0"]) == 2

@@ -1,4 +1,4 @@
-"""The pages, the live feed and what an operator may do, over a real gateway process and a scripted worker."""
+"""The pages, the live feed and the operator's actions, over a real gateway process and a scripted worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, A
             yield name, json.loads(line[6:])
 
 
-async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> None:
+async def test_the_feed_has_workers_prefixes_and_decisions(gateway: Process) -> None:
     async with (
         asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
@@ -72,7 +72,7 @@ async def test_the_feed_tells_of_workers_and_of_a_decision(gateway: Process) -> 
             assert [each["found_tokens"] for each in hello["decisions"]] == [16]
 
 
-async def test_the_gateway_stops_though_somebody_looks(gateway: Process) -> None:
+async def test_the_gateway_stops_while_a_viewer_reads_the_feed(gateway: Process) -> None:
     async with (
         asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
@@ -117,7 +117,7 @@ async def test_another_sites_page_cannot_act(gateway: Process, headers: dict[str
         assert (await response.json())["error"]["code"] == "cross_origin"
 
 
-async def test_an_unknown_worker_is_said(gateway: Process) -> None:
+async def test_an_unknown_worker_is_404(gateway: Process) -> None:
     async with aiohttp.ClientSession() as session, session.post(gateway.ops + "/workers/w9/purge") as response:
         assert response.status == 404
         assert "w9" in (await response.json())["error"]["message"]

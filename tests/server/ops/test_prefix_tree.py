@@ -36,7 +36,7 @@ def chain(*blocks: int) -> list[BlockHash]:
 
 
 class Requests:
-    """A tree fed by hand, and a clock."""
+    """Feeds a tree with matches at a clock of its own."""
 
     def __init__(self, max_blocks: int = 1000) -> None:
         self.now_s = 0.0
@@ -44,7 +44,7 @@ class Requests:
         self.workers: dict[str, WorkerMember] = {}
 
     def match(self, worker: str, *blocks: int, model: str = "m", num_more: int = 1) -> str:
-        """One request that finds `blocks` at `worker`; the name of the prefix."""
+        """Add a request that finds `blocks` at `worker`. Return the name of the prefix."""
         self.workers.setdefault(worker, member(worker, model=model))
         hashes = chain(*blocks, *range(900, 900 + num_more))
         request = RouteRequest("r", model, len(hashes) * SIZE, hashes)
