@@ -59,7 +59,8 @@ def fleet_metrics(
         candidates=lambda model, root: list(candidates),
         broken=lambda worker_id: worker_id in broken,
     )
-    router = SimpleNamespace(index_state=lambda: {"blind": blind}, num_outstanding=lambda: 0)
+    tracker = SimpleNamespace(num_outstanding=lambda: 0)
+    router = SimpleNamespace(index_state=lambda: {"blind": blind}, tracker=tracker)
     return FleetMetrics(fleet, router)  # type: ignore[arg-type]
 
 
