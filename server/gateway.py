@@ -153,7 +153,7 @@ class Gateway:
             index=self._index,
             metrics=self.metrics,
             lifecycle=self.lifecycle,
-            num_streamed_tokens=lambda: self.endpoint.open_responses.num_output_tokens,
+            num_streamed_tokens=lambda: self.endpoint.num_streamed_tokens,
             prefix_tree=prefix_tree,
         )
         self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
@@ -239,7 +239,7 @@ class Gateway:
             log.info("draining: open requests have %.0f s", grace_s)
             self.lifecycle.draining = True
             shutdown_s = grace_s - min(SHUTDOWN_NOTICE_S, grace_s / 2)
-            asyncio.get_running_loop().call_later(shutdown_s, self.endpoint.open_responses.shutdown)
+            asyncio.get_running_loop().call_later(shutdown_s, self.endpoint.shutdown)
         if self._listeners:
             self._listeners[0].stop()
 

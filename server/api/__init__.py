@@ -1,1 +1,1 @@
-"""OpenAI's routes: a checked body becomes a job, and what the job gives becomes an answer in OpenAI's shapes."""
+"""OpenAI's routes: decode, check and tokenise a body, let it be generated, and format the response."""

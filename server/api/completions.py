@@ -33,9 +33,9 @@ from server.schema.requests import COMPLETION, CompletionRequest
 from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
-"""Of one request, over all its prompts."""
+"""The limit for all prompts of a request together."""
 MAX_BATCH_TOKENS: Final = 1 << 20
-"""Of the prompts of one request, or one context if that is more."""
+"""The limit for all prompts of a request together, or one context if that is more."""
 MAX_BATCH_FIELDS: Final = 1 << 21
 """Prompts times the ids, biases and bad words that go with each of them to its worker."""
 MAX_ECHOED_LOGPROBS: Final = 1 << 21
@@ -55,17 +55,17 @@ class CompletionEndpoint(GenerateEndpoint):
 async def prepare_completion(request: CompletionRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
     """Tokenise every prompt and apply its limits. Raises ApiError."""
     prompts = request.prompts()
-    num_drawn = max(request.best_of or 1, request.num_choices)
-    if len(prompts) * num_drawn > MAX_CHOICES:
-        message = f"A request has at most {MAX_CHOICES} choices; this one has {len(prompts)} prompts x {num_drawn}."
+    num_sampled = max(request.best_of or 1, request.num_choices)
+    if len(prompts) * num_sampled > MAX_CHOICES:
+        message = f"A request has at most {MAX_CHOICES} choices; this one has {len(prompts)} prompts x {num_sampled}."
         raise InvalidRequestError(message, param="prompt")
     id_ = response_id("cmpl-")
-    default_tokens = 1 if request.max_tokens == 0 else request.token_limit  # to score, one token is drawn and not shown
+    default_tokens = 1 if request.max_tokens == 0 else request.token_limit  # scoring samples one hidden token
     params = await sampling.sampling_params(
         request,
         model,
         max_tokens=request.max_tokens or default_tokens,
-        logprobs=0 if request.logprobs is None and num_drawn > request.num_choices else request.logprobs,
+        logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
         grammar=sampling.grammar_of(request.response_format, request.structured_outputs),
         prompt_logprobs=request.logprobs if request.echo else None,
     )
@@ -90,19 +90,19 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
                 model=model,
                 prompt_ids=prompt_ids,
                 root=root,
-                seeds=sampling.choice_seeds(request.seed, num_drawn),
+                seeds=sampling.choice_seeds(request.seed, num_sampled),
                 sampling=params if max_tokens == params.max_tokens else replace(params, max_tokens=max_tokens),
                 rules=rules,
                 prompt_param="prompt",
                 grammar_param=sampling.grammar_param(request),
-                first_index=index * num_drawn,
+                first_index=index * num_sampled,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,
                 affinity_key=request.prompt_cache_key,
             )
         )
         await pace.rest()
-    formatter = CompletionFormatter(id_, request, model, echoes, num_drawn)
+    formatter = CompletionFormatter(id_, request, model, echoes, num_sampled)
     return PreparedRequest(tuple(specs), formatter, bool(request.stream))
 
 
@@ -132,7 +132,7 @@ async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model
         add_bos, limit = request.add_special_tokens is not False, request.max_tokens or None
         prompt_ids = await sampling.prompt_tokens(prompt, request, model, limit=limit, param="prompt", add_bos=add_bos)
     else:
-        sampling.check_vocabulary(prompt, model, "prompt")
+        sampling.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
         prompt_ids = sampling.truncated(prompt, request)
     if not prompt_ids:
         raise InvalidRequestError("The prompt is empty.", param="prompt")
@@ -140,16 +140,16 @@ async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model
 
 
 class CompletionFormatter(ChunkFormatter):
-    """Completion shapes. `num_drawn` choices were generated per prompt, the best n of them are shown."""
+    """Completion shapes. `num_sampled` choices were generated per prompt, the best n of them are shown."""
 
     def __init__(
-        self, id_: str, request: CompletionRequest, model: ServedModel, echoes: list[str], num_drawn: int
+        self, id_: str, request: CompletionRequest, model: ServedModel, echoes: list[str], num_sampled: int
     ) -> None:
         super().__init__(id_, "text_completion", request, model.tokenizer.token_bytes)
         self._num_shown = request.num_choices
         self._num_top = request.logprobs
         self._echoes = echoes
-        self._num_drawn = num_drawn
+        self._num_sampled = num_sampled
         self._begun: set[int] = set()
         self._is_scoring = request.max_tokens == 0
         """Only the prompt's log probabilities are asked for."""
@@ -173,10 +173,10 @@ class CompletionFormatter(ChunkFormatter):
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         num_shown = 0
         for prompt in range(len(response.generations)):
-            drawn = choices[prompt * self._num_drawn : (prompt + 1) * self._num_drawn]
-            if len(drawn) > self._num_shown:
-                drawn = sorted(drawn, key=_mean_logprob, reverse=True)[: self._num_shown]
-            for choice in drawn:
+            sampled = choices[prompt * self._num_sampled : (prompt + 1) * self._num_sampled]
+            if len(sampled) > self._num_shown:
+                sampled = sorted(sampled, key=_mean_logprob, reverse=True)[: self._num_shown]
+            for choice in sampled:
                 yield self._choice(response, prompt, num_shown, choice)
                 num_shown += 1
 
@@ -201,7 +201,7 @@ class CompletionFormatter(ChunkFormatter):
         return fields
 
     def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> Iterator[bytes]:
-        prompt = delta.choice // self._num_drawn
+        prompt = delta.choice // self._num_sampled
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             if self._echoes:

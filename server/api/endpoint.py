@@ -26,7 +26,7 @@ from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import Generation, RequestServices
-from server.request.response import OpenResponses, ResponseStream
+from server.request.response import ResponseStream
 from server.request_context import RequestContext, context_of
 from server.tracing import RequestTrace
 from worker.common.tracing import Tracing
@@ -44,7 +44,17 @@ class EndpointServices:
     keep_alive: KeepAlive
     request_timeout_s: float
     tracing: Tracing | None = None
-    open_responses: OpenResponses = field(default_factory=OpenResponses)
+    open_responses: set[ResponseStream] = field(default_factory=set)
+    """The responses being written now."""
+
+    @property
+    def num_streamed_tokens(self) -> int:
+        return sum(response.num_output_tokens for response in self.open_responses)
+
+    def shutdown(self) -> None:
+        """End every open response."""
+        for response in self.open_responses:
+            response.shutdown()
 
 
 class PreparedRequest(Struct, frozen=True, eq=False):
@@ -95,8 +105,8 @@ class GenerateEndpoint(ABC):
                 await self._respond(request.formatter, response, scope, send)
         finally:
             services.open_responses.discard(response)
-            context.num_output_tokens = sum([generation.num_output_tokens for generation in generations])
-            context.num_cached_tokens = sum([generation.num_cached_tokens or 0 for generation in generations])
+            context.num_output_tokens = response.num_output_tokens
+            context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
             self._metrics.output_tokens.inc(context.num_output_tokens)
             if lease is not None:

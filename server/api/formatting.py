@@ -1,4 +1,4 @@
-"""What the routes' formatters share: JSON in parts, the head of every chunk, and log probabilities."""
+"""Format responses: the shared parts, which are JSON in parts, the head of every chunk, and log probabilities."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from server.text.tokenizer import TooManyTokensError
 from worker.wire import Grammar, SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
-"""Of a request's bad words in all."""
+"""The limit for all bad words of a request together."""
 MAX_SCHEMA_BYTES: Final = 1 << 20
-"""Of a schema, or of all tools: templates and grammars write them in one go."""
+"""The limit for a schema, or for all tools: templates and grammars write them in one go."""
 TEXT_ROOM: Final = 4
-"""Contexts that a text may fill which is only counted, or cut to `truncate_prompt_tokens`."""
+"""The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
 _BATCH_CHARS: Final = 1 << 14
 _SEED_MASK: Final = 2**63 - 1
 
@@ -121,10 +121,10 @@ async def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         logit_bias=await _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
         bad_words=await _bad_words(request.bad_words, model) if request.bad_words else (),
-        allowed_token_ids=_in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
+        allowed_token_ids=in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=_in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
+        stop_token_ids=in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
         grammar=grammar,
@@ -138,11 +138,6 @@ def check_min_tokens(request: SamplingFields, max_tokens: int) -> None:
     """Raises InvalidRequestError."""
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
-
-
-def check_vocabulary(token_ids: Iterable[int], model: ServedModel, param: str) -> None:
-    """Raises InvalidRequestError."""
-    _in_vocabulary(token_ids, model.bundle.vocab_size, param)
 
 
 def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
@@ -223,7 +218,8 @@ async def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, .
     return tuple(ids for ids in banned if ids)
 
 
-def _in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    """Return the ids. Raises InvalidRequestError for one that no token has."""
     ids = tuple(token_ids)
     if ids and max(ids) >= vocab_size:
         raise InvalidRequestError(f"{param}: token ids go from 0 to {vocab_size - 1}.", param=param)

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from server.api.chat import client_offsets, render_chat
 from server.api.formatting import encode_json, token_text
-from server.api.sampling import check_vocabulary
+from server.api.sampling import in_vocabulary
 from server.auth.identity import Identity
 from server.errors import ContextLengthError, InvalidRequestError
 from server.event_loop import Pace
@@ -21,7 +21,7 @@ from server.schema.requests import CHAT
 from server.text.tokenizer import TooManyTokensError
 
 MAX_TOKENS: Final = 1 << 16
-"""Of one text to or from ids, or the model's context where that is more."""
+"""The limit for one text to or from ids, or the model's context where that is more."""
 
 
 class TokenizeText(Struct, kw_only=True):
@@ -79,7 +79,7 @@ class TokenizeApi:
         if len(request.tokens) > (limit := max(MAX_TOKENS, model.max_model_len)):
             message = f"tokens holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts."
             raise InvalidRequestError(message, param="tokens")
-        check_vocabulary(request.tokens, model, "tokens")
+        in_vocabulary(request.tokens, model.bundle.vocab_size, "tokens")
         return encode_json({"prompt": model.tokenizer.decode(request.tokens, skip_special=False)})
 
     def _model(self, name: str | None, identity: Identity) -> ServedModel:

@@ -1,1 +1,1 @@
-"""One request from its checked specs to its last token, whichever workers it takes."""
+"""One request from its checked prompts to its last token, on however many workers."""

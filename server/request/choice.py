@@ -1,4 +1,4 @@
-"""What a generation is asked for, and one of its n choices: the tokens as received, the text as released."""
+"""The specification of a generation, and one of its n choices: tokens as received, text as released."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TokenEntry(Struct, eq=False):
 
 
 class ChoiceDelta(Struct, eq=False):
-    """What one choice gained since its last delta; only its last delta has a finish_reason."""
+    """The gain of one choice since its last delta; only its last delta has a finish_reason."""
 
     choice: int
     """The choice's index in the response."""
@@ -150,7 +150,7 @@ class Choice:
             self._finish("length", None)
 
     def drain(self) -> ChoiceDelta | None:
-        """Return what is new, or None. Log probabilities wait for the text of their token."""
+        """Return what is new, or None. Log probabilities wait for their token's text."""
         token_ids = self._undelivered_ids
         if token_ids is None or not (token_ids or self.done):
             return None

@@ -49,14 +49,14 @@ from worker.wire import (
 log = logging.getLogger(__name__)
 
 WORKER_WAIT_S: Final = 0.25
-"""Pause before the next look for a worker: a lost one may live, or a new one start."""
+"""Pause before the next search for a worker: a lost one may live, or a new one start."""
 
 Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RequestServices:
-    """What every generation of this process shares."""
+    """The parts that every generation of this process shares."""
 
     gateway_id: GatewayId
     router: Router
@@ -72,7 +72,7 @@ class Generation:
     """Generates all choices of one prompt. `run` it once; cancel that to abort what still runs."""
 
     def __init__(self, spec: GenerationSpec, services: RequestServices, deadline_s: float | None = None) -> None:
-        """`deadline_s`: on the monotonic clock, when the client's time is over."""
+        """`deadline_s`: when the client's time is over, on the monotonic clock."""
         self.spec = spec
         self._services = services
         self._deadline_s = deadline_s
@@ -118,7 +118,7 @@ class Generation:
         return None not in [choice.finish_reason for choice in self.choices]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Generate every choice; `deliver` what is new as it arrives, or leave it to one `drain`. Raises ApiError."""
+        """Generate every choice; `deliver` what is new as it arrives. Without it, `drain` once. Raises ApiError."""
         self._admit()
         try:
             while not self.finished:
@@ -281,7 +281,7 @@ class Generation:
     async def _wait_for_worker(
         self, error: NoWorkerError, resumed: bool, full: Mapping[WorkerIncarnation, WorkerRefused]
     ) -> None:
-        """Make another look for a worker worth while. Raises ApiError when it is not."""
+        """Prepare another search for a worker. Raises ApiError when that cannot help."""
         history = self._history
         if full:
             raise backpressure_error(full, self.spec) from error

@@ -37,6 +37,14 @@ class ResponseStream:
             self._guard.end(ShuttingDownError)
 
     @property
+    def num_output_tokens(self) -> int:
+        return sum([generation.num_output_tokens for generation in self.generations])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum([generation.num_cached_tokens or 0 for generation in self.generations])
+
+    @property
     def first(self) -> Generation:
         return self.generations[0]
 
@@ -75,17 +83,14 @@ class ResponseStream:
 
     def usage(self) -> dict[str, object]:
         """Count tokens. A prompt is charged once, whatever the number of its choices."""
-        prompt_tokens = output_tokens = cached_tokens = reasoning_tokens = 0
-        for generation in self.generations:
-            prompt_tokens += len(generation.spec.prompt_ids)
-            output_tokens += generation.num_output_tokens
-            cached_tokens += generation.num_cached_tokens or 0
-            reasoning_tokens += generation.num_reasoning_tokens
+        prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
+        output_tokens = self.num_output_tokens
+        reasoning_tokens = sum([generation.num_reasoning_tokens for generation in self.generations])
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, "audio_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
 
@@ -106,25 +111,3 @@ class ResponseStream:
             (b"x-headstart-worker", worker_ids.encode("latin-1", "replace")),
             (b"x-headstart-cached-tokens", b"%d" % cached_tokens),
         ]
-
-
-class OpenResponses:
-    """The responses being written now."""
-
-    def __init__(self) -> None:
-        self._responses: set[ResponseStream] = set()
-
-    def add(self, response: ResponseStream) -> None:
-        self._responses.add(response)
-
-    def discard(self, response: ResponseStream) -> None:
-        self._responses.discard(response)
-
-    def shutdown(self) -> None:
-        """End them all: the process stops."""
-        for response in self._responses:
-            response.shutdown()
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(generation.num_output_tokens for response in self._responses for generation in response.generations)

@@ -1,4 +1,4 @@
-"""When a failed attempt is repeated, and what the client is told when it is not.
+"""Decide whether a failed attempt is repeated, and name the error that the client gets when it is not.
 
 A worker's death says little about its requests, except for those that it had accepted and given no token since: these
 are poison candidates. The next worker prefills candidates one at a time, and announces each, so that a second death
@@ -85,7 +85,7 @@ class AttemptHistory:
         return self.num_suspicions > 0
 
     def answered(self) -> None:
-        """A token has come: the request is no poison candidate."""
+        """Record the attempt's first token: the request is no poison candidate."""
         self.stage = Stage.ANSWERED
         self.num_suspicions = 0
 
@@ -114,7 +114,7 @@ class AttemptHistory:
         return self.num_refusals <= MAX_REFUSALS
 
     def excuse_stale(self) -> bool:
-        """Whether a kept-alive connection that ended before an answer is no loss: only as the first trouble."""
+        """Return whether a kept-alive connection that ended early is no loss: only as the first failure."""
         if self.num_refusals:
             return False
         self.num_refusals += 1
@@ -129,7 +129,7 @@ class AttemptHistory:
         return True
 
     def may_wait(self) -> bool:
-        """Whether to wait for a worker that may start in the place of one that stops."""
+        """Return whether to wait for a worker to start in the place of one that stops."""
         self.num_waits += 1
         return not self.num_losses and self.num_waits <= MAX_WAITS
 
@@ -140,21 +140,21 @@ class RetryPolicy:
     `refused`, `failed` and `lost` raise ApiError when the request shall not be tried again.
     """
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, budget: RetryBudget | None = None) -> None:
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._budget = budget or RetryBudget()
+        self.budget = RetryBudget()
         self._poison = PoisonCache()
         self.backpressure = BackpressureCache()
 
     def admit(self, spec: GenerationSpec) -> None:
         """Count a new request. Raises InternalError for one that is known as poison."""
-        self._budget.earn()
+        self.budget.earn()
         if spec in self._poison:
             raise InternalError("This request has failed a moment ago and is not tried again.")
 
     def refused(self, history: AttemptHistory, worker: WorkerMember, refusal: WorkerRefused) -> None:
-        """The worker has begun nothing."""
+        """Judge a refusal: the worker has begun nothing."""
         spec = history.spec
         self._metrics.refused(refusal.status)
         if refusal.failed.code == "queue_full":
@@ -162,12 +162,12 @@ class RetryPolicy:
         if refusal.failed.code == "wrong_epoch":
             self._fleet.report_wrong_epoch(worker)
         may_retry = refusal.status in (401, 409, 429, 502, 503, 504)
-        if not (may_retry and history.refused(worker, refusal) and self._budget.spend()):
+        if not (may_retry and history.refused(worker, refusal) and self.budget.spend()):
             raise error_of(refusal.failed, spec, refusal.status) from refusal
         log.info("%s: worker %s refused: %s", spec.request_id, worker.worker_id, refusal)
 
     def failed(self, history: AttemptHistory, worker: WorkerMember, error: WorkerFailed) -> None:
-        """The worker has given the request up."""
+        """Judge a Failed frame: the worker has given the request up."""
         if not error.failed.retryable:
             raise self._judged(history.spec, error_of(error.failed, history.spec)) from error
         if error.failed.code == "draining":
@@ -177,7 +177,7 @@ class RetryPolicy:
         self.lost(history, worker, error)
 
     def lost(self, history: AttemptHistory, worker: WorkerMember, error: Exception) -> None:
-        """The worker is gone, or gave up without a reason to stop."""
+        """Judge a lost worker, or one that gave up without stopping."""
         spec = history.spec
         if isinstance(error, StaleConnection) and history.excuse_stale():
             log.info("%s: worker %s is asked again: %s", spec.request_id, worker.worker_id, error)

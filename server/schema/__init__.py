@@ -1,1 +1,1 @@
-"""What clients may send: OpenAI's bodies, checked field by field."""
+"""The request bodies of OpenAI's routes, checked field by field."""

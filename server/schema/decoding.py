@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -16,14 +16,14 @@ from server.errors import ContextLengthError, InvalidRequestError, MediaTypeErro
 from server.event_loop import Steps, at_once, paced
 
 MAX_DEPTH: Final = 64
-"""Of a body, and of a JSON schema in it: their later readers, such as the grammar compiler, are recursive."""
+"""The limit for a body, and for a JSON schema in it: later readers, the grammar compiler too, are recursive."""
 _JSON: Final = b"application/json"
 LARGE_BODY_BYTES: Final = 1 << 16
 """Larger bodies are measured slice by slice before they are decoded."""
 MAX_VALUES: Final = 1_250_000
-"""Of a body: a million token ids and some more. An id takes 40 bytes, and 80 ns to decode."""
+"""The limit for a body: a million token ids and some more. An id takes 40 bytes, and 80 ns to decode."""
 MAX_CONTAINERS: Final = 150_000
-"""Arrays and objects of a body: an empty object takes 20 times its bytes."""
+"""The limit for a body's arrays and objects: an empty object takes 20 times its bytes."""
 _SLICE_BYTES: Final = 1 << 17
 _STEPS: Final = bytes(1 if byte in b"[{" else 255 if byte in b"]}" else 0 for byte in range(256))
 """The change of depth at each byte, as signed bytes."""
@@ -121,11 +121,11 @@ class NotOffered:
     """The value of a refused field: only null, false, "" and [] are taken, which say nothing."""
 
 
-class Body(Protocol):
-    """A decoded body, with checks that no single field's type can say."""
+class Body(msgspec.Struct, kw_only=True):
+    """The fields of a request body."""
 
     def check(self) -> None:
-        """Raises InvalidRequestError."""
+        """Check what no single field's type can say. Raises InvalidRequestError."""
 
 
 BodyT = TypeVar("BodyT", bound=Body)

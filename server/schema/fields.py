@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
-from server.schema.decoding import unsupported
+from server.schema.decoding import Body, unsupported
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 128
@@ -181,7 +181,7 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ModelFields(Struct, kw_only=True):
+class ModelFields(Body, kw_only=True):
     """The fields of every generating route, vLLM's extensions included: model, sampling, hints, refused fields."""
 
     model: Annotated[str, Meta(min_length=1, max_length=1024)]

@@ -66,7 +66,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def tool_mode(self) -> ToolMode:
-        """What the model has to do with `usable_tools`."""
+        """The use that the model has to make of `usable_tools`."""
         choice = self.tool_choice
         if not self.tools or choice == "none":
             return "none"

@@ -123,7 +123,7 @@ async def gateway(
         )
         built.watch._alone_s = alone_s
         if budget is not None:
-            built.requests.retry._budget = budget
+            built.requests.retry.budget = budget
         if throttle is not None:
             assert isinstance(built.authenticator, KeyAuthenticator)
             built.authenticator._throttle = throttle
@@ -142,7 +142,7 @@ async def gateway(
             await until(
                 lambda: not (built.requests.limiter.num_tokens or built.watch._streams or built.keep_alive._writers)
             )
-            await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses._responses))
+            await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses))
         finally:
             server.told.set()
             await serving

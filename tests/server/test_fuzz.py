@@ -171,7 +171,7 @@ class Mutations:
 
 
 def check_answer(status: int, raw: bytes, data: bytes) -> bool:
-    """Whether the body was answered; asserts that a refusal is the client's error, in four keys."""
+    """Return whether the body was answered; a refusal has to be a 4xx with four keys."""
     assert status < 500, (data, raw)
     if status == 200:
         assert b'"error"' not in raw, (data, raw)

@@ -1,4 +1,4 @@
-"""What a request may cost the gateway is known before it is spent, and nothing well-formed is done in one go."""
+"""The cost of a request is limited before it is spent, and long work on it is done in slices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def worker(bundle: TokenizerBundle, raw_tokenizer: RawTokenizer) -> ScriptedWork
 
 
 async def post(url: str, body: object, path: str = "/v1/chat/completions") -> tuple[int, dict[str, str], bytes]:
-    """As in `test_app`, of large bodies too."""
+    """Post a body, also a large one."""
     data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
     headers = {"content-type": "application/json"}
     async with aiohttp.ClientSession() as session, session.post(url + path, data=data, headers=headers) as answer:
@@ -166,7 +166,7 @@ async def test_many_prompts_share_their_parameters_and_take_turns(
         assert 1 < most <= MAX_AT_ONCE
 
 
-async def test_what_goes_along_with_every_prompt_is_bounded(worker: ScriptedWorker) -> None:
+async def test_fields_that_go_along_with_every_prompt_are_bounded(worker: ScriptedWorker) -> None:
     async with gateway(worker, max_body_bytes=32 << 20) as target:
         body = {"model": "tiny", "prompt": ["a"] * 64, "bad_words": [f"{n} " + "a b " * 240 for n in range(30)]}
         status, _, answer = await post(target.url, body, COMPLETIONS)
@@ -211,7 +211,7 @@ async def test_paced_work_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert at_once(work("c")) == "c"
 
 
-async def test_the_loops_delay_is_logged_once() -> None:
+async def test_the_loops_delay_is_reported_once() -> None:
     metrics = GatewayMetrics()
     sampling = asyncio.create_task(sample_delay(metrics.delayed))
     await asyncio.sleep(0.05)
@@ -273,7 +273,7 @@ def process(worker: ScriptedWorker) -> Iterator[Site]:
 
 
 async def test_no_request_makes_the_gateway_much_larger(worker: ScriptedWorker) -> None:
-    """What `headstart bench limits` shows of memory, for those requests that made it largest."""
+    """Measure memory like `headstart bench limits`, for the requests that need most of it."""
     chosen = [case for case in cases() if case.name in SHORT]
     assert len(chosen) == len(SHORT)
     async with listening(worker.app()) as worker.url:

@@ -117,7 +117,7 @@ async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> 
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
     ],
 )
-async def test_what_is_not_offered_is_said(says: Says, fields: dict[str, Any], param: str) -> None:
+async def test_refused_fields_are_named(says: Says, fields: dict[str, Any], param: str) -> None:
     worker: ScriptedWorker = says("x")
     async with gateway(worker) as target:
         status, _, raw = await post(target.url, {"model": "tiny", "input": "x", **fields}, "/v1/responses")

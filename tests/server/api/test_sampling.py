@@ -71,7 +71,7 @@ async def test_sampling_fields_reach_the_worker(worker: ScriptedWorker, path: st
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_bad_word_is_banned_at_the_begin_and_behind_a_space(
+async def test_a_bad_word_is_banned_at_the_start_and_after_a_space(
     worker: ScriptedWorker, raw_tokenizer: Tokenizer, path: str
 ) -> None:
     async with gateway(worker) as target:
@@ -127,7 +127,7 @@ async def test_the_context_holds_the_prompt_and_one_token_at_least(worker: Scrip
                 assert json.loads(raw)["error"]["code"] == "context_length_exceeded"
 
 
-async def test_a_request_has_so_many_choices_over_all_its_prompts(worker: ScriptedWorker) -> None:
+async def test_the_choices_of_all_prompts_together_are_limited(worker: ScriptedWorker) -> None:
     body = {"model": "tiny", "prompt": ["x"] * 9, "n": 128, "max_tokens": 1}
     async with gateway(worker) as target:
         status, _, raw = await post(target.url, body, "/v1/completions")
@@ -135,7 +135,7 @@ async def test_a_request_has_so_many_choices_over_all_its_prompts(worker: Script
     assert worker.received == []
 
 
-async def test_the_best_of_more_than_are_wanted_are_told_apart(worker: ScriptedWorker) -> None:
+async def test_best_of_shows_the_best_of_more_choices(worker: ScriptedWorker) -> None:
     body = {"model": "tiny", "prompt": ["one", "two"], "n": 1, "best_of": 3, "max_tokens": 2}
     async with gateway(worker) as target:
         status, _, raw = await post(target.url, body, "/v1/completions")

@@ -146,7 +146,7 @@ async def test_tool_choice_none_leaves_text_alone(says: Says) -> None:
     assert "get_weather" not in says.prompt(worker)
 
 
-async def test_thoughts_are_split_from_the_answer(says: Says) -> None:
+async def test_reasoning_is_split_from_the_answer(says: Says) -> None:
     worker = says("<think>Well, 4.</think>\n\nIt is 4.", chat_template="{{ messages[0].content }}{# <think> #}")
     async with gateway(worker) as target:
         _, _, body = await post(target.url, chat())
@@ -191,7 +191,7 @@ async def test_structured_output_reaches_the_worker(
 OTHER: Any = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
 
 
-async def test_allowed_tools_are_all_that_the_model_is_logged_of(says: Says) -> None:
+async def test_the_model_sees_the_allowed_tools_alone(says: Says) -> None:
     worker = says(CALL)
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
@@ -224,7 +224,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
         ("{# tools [TOOL_CALLS] #}x", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "K"}}]'),
     ],
 )
-async def test_a_format_beside_tools_leaves_calls_possible(says: Says, template: str, call: str) -> None:
+async def test_a_format_with_tools_leaves_calls_possible(says: Says, template: str, call: str) -> None:
     """The grammar takes the answer, and a call in the family's own form, and nothing else."""
     worker = says('{"a": 1}', chat_template=template)
     async with gateway(worker) as target:
@@ -252,7 +252,7 @@ def follows(constraint: GrammarConstraint, token_ids: list[int]) -> bool:
     return True
 
 
-async def test_structured_outputs_beside_tools_are_refused(says: Says) -> None:
+async def test_structured_outputs_with_tools_are_refused(says: Says) -> None:
     async with gateway(says("x")) as target:
         body = chat(tools=[WEATHER], structured_outputs={"regex": "a"})
         status, _, raw = await post(target.url, body)
@@ -261,7 +261,7 @@ async def test_structured_outputs_beside_tools_are_refused(says: Says) -> None:
         assert status == 200
 
 
-async def test_a_format_is_no_thought(says: Says) -> None:
+async def test_a_format_leaves_no_room_for_reasoning(says: Says) -> None:
     """A template that opens the thoughts, and a grammar that allows none: the text is the answer."""
     worker = says('{"a": 1}', chat_template="{{ messages[0].content }}<think>")
     async with gateway(worker) as target:

@@ -1,4 +1,4 @@
-"""As many scripted workers as a test wants."""
+"""Scripted workers, as many as a test needs."""
 
 from __future__ import annotations
 

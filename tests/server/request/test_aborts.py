@@ -1,4 +1,4 @@
-"""What nobody waits for any more is aborted on its worker."""
+"""Requests whose client has left, and choices that ended early, are aborted on their worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_a_client_that_leaves_is_an_abort_at_once(make: MakeWorker, stream
         await forever.wait()
 
     worker.behave = behave
-    # Nothing but the end of the connection tells: no keep-alive is written and no stream looked after meanwhile.
+    # Only the end of the connection shows it: no keep-alive is written, and no stream is probed.
     async with gateway(worker, keepalive_s=3600.0, silent_s=3600.0) as target:
         async with aiohttp.ClientSession() as session:
             request = asyncio.create_task(session.post(target.url + "/v1/chat/completions", json=chat(stream=stream)))

@@ -1,4 +1,4 @@
-"""One choice, fed with frames by hand: what it releases, when, and how it ends."""
+"""One choice, fed with frames by hand: the text it releases, and its end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SPECIAL_ID = 2
 
 
 @pytest.fixture(scope="module")
-def pieces(raw_tokenizer: Tokenizer) -> TokenBytes:
+def token_bytes(raw_tokenizer: Tokenizer) -> TokenBytes:
     return TokenBytes(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
 
 
-def choice_of(pieces: TokenBytes, *, with_logprobs: bool = False, **rules: Any) -> Choice:
+def choice_of(token_bytes: TokenBytes, *, with_logprobs: bool = False, **rules: Any) -> Choice:
     spec: Any = SimpleNamespace(
-        model=SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=pieces)),
+        model=SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=token_bytes)),
         seeds=(5,),
         sampling=SamplingParams(max_tokens=9, logprobs=0 if with_logprobs else None),
         rules=TextRules(**rules),
@@ -32,13 +32,13 @@ def choice_of(pieces: TokenBytes, *, with_logprobs: bool = False, **rules: Any) 
     return Choice(spec, 0)
 
 
-def letter(pieces: TokenBytes, text: str) -> int:
-    return next(id_ for id_ in range(600) if pieces[id_] == text.encode())
+def letter(token_bytes: TokenBytes, text: str) -> int:
+    return next(id_ for id_ in range(600) if token_bytes[id_] == text.encode())
 
 
-def take(choice: Choice, pieces: TokenBytes, text: str, *, with_logprobs: bool = False) -> bool:
+def take(choice: Choice, token_bytes: TokenBytes, text: str, *, with_logprobs: bool = False) -> bool:
     """A token a letter, in one frame."""
-    ids = tuple(letter(pieces, one) for one in text)
+    ids = tuple(letter(token_bytes, one) for one in text)
     return choice.take(Tokens(0, ids, tuple(TokenLogprobs(-0.5, ()) for _ in ids) if with_logprobs else None))
 
 
@@ -48,13 +48,13 @@ def drained(choice: Choice) -> ChoiceDelta:
     return delta
 
 
-def shown(delta: ChoiceDelta, pieces: TokenBytes) -> str:
-    return b"".join(pieces[entry.token_id] for entry in delta.entries).decode()
+def shown(delta: ChoiceDelta, token_bytes: TokenBytes) -> str:
+    return b"".join(token_bytes[entry.token_id] for entry in delta.entries).decode()
 
 
-def test_what_may_begin_a_stop_string_comes_with_the_end_at_the_latest(pieces: TokenBytes) -> None:
-    choice = choice_of(pieces, stops=("END",))
-    assert not take(choice, pieces, "aEN")
+def test_the_possible_beginning_of_a_stop_string_is_released_at_the_end(token_bytes: TokenBytes) -> None:
+    choice = choice_of(token_bytes, stops=("END",))
+    assert not take(choice, token_bytes, "aEN")
     assert drained(choice).text == "a"
     choice.finish(Finished(0, "length"))
     last = drained(choice)
@@ -62,51 +62,51 @@ def test_what_may_begin_a_stop_string_comes_with_the_end_at_the_latest(pieces: T
     assert choice.drain() is None
 
 
-def test_log_probabilities_come_with_the_text_of_their_tokens(pieces: TokenBytes) -> None:
-    choice = choice_of(pieces, stops=("END",), with_logprobs=True)
-    take(choice, pieces, "aEN", with_logprobs=True)
-    assert shown(drained(choice), pieces) == "a"
-    take(choice, pieces, "b", with_logprobs=True)
-    assert shown(drained(choice), pieces) == "ENb"
-    take(choice, pieces, "E", with_logprobs=True)
+def test_log_probabilities_come_with_the_text_of_their_tokens(token_bytes: TokenBytes) -> None:
+    choice = choice_of(token_bytes, stops=("END",), with_logprobs=True)
+    take(choice, token_bytes, "aEN", with_logprobs=True)
+    assert shown(drained(choice), token_bytes) == "a"
+    take(choice, token_bytes, "b", with_logprobs=True)
+    assert shown(drained(choice), token_bytes) == "ENb"
+    take(choice, token_bytes, "E", with_logprobs=True)
     choice.finish(Finished(0, "length"))
-    assert shown(drained(choice), pieces) == "E"
+    assert shown(drained(choice), token_bytes) == "E"
 
 
-def test_tokens_of_a_stop_string_have_no_log_probabilities(pieces: TokenBytes) -> None:
-    choice = choice_of(pieces, stops=("END",), with_logprobs=True)
-    assert take(choice, pieces, "aENDb", with_logprobs=True)
+def test_tokens_of_a_stop_string_have_no_log_probabilities(token_bytes: TokenBytes) -> None:
+    choice = choice_of(token_bytes, stops=("END",), with_logprobs=True)
+    assert take(choice, token_bytes, "aENDb", with_logprobs=True)
     delta = drained(choice)
-    assert (delta.text, shown(delta, pieces)) == ("a", "a")
+    assert (delta.text, shown(delta, token_bytes)) == ("a", "a")
     assert (delta.finish_reason, delta.stop_reason) == ("stop", "END")
     assert len(choice.output_ids) == 4, "what follows the stop string is not taken"
 
 
-def test_a_stop_token_is_named_unless_it_is_the_models_own(pieces: TokenBytes) -> None:
-    own, asked_for = choice_of(pieces), choice_of(pieces)
+def test_a_stop_token_is_named_unless_it_is_the_models_own(token_bytes: TokenBytes) -> None:
+    own, asked_for = choice_of(token_bytes), choice_of(token_bytes)
     own.finish(Finished(0, "stop", SPECIAL_ID))
-    asked_for.finish(Finished(0, "stop", letter(pieces, "b")))
-    assert [drained(choice).stop_reason for choice in (own, asked_for)] == [None, letter(pieces, "b")]
+    asked_for.finish(Finished(0, "stop", letter(token_bytes, "b")))
+    assert [drained(choice).stop_reason for choice in (own, asked_for)] == [None, letter(token_bytes, "b")]
 
 
-def test_an_answer_is_complete_without_its_last_frame(pieces: TokenBytes) -> None:
-    """Its worker may be lost between the last token and the word that it was the last."""
-    choice = choice_of(pieces, terminal_ids=frozenset({SPECIAL_ID}))
-    take(choice, pieces, "ab")
+def test_an_answer_is_complete_without_its_last_frame(token_bytes: TokenBytes) -> None:
+    """A worker may be lost between its last Tokens frame and its Finished frame."""
+    choice = choice_of(token_bytes, terminal_ids=frozenset({SPECIAL_ID}))
+    take(choice, token_bytes, "ab")
     choice.finish_if_complete(max_tokens=3)
     assert not choice.done
     choice.finish_if_complete(max_tokens=2)
     assert choice.finish_reason == "length"
     choice.reset()
-    choice.take(Tokens(0, (letter(pieces, "a"), SPECIAL_ID)))
+    choice.take(Tokens(0, (letter(token_bytes, "a"), SPECIAL_ID)))
     choice.finish_if_complete(max_tokens=2)
     assert choice.finish_reason == "stop", "its own end, and the limit at once"
 
 
-def test_text_is_decoded_in_bounded_parts_and_drained_in_one(pieces: TokenBytes) -> None:
-    choice = choice_of(pieces)
+def test_text_is_decoded_in_bounded_parts_and_drained_in_one(token_bytes: TokenBytes) -> None:
+    choice = choice_of(token_bytes)
     for _ in range(3 * MAX_PENDING_IDS):
-        take(choice, pieces, "ab")
+        take(choice, token_bytes, "ab")
         assert len(choice._pending_ids) <= MAX_PENDING_IDS
     delta = drained(choice)
     assert delta.text == "ab" * 3 * MAX_PENDING_IDS

@@ -1,4 +1,4 @@
-"""What a gateway refuses by itself: too many waiting tokens, and what full workers have refused a moment ago."""
+"""The gateway itself refuses too many waiting tokens, and requests that full workers have just refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that refuse, and what the gateway refuses: floods, requests that kill workers, workers that lie."""
+"""Refusals by workers, and by the gateway: floods, requests that kill workers, workers with a false bundle."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_refused_by_all_is_a_status(
 
 
 async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
-    """So that trouble is not multiplied: with nothing saved up, a tenth of them."""
+    """With an empty budget a tenth of the requests may be retried, so that retries do not multiply a failure."""
     budget = RetryBudget(clock=lambda: 0.0)
     while budget.spend():
         pass
@@ -76,7 +76,7 @@ async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
 async def test_a_flood_is_answered_without_asking_the_workers_each_time(
     make: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pause_s = 2.0  # so long that a slow machine sends the whole flood meanwhile
+    pause_s = 2.0  # long enough for a slow machine to send the whole flood
     monkeypatch.setattr(limits, "BACKPRESSURE_S", pause_s)
     workers = make(), make()
     for worker, retry_after_s in zip(workers, (2.0, 5.0), strict=True):
@@ -93,7 +93,7 @@ async def test_a_flood_is_answered_without_asking_the_workers_each_time(
         assert (await post(target.url, chat()))[0] == 200
 
 
-async def test_a_request_that_kills_workers_is_stopped_and_quarantined(make: MakeWorker) -> None:
+async def test_a_request_that_kills_workers_is_stopped_and_remembered_as_poison(make: MakeWorker) -> None:
     workers = [make() for _ in range(5)]
     for worker in workers:
         worker.behave = dies_after(worker, 0)
@@ -107,10 +107,10 @@ async def test_a_request_that_kills_workers_is_stopped_and_quarantined(make: Mak
         for worker in workers:
             worker.behave = None
         status, _, _ = await post(target.url, chat(seed=1, temperature=0.5))
-        assert status == 200, "another request is not in quarantine"
+        assert status == 200, "another request is not in the poison cache"
 
 
-async def test_a_worker_that_says_so_is_believed(make: MakeWorker) -> None:
+async def test_a_worker_that_calls_a_request_poisonous_is_believed(make: MakeWorker) -> None:
     blaming, other = make(), make()
 
     async def blame(request: GenerateRequest) -> AsyncIterator[Frame]:

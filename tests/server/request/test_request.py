@@ -1,4 +1,4 @@
-"""What a generation tells its placement, attempt by attempt."""
+"""A generation reports its progress to its placement, attempt by attempt."""
 
 from __future__ import annotations
 

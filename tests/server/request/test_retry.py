@@ -1,4 +1,4 @@
-"""When a request is tried again, when it is not, and what the client is told then."""
+"""The retry policy: attempts that are repeated, and the errors for those that are not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SPEC: Any = SimpleNamespace(prompt_param="messages", grammar_param="response_for
         ("internal_error", None, (500, "internal_error", None, None)),
     ],
 )
-def test_a_workers_words_are_openais(code: str, status: int | None, expected: tuple[Any, ...]) -> None:
+def test_failed_frames_become_openai_errors(code: str, status: int | None, expected: tuple[Any, ...]) -> None:
     error = error_of(Failed(code, "at /secret", retryable=False, retry_after_s=7.5), SPEC, status)
     assert (error.status, error.code, error.param, error.retry_after_s) == expected
     if error.code == "internal_error":
@@ -55,7 +55,7 @@ def test_a_workers_words_are_openais(code: str, status: int | None, expected: tu
 
 
 @pytest.mark.parametrize(("contended", "status"), [(True, 429), (False, 503)])
-def test_without_a_worker_it_is_the_load_or_the_fleet(contended: bool, status: int) -> None:
+def test_without_a_worker_the_error_is_429_or_503(contended: bool, status: int) -> None:
     error = no_worker_error(AttemptHistory(SPEC), NoWorkerError("none", contended=contended, retry_after_s=3.0))
     assert (error.status, error.retry_after_s) == (status, 3.0)
 
@@ -73,7 +73,7 @@ def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefu
     return WorkerRefused(status, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
 
 
-def test_two_workers_that_die_while_they_compute_it_are_enough() -> None:
+def test_two_workers_that_die_in_its_prefill_make_a_request_poison() -> None:
     history = AttemptHistory(SPEC)
     assert lost(history, Stage.SENT, member()) is None
     assert not history.is_poison_candidate, "it never had the request"
@@ -89,10 +89,10 @@ def test_a_token_clears_a_request() -> None:
         assert lost(history, Stage.PREFILLING, member()) is None
         history.answered()
         assert not history.is_poison_candidate
-    assert isinstance(lost(history, Stage.ANSWERED, member()), WorkerLostError), "and yet there is an end"
+    assert isinstance(lost(history, Stage.ANSWERED, member()), WorkerLostError), "the number of losses is limited too"
 
 
-def test_refusals_are_passed_over_so_many_times_and_the_soonest_is_reported() -> None:
+def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     history = AttemptHistory(SPEC)
     for retry_after_s in (5.0, 2.0, 9.0):
         assert history.refused(member(), refusal(retry_after_s=retry_after_s))
@@ -111,12 +111,12 @@ def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None
     assert history.excluded == {("a", "e")}
 
 
-def test_a_connection_that_had_ended_is_no_loss_once() -> None:
+def test_the_first_stale_connection_is_no_loss() -> None:
     history = AttemptHistory(SPEC)
     assert [history.excuse_stale(), history.excuse_stale()] == [True, False]
 
 
-def test_the_lost_have_a_second_chance_unless_the_request_is_poison_candidate() -> None:
+def test_lost_workers_are_readmitted_unless_the_request_is_a_poison_candidate() -> None:
     history = AttemptHistory(SPEC)
     assert not history.readmit_lost(), "no worker was lost"
     lost(history, Stage.ANSWERED, member("a"))

@@ -1,4 +1,4 @@
-"""Workers that hang, and those that are only slow: told apart, waited for, and cut at the deadline."""
+"""Hung workers are found, slow ones are waited for, and both are cut at the deadline."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_the_deadline_is_a_504_or_an_error_event(make: MakeWorker) -> None
         assert (status, json.loads(raw)["error"]["code"]) == (504, "timeout")
         deadline_s = worker.received[0].deadline_s
         assert deadline_s is not None
-        assert 0.0 < deadline_s <= 2.0, "the worker is told how long anybody waits"
+        assert 0.0 < deadline_s <= 2.0, "the worker knows how long the client waits"
         status, _, raw = await post(target.url, chat(stream=True))
         assert status == 200
         assert events(raw)[-1]["error"]["code"] == "timeout"

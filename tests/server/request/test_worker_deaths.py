@@ -1,4 +1,4 @@
-"""Workers that die, break connections, stop or misspeak, and streams that are resumed elsewhere."""
+"""Workers die, break connections, stop or send invalid frames, and streams are resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, 
 
 
 def gone_after(worker: ScriptedWorker, num_tokens: int) -> Script:
-    """As `dies_after`, and never again a token."""
+    """Like `dies_after`, and then die again before each token."""
     dies, lives = dies_after(worker, num_tokens), iter([True])
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -82,7 +82,9 @@ async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, str
             body = json.loads(raw)
             text, usage = body["choices"][0]["message"]["content"], body["usage"]
         assert text == ANSWER
-        assert usage["prompt_tokens_details"]["cached_tokens"] == (3 if num_tokens else 5), "of who gave the first"
+        assert usage["prompt_tokens_details"]["cached_tokens"] == (3 if num_tokens else 5), (
+            "from the worker of the first token"
+        )
         assert target.metrics.registry.get_sample_value("headstart_resumed_total") == (num_tokens > 0)
         (resumed,) = healthy.received
         assert list(resumed.choices[0].output_ids) == healthy.reply[:num_tokens]
@@ -124,7 +126,7 @@ async def test_no_worker_of_the_numerics_class_means_an_error_event(make: MakeWo
             assert raised.value.code == "worker_lost"
 
 
-async def test_unstreamed_answers_begin_again_on_other_numerics(make: MakeWorker) -> None:
+async def test_unstreamed_answers_restart_on_other_numerics(make: MakeWorker) -> None:
     dying, other = make(), make(numerics="cuda-bfloat16")
     dying.behave = dies_after(dying, 5)
     async with gateway(dying, other) as target:
@@ -165,7 +167,7 @@ async def test_a_kept_connection_that_broke_is_no_lost_worker(
 
 
 async def test_a_stream_outlives_many_handovers_and_gets_a_lost_worker_back(make: MakeWorker) -> None:
-    """Workers that stop hand over, which is no loss; a worker that was lost is asked again when there is no other."""
+    """A worker that stops hands over, which is no loss; a lost worker is asked again when there is no other."""
     worker = make()
     tries = count()
 
@@ -179,7 +181,7 @@ async def test_a_stream_outlives_many_handovers_and_gets_a_lost_worker_back(make
         yield Started(0)
         yield Tokens(0, tuple(worker.reply[done : done + 1]))
         if number < 3:
-            target.router.members[0] = replace(worker.member(), epoch=Epoch(f"boot {number}"))
+            target.router.members[0] = replace(worker.member(), epoch=Epoch(f"epoch {number}"))
             yield Failed("draining", "the worker stops", retryable=True)
             return
         await asyncio.sleep(0.02)  # let what was sent be read
@@ -217,7 +219,7 @@ async def test_failed_frames(make: MakeWorker) -> None:
 
 
 @pytest.mark.parametrize("frames", [[End(0, 0, 0)], [Started(0), Tokens(7, (1,))], [Started(0), Finished(0, "abort")]])
-async def test_nonsense_from_a_worker_is_a_loss(make: MakeWorker, frames: list[Frame]) -> None:
+async def test_invalid_frames_are_a_loss(make: MakeWorker, frames: list[Frame]) -> None:
     odd, healthy = make(), make()
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -232,15 +234,15 @@ async def test_nonsense_from_a_worker_is_a_loss(make: MakeWorker, frames: list[F
         assert (len(odd.received), len(healthy.received)) == (1, 1)
 
 
-@pytest.mark.parametrize("is_logged", [False, True])
-async def test_the_end_lost_with_its_worker(make: MakeWorker, is_logged: bool) -> None:
-    """All tokens came: nothing is left to be asked of anybody, and where Finished came too, nothing was lost."""
+@pytest.mark.parametrize("has_finished", [False, True])
+async def test_the_end_lost_with_its_worker(make: MakeWorker, has_finished: bool) -> None:
+    """All tokens came, so no worker is asked again; where Finished came too, no worker counts as lost."""
     dying = make()
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
         yield Started(0)
         yield Tokens(0, (*dying.reply, 2))
-        if is_logged:
+        if has_finished:
             yield Finished(0, "stop", 2)
             await asyncio.sleep(0.02)  # let what was sent be read
         raise Die
@@ -250,4 +252,4 @@ async def test_the_end_lost_with_its_worker(make: MakeWorker, is_logged: bool) -
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
         assert len(target.router.placements) == 1
-        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not is_logged)
+        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not has_finished)
