@@ -15,7 +15,7 @@ MAX_REPLY_BYTES: Final = 64 << 20
 """Twice a registry of 20,000 workers. It keeps other users of Redis from filling the memory of every reader."""
 _SHORT_BYTES: Final = 2048
 _MILLIONS: Final = re.compile(rb"[*~%>|][0-9]{7}")
-_DEFAULT_PORTS: Final = {"cluster": 6379, "sentinel": 26379}
+_DEFAULT_PORTS: Final = {"": 6379, "cluster": 6379, "sentinel": 26379}
 _FORMS: Final = "redis://, rediss://, unix://, redis[s]+sentinel:// or redis[s]+cluster://"
 
 
@@ -88,11 +88,7 @@ class Endpoint:
         self.label = _without_password(url)
         """The URL without its password."""
         scheme, _, kind = urlsplit(url).scheme.partition("+")
-        if (
-            scheme not in ("redis", "rediss", "unix")
-            or kind not in ("", *_DEFAULT_PORTS)
-            or (kind and scheme == "unix")
-        ):
+        if scheme not in (("redis", "rediss") if kind else ("redis", "rediss", "unix")) or kind not in _DEFAULT_PORTS:
             raise ValueError(f"Redis URL {self.label!r}: use {_FORMS}")
         self.is_cluster = kind == "cluster"
         self._timeout_s = settings.connect_timeout_s

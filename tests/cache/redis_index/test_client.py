@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from redis.asyncio.connection import Connection
 
 from cache.redis_index.client import RedisClient, RedisDownError
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
@@ -162,3 +163,15 @@ async def test_silent_server_is_dropped() -> None:
         with pytest.raises(RedisDownError, match="no reply for"):
             await call(client, "HELLO")
         await until(lambda: scripted.num_connections > 1)
+
+
+async def test_number_of_waiting_commands_is_limited() -> None:
+    """A stopped Redis does not fill our memory."""
+    client = RedisClient("redis://h:1", ClientSettings(max_pending=3))
+    with pytest.raises(RedisDownError, match="no connection"):
+        client.submit([b"PING"], 1)
+    client._connection = Connection()
+    for _ in range(3):
+        client.submit([b"PING"], 1)
+    with pytest.raises(RedisDownError, match="3 commands wait"):
+        client.submit([b"PING"], 1)

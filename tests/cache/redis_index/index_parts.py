@@ -1,0 +1,55 @@
+"""Members, chains, and running indexes for the tests of readers and writers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from cache.hashing import index_entry
+from cache.records import WorkerMember
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.types import BlockHash, Epoch, IndexEntry, WorkerId
+from tests.running import running
+from tests.waiting import HANG_S, until
+
+LASTING = WriterSettings(lease_s=600.0)
+"""Without renewal."""
+SECRET = b"secret"
+FAILURES = ReaderSettings().breaker_failures
+EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S)
+
+
+def member(name: str = "w0", epoch: str | None = None, model: str = "m") -> WorkerMember:
+    epoch = epoch or f"epoch-of-{name}"
+    return WorkerMember(
+        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", model, "n" * 32, "cpu-float32", 16, 4096, protocol=1
+    )
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
+    return [index_entry(block_hash) for block_hash in hashes]
+
+
+@asynccontextmanager
+async def linked(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
+    async with running(*parts):
+        for part in parts:
+            await until(lambda part=part: part.client.up if isinstance(part, IndexWriter) else not part.blind)
+        yield
+
+
+async def matches(index: RedisIndex, hashes: Sequence[BlockHash], model: str | None = None) -> dict[str, int] | None:
+    found = await index.lookup(hashes, model)
+    return None if found is None else {item.member.worker_id: item.matched_blocks for item in found}
+
+
+def becomes(index: RedisIndex, hashes: Sequence[BlockHash], expected: dict[str, int]) -> Callable[[], Awaitable[bool]]:
+    async def check() -> bool:
+        return await matches(index, hashes) == expected
+
+    return check

@@ -1,0 +1,307 @@
+"""The worker's side of the index on a real Redis: damage, generations, epochs, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from cache.records import WorkerLoad
+from cache.redis_index import IndexWriter, RedisIndex, WriterSettings
+from cache.redis_index.client import Argument, Reply
+from tests.cache.redis_index.index_parts import (
+    EAGER,
+    LASTING,
+    SECRET,
+    becomes,
+    chain,
+    entries,
+    linked,
+    matches,
+    member,
+)
+from tests.redis_server import RedisServer
+from tests.waiting import until
+
+
+async def test_batches_change_the_set(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite([], WorkerLoad())
+        assert await writer.publish(entries(hashes[:8]), [], WorkerLoad(), 8)
+        await until(becomes(index, hashes, {"w0": 8}))
+        assert await writer.publish(entries(hashes[8:]), [], WorkerLoad(), 10)
+        assert await matches(index, hashes) == {"w0": 10}
+        assert await writer.publish([], entries(hashes[:3:-1]), WorkerLoad(), 4)
+        assert await matches(index, hashes) == {"w0": 4}
+
+
+async def test_flush_is_detected_and_repaired(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        redis_server.command("FLUSHALL")
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert writer.in_doubt
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+
+
+@pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
+async def test_damaged_set_is_detected(redis_server: RedisServer, damage: str) -> None:
+    hashes = chain(10)
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+    async with linked(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        key = "{headstart:0}:b:w0:epoch-of-w0:1"
+        command: dict[str, tuple[str | bytes, ...]] = {
+            "lost entry": ("SREM", key, hashes[3][:8]),
+            "foreign entry": ("SADD", key, "12345678"),
+            "set gone": ("DEL", key),
+        }
+        assert redis_server.command(*command[damage]) == b":1\r\n"
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert redis_server.command("EXISTS", key) == b":0\r\n"
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+@pytest.mark.parametrize("field", ["states", "members"])
+@pytest.mark.parametrize("found", [None, b"junk", b"genuine of another"], ids=["gone", "junk", "foreign"])
+async def test_overwritten_entry_is_put_back_and_its_set_stays(
+    redis_server: RedisServer, field: str, found: bytes | None, secret: bytes
+) -> None:
+    events: list[str] = []
+    settings = WriterSettings(cluster_secret=secret)
+    writer = IndexWriter(redis_server.url, member(), settings, count=events.append)
+    other = IndexWriter(redis_server.url, member(epoch="other"), WriterSettings(cluster_secret=b"other" * bool(secret)))
+    hash_key, set_key = "{headstart:0}:" + field, "{headstart:0}:b:w0:epoch-of-w0:1"
+    async with linked(writer, other):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        genuine = redis_server.command("HGET", hash_key, "w0")
+        if found is None:
+            redis_server.command("HDEL", hash_key, "w0")
+        elif found == b"junk":
+            redis_server.command("HSET", hash_key, "w0", found)
+        else:
+            assert await other.rewrite([], WorkerLoad())
+        assert redis_server.command("HGET", hash_key, "w0") != genuine
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert redis_server.command("SCARD", set_key) == b":10\r\n"
+        assert (redis_server.command("HGET", hash_key, "w0") == genuine) == (field == "members")
+        assert events == ["rewritten", "displaced"]
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert events == ["rewritten", "displaced"]
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
+async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisServer, secret: bytes) -> None:
+    """A set from a snapshot may hold as many entries, but other ones."""
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    async with linked(writer):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        snapshot = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
+        assert await writer.publish([], [], WorkerLoad(), 10)
+        redis_server.command("HSET", "{headstart:0}:states", "w0", snapshot)
+        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert writer.in_doubt
+
+
+@pytest.mark.parametrize("key", ["states", "members", "version", "b:w0:epoch-of-w0:1", "b:w0:epoch-of-w0:2"])
+@pytest.mark.parametrize("other", [("SET", "x"), ("RPUSH", "x", "y"), ("SADD", "x"), ("HSET", "x", "y")])
+async def test_key_of_another_type_is_repaired(redis_server: RedisServer, key: str, other: tuple[str, ...]) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        redis_server.command("DEL", "{headstart:0}:" + key)
+        redis_server.command(other[0], "{headstart:0}:" + key, *other[1:])
+
+        async def is_back() -> bool:
+            if writer.in_doubt:
+                await writer.rewrite(entries(hashes), WorkerLoad())
+            else:
+                await writer.publish([], [], WorkerLoad(), 10)
+            return not writer.in_doubt and await matches(index, hashes) == {"w0": 10}
+
+        await until(is_back)
+
+
+async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer) -> None:
+    """A worker may die after any command of a rewrite."""
+    settings = WriterSettings(chunk=3, chunks_in_flight=2)
+    writer = IndexWriter(redis_server.url, member(), settings)
+    async with linked(writer):
+        real, sent = writer.client.call, []
+
+        async def one_by_one(*commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
+            replies: list[Reply] = []
+            part: list[Sequence[Argument]] = []
+            for command in commands:  # a MULTI is sent whole: EXEC alone makes it count
+                part.append(command)
+                if part[0] != ("MULTI",) or command == ("EXEC",):
+                    replies += await real(*part, timeout_s=timeout_s)
+                    part.clear()
+                    ttl = redis_server.command("PTTL", "{headstart:0}:b:w0:epoch-of-w0:1")
+                    sent.append(ttl)
+                    assert ttl != b":-1\r\n"
+            return replies
+
+        writer.client.call = one_by_one  # type: ignore[method-assign]
+        assert await writer.rewrite(entries(chain(20)), WorkerLoad())
+        assert len(sent) >= 7
+
+
+async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
+        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
+        redis_server.command("SADD", "{headstart:0}:b:w0:epoch-of-w0:1", *entries(hashes))
+        await until(becomes(index, hashes, {"w0": 4}))
+
+
+async def test_restarted_worker_is_never_credited_with_old_blocks(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    before, after = (
+        IndexWriter(redis_server.url, member(), LASTING),
+        IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
+    )
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(before, after, index):
+        assert await before.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        assert await after.rewrite([], WorkerLoad())
+        found = await index.lookup(hashes)
+        assert found is not None
+        assert all(item.matched_blocks == 0 for item in found)
+        assert await before.publish([], [], WorkerLoad(), 10), "the old process takes its entry back"
+        assert await after.publish([], [], WorkerLoad(), 0), "the new one again"
+        await until(becomes(index, hashes, {"w0": 0}))
+
+
+async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 10}))
+        writer.begin_epoch(member(epoch="e1"))
+        assert await writer.rewrite([], WorkerLoad())
+        await until(becomes(index, hashes, {"w0": 0}))
+        assert redis_server.command("EXISTS", "{headstart:0}:b:w0:epoch-of-w0:1") == b":0\r\n"
+        assert index.members() == [member(epoch="e1")]
+
+
+async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> None:
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(lease_s=0.15))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite([], WorkerLoad())
+        await until(becomes(index, [], {"w0": 0}))
+        await until(becomes(index, [], {}))
+        assert index.members() == [member()], "a lapsed member stays known"
+        assert await writer.publish([], [], WorkerLoad(), 0)
+        assert await matches(index, []) == {"w0": 0}
+
+
+async def test_retired_worker_disappears_at_once(redis_server: RedisServer) -> None:
+    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(chain(3)), WorkerLoad())
+        await until(becomes(index, [], {"w0": 0}))
+        await writer.retire()
+        await until(becomes(index, [], {}))
+        await until(lambda: index.members() == [])
+        assert redis_server.command("DBSIZE") == b":1\r\n", "the version alone is left"
+
+
+async def test_replaced_worker_leaves_the_entry_to_its_successor(redis_server: RedisServer) -> None:
+    before, after = (
+        IndexWriter(redis_server.url, member(), LASTING),
+        IndexWriter(redis_server.url, member(epoch="e1"), LASTING),
+    )
+    async with linked(before, after):
+        assert await before.rewrite([], WorkerLoad())
+        assert await after.rewrite([], WorkerLoad())
+        await before.retire()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":1\r\n"
+        await after.retire()
+        assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
+
+
+async def test_unrenewed_sets_expire(redis_server: RedisServer) -> None:
+    hashes = chain(3)
+    writer = IndexWriter(redis_server.url, member(), replace(LASTING, set_ttl_s=1000.0))
+
+    def left_ms(key: str) -> int:
+        return int(redis_server.command("PTTL", key)[1:])
+
+    async with linked(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        key = "{headstart:0}:b:w0:epoch-of-w0:1"
+        assert 900_000 < left_ms(key) <= 1_000_000
+        redis_server.command("PEXPIRE", key, "50000")
+        assert await writer.publish([], [], WorkerLoad(), 3)
+        assert left_ms(key) > 900_000
+        assert await writer._fill(b"broken off", entries(hashes), 5000)
+        assert 0 < left_ms("broken off") <= 5000, "a rewrite that does not come to its end leaves nothing for ever"
+
+
+async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:
+    dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
+    # Its own lease has ended, too: a slow worker that is about to write again.
+    alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(lease_s=0.01, dead_after_s=0.05))
+    patient = IndexWriter(redis_server.url, member("patient"), WriterSettings(dead_after_s=30.0))
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(dead, alive, patient, index):
+        assert await dead.rewrite([], WorkerLoad())
+        assert await alive.rewrite([], WorkerLoad())
+        await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
+        await asyncio.sleep(0.05)
+        assert await patient.prune() == 0, "seconds are no milliseconds"
+
+        async def pruned() -> bool:
+            return await alive.prune() == 1
+
+        await until(pruned)
+        await until(lambda: {m.worker_id for m in index.members()} == {"alive"})
+
+
+async def test_incomplete_rewrite_stays_in_doubt(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+
+    async def fill(*what: object) -> bool:
+        return True
+
+    async with linked(writer):
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_fill", fill)
+            assert not await writer.rewrite(entries(chain(3)), WorkerLoad())
+            assert writer.in_doubt
+        assert await writer.rewrite(entries(chain(3)), WorkerLoad())
+        assert not writer.in_doubt
+
+
+def test_lease_after_a_clock_jump_is_in_doubt() -> None:
+    writer = IndexWriter("redis://h:1", member())
+    writer._offset_ms = 0.0
+
+    def settled(jump_ms: int) -> bool:
+        now_ms = int(time.monotonic() * 1000) + jump_ms
+        return writer._settle([b"%d" % (now_ms // 1000), b"%d" % (now_ms % 1000 * 1000)])
+
+    assert settled(0)
+    assert not settled(60_000)
+    assert writer.in_doubt
+    assert settled(60_000)
+    assert not writer.in_doubt
