@@ -10,7 +10,7 @@ It needs many small calls, so it is for `--deterministic` only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,20 +25,13 @@ TILE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
-    """Rows first..stop-1 of the batch, which are rows offset.. of tile `number`."""
-
-    first: int
-    stop: int
-    offset: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class _SpanPlan:
+    """A span whose first token is row `first` of the batch."""
+
+    span: Span
+    first: int
     blocks: Tensor
     """The blocks of the sequence, padded with the null block to whole tiles."""
-    tiles: tuple[_Tile, ...]
 
 
 class InvariantAttention:
@@ -53,10 +46,10 @@ class InvariantAttention:
     def plan(self, spans: Sequence[Span]) -> tuple[_SpanPlan, ...]:
         plans, first = [], 0
         for span in spans:
-            tiles = tuple(_tiles(span, first))
-            num_blocks = -(-(tiles[-1].number + 1) * TILE // self._cache.block_size)
+            num_tiles = -(-span.stop // TILE)
+            num_blocks = -(-num_tiles * TILE // self._cache.block_size)
             held = list(span.block_table[:num_blocks])
-            plans.append(_SpanPlan(torch.tensor(held + [0] * (num_blocks - len(held))), tiles))
+            plans.append(_SpanPlan(span, first, torch.tensor(held + [0] * (num_blocks - len(held)))))
             first += span.num_tokens
         return tuple(plans)
 
@@ -65,25 +58,28 @@ class InvariantAttention:
         out = torch.empty_like(query)
         plans: tuple[_SpanPlan, ...] = batch.plan  # type: ignore[assignment]
         for plan in plans:
+            span = plan.span
             # (1, kv_heads, keys, head_dim)
             keys, values = (
                 pool[layer].index_select(0, plan.blocks).flatten(0, 1).transpose(0, 1).unsqueeze(0)
                 for pool in (self._cache.keys, self._cache.values)
             )
-            for tile in plan.tiles:
-                num_keys = (tile.number + 1) * TILE
-                rows = slice(tile.offset, tile.offset + tile.stop - tile.first)
+            for tile in range(span.start // TILE, -(-span.stop // TILE)):
+                begin, end = max(span.start, tile * TILE), min(span.stop, (tile + 1) * TILE)
+                rows = slice(plan.first + begin - span.start, plan.first + end - span.start)
+                tile_rows = slice(begin - tile * TILE, end - tile * TILE)
                 queries = query.new_zeros(TILE, *query.shape[1:])
-                queries[rows] = query[tile.first : tile.stop]
+                queries[tile_rows] = query[rows]
+                num_keys = (tile + 1) * TILE
                 attended = functional.scaled_dot_product_attention(
                     queries.transpose(0, 1).unsqueeze(0),
                     keys[:, :, :num_keys],
                     values[:, :, :num_keys],
-                    attn_mask=self._mask(layer, tile.number),
+                    attn_mask=self._mask(layer, tile),
                     scale=self._shape.scale,
                     enable_gqa=True,
                 )
-                out[tile.first : tile.stop] = attended[0].transpose(0, 1)[rows]
+                out[rows] = attended[0].transpose(0, 1)[tile_rows]
         return show_nonfinite(out.flatten(1), query)
 
     def _mask(self, layer: int, tile: int) -> Tensor:
@@ -93,12 +89,3 @@ class InvariantAttention:
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
         dtype = self._cache.keys[0].dtype
         return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-
-
-def _tiles(span: Span, first: int) -> Iterator[_Tile]:
-    position = span.start
-    while position < span.stop:
-        stop = min(span.stop, (position // TILE + 1) * TILE)
-        row = first + position - span.start
-        yield _Tile(row, row + stop - position, position % TILE, position // TILE)
-        position = stop
