@@ -1,4 +1,4 @@
-"""Drives a loaded model through its paged cache by hand: no scheduler, blocks wherever a test wants them."""
+"""A loaded model over a paged cache, without a scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.runner.model_runner import attention_order, build_batch
 
 
 class PagedSequence:
-    """A sequence of known tokens over blocks of its own; `num_computed` of them lie in the pool."""
+    """A sequence of known tokens over its own blocks; `num_computed` of them are in the pool."""
 
     def __init__(self, token_ids: Sequence[int], block_table: Sequence[int], block_size: int) -> None:
         assert len(block_table) * block_size >= len(token_ids)
@@ -28,7 +28,7 @@ class PagedSequence:
         self._block_size = block_size
 
     def step(self, num_tokens: int, **fields: object) -> SequenceStep:
-        """The next `num_tokens` tokens; they count as computed from now on."""
+        """Return the step of the next `num_tokens` tokens, and count them as computed."""
         start, stop = self.num_computed, min(self.num_computed + num_tokens, len(self.token_ids))
         self.num_computed = stop
         size = self._block_size
@@ -47,7 +47,7 @@ class PagedModel:
         self._model = model
         shape = model.config.attention
         self.cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
-        # Garbage in blocks that nobody owns must never be seen.
+        # Garbage in free blocks must never be seen.
         for pool in (*self.cache.keys, *self.cache.values):
             pool.normal_(std=10.0, generator=torch.Generator().manual_seed(1))
         self._attention: Attention = (attention or TorchPagedAttention)(shape, self.cache)
@@ -61,7 +61,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def logits(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """One forward over all steps -> (tokens of the step, vocab_size) for each."""
+        """Run one forward over all steps -> (tokens of the step, vocab_size) for each."""
         order = attention_order(steps)
         sequences = [steps[index] for index in order]
         batch = build_batch(sequences, self._attention, self._model.device, self.block_size)
@@ -70,7 +70,7 @@ class PagedModel:
         return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
 
     def chunked(self, token_ids: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Logits of a whole sequence, computed in chunks of the given sizes, the last repeated as needed."""
+        """Return the logits of a sequence in chunks of the given sizes, of which the last repeats."""
         sequence, parts, index = self.sequence(token_ids), [], 0
         while sequence.num_computed < len(token_ids):
             parts += self.logits([sequence.step(sizes[min(index, len(sizes) - 1)])])

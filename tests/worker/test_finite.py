@@ -1,7 +1,7 @@
-"""Finite or failed: whatever becomes NaN or infinite in a step, its requests end right or fail, and so do later ones.
+"""Finite or failed: when NaN or infinity appears in a step, its requests end right or fail, and later ones are right.
 
-Faults are put into what a layer hands to attention, or gets from it. One that comes once is survived; one that stays
-fails its request. Either way nothing of it is ever served from the cache.
+Faults are put into the inputs or outputs of a layer's attention. A request survives a fault that comes once, and fails
+by one that stays. Nothing of it is ever served from the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLACES = ("query", "key", "value", "attended")
 PROMPT = [i * 7 % 99 for i in range(62)]
 CHUNK = 16
 NUM_CACHED = 16
-"""Tokens of the prompt that a request before has left in the cache."""
+"""Tokens of the prompt that an earlier request has cached."""
 KINDS = {
     "torch": LoadOptions(),
     "float16": LoadOptions(dtype="float16"),
@@ -48,7 +48,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """`value` in one element of a row, whenever `strikes` says so of a step's number and a row's position."""
+    """Sets one element of a row to `value` where `strikes(step number, position)` is true."""
 
     strikes: Callable[[int, int], bool]
     place: str
@@ -114,7 +114,7 @@ def make_engine(
 
 
 def ask(engine: HandEngine, prompt_ids: list[int], n: int = 1) -> dict[int, list[int]] | None:
-    """The tokens of a greedy request; None: it has failed."""
+    """Return the tokens of a greedy request. None: it failed."""
     request = engine.submit(generate(prompt_ids, 3, n, temperature=0.0))
     engine.finish()
     answer = engine.answer(request)
@@ -123,7 +123,7 @@ def ask(engine: HandEngine, prompt_ids: list[int], n: int = 1) -> dict[int, list
 
 
 def assert_finite(engine: HandEngine) -> None:
-    """Nothing in the pool may be seen as padding that is not a number."""
+    """Check that every entry of the pool is finite, as it may be read as padding."""
     for pool in (*engine.runner.cache.keys, *engine.runner.cache.values):
         assert bool(pool.isfinite().all())
 
@@ -134,7 +134,7 @@ def assert_finite(engine: HandEngine) -> None:
 def test_a_request_with_a_fault_is_right_or_fails_and_later_ones_are_right(
     models: dict[str, LoadedModel], kind: str, chunk: int, is_warm: bool
 ) -> None:
-    """At first for one step: the chunk is computed anew. Then for good."""
+    """First for one step, so that the chunk is computed again; then for ever."""
     struck = (NUM_CACHED if is_warm else 0) + chunk * CHUNK + 5
     prompts = (PROMPT[: NUM_CACHED + 1], PROMPT, [*PROMPT[:-2], 50, 51])
     right = [ask(make_engine(models[kind])[0], prompt) for prompt in prompts]
@@ -172,16 +172,16 @@ def test_float16_that_overflows_with_finite_weights_fails_alone_wherever_it_stan
             if is_warm:
                 assert ask(engine, clean, n=3) == right
             broken = [*clean[:at], 13, *clean[at + 1 :]]
-            beside = engine.submit(generate([3, 5, 8], 9, temperature=0.0))
+            other = engine.submit(generate([3, 5, 8], 9, temperature=0.0))
             assert ask(engine, broken, n=3) is None
-            assert isinstance(engine.answer(beside).last, End)
+            assert isinstance(engine.answer(other).last, End)
             assert engine.allocator.find(broken, b"r" * 16) <= at
             assert_finite(engine)
             assert ask(engine, clean, n=3) == right
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_draws_nothing_is_checked_too_and_leaves_what_it_has_only_read(
+def test_a_step_that_samples_nothing_is_checked_and_keeps_what_it_has_only_read(
     models: dict[str, LoadedModel], kind: str
 ) -> None:
     runner = ModelRunner(models[kind], num_blocks=8, block_size=BLOCK_SIZE, eos_token_ids=())
@@ -207,7 +207,7 @@ def test_logprobs_of_a_prompt_are_numbers_or_the_request_fails(models: dict[str,
     assert engine.answer(bad).prompt_logprobs is None
 
 
-def test_a_step_that_raises_halfway_leaves_nothing_that_padding_would_show(models: dict[str, LoadedModel]) -> None:
+def test_a_step_that_raises_halfway_leaves_only_finite_padding(models: dict[str, LoadedModel]) -> None:
     engine, faulty = make_engine(models["torch"])
     right = {tuple(prompt): ask(make_engine(models["torch"])[0], prompt) for prompt in (PROMPT[:5], PROMPT[:30])}
 
@@ -228,7 +228,7 @@ def test_a_step_that_raises_halfway_leaves_nothing_that_padding_would_show(model
     assert [engine.answer(request).tokens for request in requests] == list(right.values())
 
 
-def test_logits_that_are_all_minus_infinity_are_the_models_doing(folder: Path) -> None:
+def test_logits_that_are_all_minus_infinity_are_blamed_on_the_model(folder: Path) -> None:
     model = load_model(str(folder), LoadOptions())
     runner = ModelRunner(model, num_blocks=8, block_size=BLOCK_SIZE, eos_token_ids=())
     engine = HandEngine(8, BLOCK_SIZE, runner=runner)
@@ -256,7 +256,7 @@ faults = st.builds(
 @dataclass(frozen=True)
 class BrokenMix:
     requests: list[tuple[int, int]]
-    """Each with the step before which it comes."""
+    """Each with the step before which it arrives."""
     faults: list[tuple[int, int, str, int, float, int]]
     stays_for: int
     num_blocks: int
@@ -308,7 +308,7 @@ def check(models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache,
 
 
 def run(engine: HandEngine, mix: BrokenMix, alone: Any, faulty: FaultyAttention) -> int:
-    """How many have failed; the others are right."""
+    """Return how many have failed, and check that the others are right."""
     if faulty.num_steps == 0:
         faulty.faults = [
             Fault(_struck(step, row, mix.stays_for), place, layer, value, element)
@@ -338,7 +338,7 @@ def _struck(first: int, position: int, num_steps: int) -> Callable[[int, int], b
 @pytest.mark.parametrize("prefix_cache", PREFIX_CACHES)
 @settings(max_examples=6, deadline=None)
 @given(mix=broken_mixes)
-def test_whatever_breaks_the_answers_are_right_or_fail_and_later_ones_are_right(
+def test_any_faults_leave_answers_right_or_failed_and_later_ones_right(
     models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix
 ) -> None:
     check(models, alone, prefix_cache, mix)
@@ -348,7 +348,7 @@ def test_whatever_breaks_the_answers_are_right_or_fail_and_later_ones_are_right(
 @pytest.mark.parametrize("prefix_cache", PREFIX_CACHES)
 @settings(max_examples=1000, deadline=None)
 @given(mix=broken_mixes)
-def test_whatever_breaks_the_answers_are_right_or_fail_and_later_ones_are_right_deep(
+def test_any_faults_leave_answers_right_or_failed_and_later_ones_right_deep(
     models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix
 ) -> None:
     check(models, alone, prefix_cache, mix)

@@ -1,4 +1,4 @@
-"""What a GPU computes, beside transformers on the CPU: `pytest -m gpu`, where there is one. One case runs without."""
+"""Results of a GPU, compared with transformers on the CPU: `pytest -m gpu`. One case runs without a GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ on_gpu = [
 LENGTHS = (100, 61, 20)
 SHAPE = {"hidden_size": 96, "head_dim": 32, "initializer_range": 0.1}  # with heads that xformers' kernel takes
 TOLERANCE = {"float16": 0.03, "bfloat16": 0.2}
-"""Of log probabilities; a CPU is off by up to 0.006 and 0.054."""
+"""For log probabilities; a CPU is off by up to 0.006 and 0.054."""
 
 
 class Fed:
-    """A sequence of known tokens that goes through a runner in parts; `error` is how far its logprobs are off."""
+    """A sequence of known tokens that runs in parts; `error` is the largest deviation of its logprobs."""
 
     def __init__(self, token_ids: Sequence[int], blocks: Sequence[int], block_size: int, reference: Any) -> None:
         self.token_ids = list(token_ids)
@@ -44,7 +44,7 @@ class Fed:
             self.want = reference(torch.tensor([self.token_ids])).logits[0].log_softmax(-1)
 
     def next(self, num_tokens: int) -> SequenceStep:
-        """A chunk with the logprobs of its prompt, or a decode with those of what it draws."""
+        """Return a chunk with prompt logprobs, or a decode with the logprobs of its sample."""
         start, stop, size = self.start, self.start + num_tokens, self.block_size
         slots = [self.table[i // size] * size + i % size for i in range(start, stop)]
         fields: dict[str, Any] = {"num_prompt_logprobs": 3, "next_token_ids": self.token_ids[start + 1 : stop + 1]}
@@ -53,8 +53,11 @@ class Fed:
             fields = {"sampling_rows": (SamplingRow(params, 0, stop, self.token_ids[:stop], ()),)}
         return SequenceStep(self.token_ids[start:stop], start, self.table, slots, **fields)
 
-    def take_up(self, part: SequenceStep, result: SequenceResult) -> None:
-        found = [*result.prompt_logprobs, *(drawn.logprobs for drawn in result.sampled if drawn.logprobs is not None)]
+    def check(self, part: SequenceStep, result: SequenceResult) -> None:
+        found = [
+            *result.prompt_logprobs,
+            *(sampled.logprobs for sampled in result.sampled if sampled.logprobs is not None),
+        ]
         assert len(found) == len(part.next_token_ids) + len(part.sampling_rows) > 0
         for row, one in zip(self.want[self.start :], found, strict=False):
             for token_id, value in one.top:
@@ -63,7 +66,7 @@ class Fed:
 
 
 def largest_error(folder: Path, family: str, block_size: int, options: LoadOptions) -> float:
-    """Fresh chunks, resumed ones and decodes, alone and mixed, in blocks that lie anywhere."""
+    """Run fresh and resumed chunks and decodes, alone and mixed, in blocks that lie anywhere."""
     reference = write_family(family, folder, **SHAPE)
     model = load_model(str(folder), options)
     draw = random.Random(0)
@@ -79,7 +82,7 @@ def largest_error(folder: Path, family: str, block_size: int, options: LoadOptio
         chosen = [(fed, size) for fed, size in zip(sequences, sizes, strict=True) if size]
         parts = [fed.next(size) for fed, size in chosen]
         for (fed, _), part, result in zip(chosen, parts, runner.run(Step(parts)), strict=True):
-            fed.take_up(part, result)
+            fed.check(part, result)
     assert all(fed.start > 18 for fed in sequences)
     return max(fed.error for fed in sequences)
 
@@ -117,7 +120,7 @@ class TestRunner:
         assert runner._graphs is not None
         assert runner.numerics.endswith("/xformers")
 
-    def test_steps_that_follow_others_in_flight_draw_the_same_tokens(self, folder: Path) -> None:
+    def test_steps_that_follow_others_in_flight_sample_the_same_tokens(self, folder: Path) -> None:
         model = load_model(str(folder), LoadOptions(dtype="float16", device="cuda"))
 
         def tokens(*, runs_ahead: bool) -> list[dict[int, list[int]]]:

@@ -1,8 +1,8 @@
 """Random mixes of requests over the real scheduler, allocators and runner: each gives the tokens that it gives alone.
 
-The tokens of a request alone, with a cold cache and in one chunk, are what it is compared with. A mix draws who comes
-when, who is aborted, how large pool, batch and chunks are, when the cache is forgotten, and whether all this happens
-between steps or while they run, and whether steps are launched ahead; it runs cold and then warm.
+They are compared with the tokens of each request alone, with a cold cache and in one chunk. A mix chooses arrivals,
+aborts, the sizes of pool, batch and chunks, resets of the cache, and whether steps are scheduled ahead. Requests come
+between steps or while they run. Each mix runs cold and then warm.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def run(engine: HandEngine, mix: Mix, alone) -> None:
     left = sorted(mix.arrivals, key=lambda arrival: arrival.step)
     live, step = [], 0
 
-    def come_and_go() -> None:
+    def submit_and_abort() -> None:
         while left and left[0].step <= step:
             arrival = left.pop(0)
             live.append((arrival, step, engine.submit(REQUESTS[arrival.request])))
@@ -132,12 +132,12 @@ def run(engine: HandEngine, mix: Mix, alone) -> None:
 
     while left or engine.scheduler.has_work:
         if not mix.in_flight:
-            come_and_go()
+            submit_and_abort()
         if step == mix.forget_at:
             engine.settle()
             engine.scheduler.preempt_all()
             assert engine.allocator.reset()
-        engine.step(come_and_go if mix.in_flight else lambda: None)
+        engine.step(submit_and_abort if mix.in_flight else lambda: None)
         step += 1
         assert step < 2000
     engine.finish()

@@ -1,4 +1,4 @@
-"""Run by test_xformers_paged.py in a process of its own: what a GPU's worker launches, compiled for one that is absent.
+"""Run by test_xformers_paged.py in its own process: compiles the kernels of a GPU's worker without a GPU.
 
 A decode of Llama 8B's shape runs over tensors of the CPU, and each launch of a kernel becomes a compilation of it, with
 the types and constants of its arguments. Prints one JSON object: bytes of machine code by kernel.
@@ -35,7 +35,7 @@ sizes: dict[str, int] = {}
 
 
 class Compiling:
-    """Stands where a kernel was, and compiles it when it is launched."""
+    """Replaces a kernel, and compiles it when it is launched."""
 
     def __init__(self, kernel: JITFunction[Any], name: str) -> None:
         self.kernel = kernel

@@ -1,4 +1,4 @@
-"""Run by test_xformers_paged.py in a process of its own: xformers' kernel in Triton's interpreter against torch's.
+"""Run by test_xformers_paged.py in its own process: xformers' kernel in Triton's interpreter against torch's.
 
 Prints one JSON object: the largest absolute difference of each case, and how often Triton would have compiled.
 """
@@ -43,7 +43,7 @@ def flash_forward(
     causal: bool,
     **options: object,
 ) -> tuple[Tensor, None, None]:
-    """What xformers calls on CUDA: (tokens, heads, head_dim) of sequences end to end, causal from the bottom right."""
+    """Stand in for flash attention: (tokens, heads, head_dim) of sequences end to end, causal from the bottom right."""
     assert causal
     assert (query_starts.dtype, key_starts.dtype) == (torch.int32, torch.int32)
     assert (options["window_left"], options["window_right"], options["block_tables"]) == (-1, -1, None)
@@ -109,7 +109,7 @@ def difference(case: list[tuple[int, int]], block_size: int, num_heads: int, num
 
 
 def static_difference(block_size: int) -> float:
-    """A plan of fixed shape, filled twice, against a plan made for the step."""
+    """Compare a plan of fixed shape, filled twice, with a plan made for the step."""
     generator = torch.Generator().manual_seed(block_size)
     shape = AttentionShape(1, 4, 2, 32, 0.2)
     cache = KVCache(shape, 40, block_size, torch.float16, torch.device("cpu"))
@@ -133,7 +133,7 @@ def static_difference(block_size: int) -> float:
 
 
 def fused_differences(head_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, float]:
-    """Our own kernels against operations of torch, over a slice of a fused product; what they must not touch, too."""
+    """Compare our kernels with operations of torch over a slice of a fused product, and check the rest of it."""
     generator = torch.Generator().manual_seed(head_dim)
     num_tokens, num_rotated = 3, num_heads + num_kv_heads
     fused = torch.randn(num_tokens, (num_rotated + num_kv_heads) * head_dim, generator=generator).half()
@@ -163,7 +163,7 @@ def fused_differences(head_dim: int, num_heads: int, num_kv_heads: int) -> dict[
 
 
 def num_compilations(num_steps: int) -> int:
-    """Sets of constants that steps of 1 to 8 decodes, most of them beside chunks of prompts, give to the kernel."""
+    """Return the sets of constants that steps of 1 to 8 decodes, most with chunks, give to the kernel."""
     shape = AttentionShape(1, 8, 2, 32, 0.2)
     cache = KVCache(shape, 300, 16, torch.float16, torch.device("cpu"))
     attention = XformersPagedAttention(shape, cache)

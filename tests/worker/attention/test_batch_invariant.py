@@ -1,4 +1,4 @@
-"""`--deterministic`: the same bits, however a sequence is cut into steps and whatever is in the batch beside it."""
+"""`--deterministic`: chunks and the rest of the batch change no bit of a result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_chunks_are_equal_to_the_bit(model: LoadedModel, sizes: list[int]) -> No
     assert torch.equal(paged(model).chunked(ids, sizes), paged(model).chunked(ids, [LENGTH]))
 
 
-def test_neighbours_make_no_difference(model: LoadedModel) -> None:
+def test_other_sequences_of_the_batch_change_nothing(model: LoadedModel) -> None:
     prompts = [tokens(length, seed) for seed, length in enumerate((75, 3, 40, 17, 1, 64, 33))]
     alone = [paged(model).chunked(prompt, [len(prompt)]) for prompt in prompts]
     crowd, rng = paged(model), random.Random(0)
@@ -60,7 +60,7 @@ def test_neighbours_make_no_difference(model: LoadedModel) -> None:
         assert torch.equal(torch.cat(parts), want)
 
 
-def test_it_is_attention(model: LoadedModel, folder: Path) -> None:
+def test_it_equals_the_reference(model: LoadedModel, folder: Path) -> None:
     ids = tokens(LENGTH, 9)
     want = PagedModel(load_model(str(folder), LoadOptions())).chunked(ids, [LENGTH])
     got = paged(model).chunked(ids, [20])
@@ -69,7 +69,7 @@ def test_it_is_attention(model: LoadedModel, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_a_row_of_a_tiled_product_is_its_own(dtype: torch.dtype) -> None:
+def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     weight = torch.randn(96, 576, generator=torch.Generator().manual_seed(0)).to(dtype)
     states = torch.randn(200, 576, generator=torch.Generator().manual_seed(1)).to(dtype)
     linear = TiledLinear(dense_linear(weight))

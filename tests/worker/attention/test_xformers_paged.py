@@ -1,4 +1,4 @@
-"""The kernels that run on CUDA: held to the torch oracle in Triton's interpreter, and compiled without a GPU."""
+"""The CUDA kernels: compared with the torch reference in Triton's interpreter, and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def found() -> Any:
     return output_of("interpreted.py", TRITON_INTERPRET="1")
 
 
-def test_it_equals_the_oracle(found: Any) -> None:
+def test_it_equals_the_reference(found: Any) -> None:
     """Decodes, whole prompts, chunks behind cached pages, and all of them in one batch; blocks of 16, 32 and 64."""
     differences = found["differences"]
     assert len(differences) == 21
@@ -40,12 +40,12 @@ def test_it_equals_the_oracle(found: Any) -> None:
 
 
 def test_few_kernels_are_compiled(found: Any) -> None:
-    """For 1, 2, 4 and 8 rows: the kernel takes as constants whatever the shapes of a step are."""
+    """One for each of 1, 2, 4 and 8 rows: the kernel takes the shapes of a step as constants."""
     assert found["compilations"] == 4
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """For an H100, as a worker of Llama 8B launches them: down to machine code, which the wheel of triton can make."""
+    """Compile to machine code for an H100, as a worker of Llama 8B launches the kernels. Triton's wheel can do it."""
     sizes = output_of("compiled.py", XFORMERS_ENABLE_TRITON="1", TRITON_CACHE_DIR=str(tmp_path))
     assert sizes.keys() == {"_fwd_kernel_splitK", "_rotate", "_splitK_reduce", "_store"}
     assert all(size > 1000 for size in sizes.values())

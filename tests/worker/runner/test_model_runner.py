@@ -98,10 +98,10 @@ def test_prompt_logprobs_over_chunks(runner: ModelRunner, written: tuple[Any, Pa
     prompt = [4, 8, 15, 16, 23, 42, 1, 77]
     first = part(prompt[:5], [7, 8], sampling_rows=(), num_prompt_logprobs=2, next_token_ids=prompt[1:6])
     rest = part(prompt, [7, 8], start=5, num_prompt_logprobs=2, next_token_ids=prompt[6:])
-    beside = part([3, 3, 3], [11])
+    other = part([3, 3, 3], [11])
     found = [
-        *runner.run(Step([beside, first]))[1].prompt_logprobs,
-        *runner.run(Step([rest, beside]))[0].prompt_logprobs,
+        *runner.run(Step([other, first]))[1].prompt_logprobs,
+        *runner.run(Step([rest, other]))[0].prompt_logprobs,
     ]
     with torch.inference_mode():
         want = written[0](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)

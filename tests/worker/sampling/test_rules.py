@@ -22,13 +22,13 @@ VOCAB = 24
 EOS = (2, 5)
 
 
-def reference(logits: list[float], draw: SamplingRow) -> list[float]:
+def reference(logits: list[float], sampling_row: SamplingRow) -> list[float]:
     """Return the adjusted logits of one row, token by token."""
-    p, output, row = draw.params, list(draw.output_ids), [np.float32(value) for value in logits]
+    p, output, row = sampling_row.params, list(sampling_row.output_ids), [np.float32(value) for value in logits]
     for token in range(VOCAB):
         if (
-            draw.allowed is not None
-            and not int(np.asarray(draw.allowed).view(np.uint32)[token // 32]) >> token % 32 & 1
+            sampling_row.allowed is not None
+            and not int(np.asarray(sampling_row.allowed).view(np.uint32)[token // 32]) >> token % 32 & 1
         ):
             row[token] = np.float32(-math.inf)
         if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
@@ -43,7 +43,7 @@ def reference(logits: list[float], draw: SamplingRow) -> list[float]:
                 row[token] = np.float32(-math.inf)
     counts = Counter(output)
     for token in range(VOCAB):
-        if p.repetition_penalty != 1.0 and (token in counts or token in draw.prompt_ids):
+        if p.repetition_penalty != 1.0 and (token in counts or token in sampling_row.prompt_ids):
             penalty = np.float32(p.repetition_penalty)
             row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
         if counts[token]:
@@ -73,7 +73,7 @@ params = st.builds(
 @given(data=st.data())
 def test_adjusted_logits_equal_the_reference(data: st.DataObject) -> None:
     """Sample two requests step by step: their cached rules and counts are never stale."""
-    drawn = [data.draw(params) for _ in range(2)]
+    chosen = [data.draw(params) for _ in range(2)]
     prompts = [data.draw(st.lists(tokens, min_size=1, max_size=6)) for _ in range(2)]
     request_cache, owners = [SamplerCache(), SamplerCache()], [0, 0, 1]
     choice_cache, outputs = (
@@ -83,13 +83,15 @@ def test_adjusted_logits_equal_the_reference(data: st.DataObject) -> None:
     for step in range(3):
         allowed = data.draw(st.none() | st.integers(1, 2**VOCAB - 1))
         mask = None if allowed is None else np.array([allowed], dtype=np.int32)
-        draws = [
-            SamplingRow(drawn[i], 0, 9, prompts[i], outputs[c], mask, request_cache[i], choice_cache[c])
+        sampling_rows = [
+            SamplingRow(chosen[i], 0, 9, prompts[i], outputs[c], mask, request_cache[i], choice_cache[c])
             for c, i in enumerate(owners)
         ]
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
-        got = sampler.apply_rules(logits, draws, EOS)
-        expected = [reference(row, draw) for row, draw in zip(logits.tolist(), draws, strict=True)]
+        got = sampler.apply_rules(logits, sampling_rows, EOS)
+        expected = [
+            reference(row, sampling_row) for row, sampling_row in zip(logits.tolist(), sampling_rows, strict=True)
+        ]
         np.testing.assert_array_max_ulp(got.numpy(), np.array(expected, dtype=np.float32), maxulp=2)
         for output in outputs:
             output += data.draw(st.lists(st.integers(0, 4), max_size=3))
@@ -124,8 +126,8 @@ class SamplingRunner:
             logits = torch.randn(
                 len(sequence.sampling_rows), 50, generator=torch.Generator().manual_seed(sequence.start)
             )
-            drawn = sampler.sample(logits, sequence.sampling_rows, EOS).tokens() if sequence.sampling_rows else ()
-            results.append(SequenceResult(tuple(drawn)))
+            sampled = sampler.sample(logits, sequence.sampling_rows, EOS).tokens() if sequence.sampling_rows else ()
+            results.append(SequenceResult(tuple(sampled)))
         return results
 
     def launch(self, step: Step):

@@ -22,13 +22,15 @@ GOLDEN = (0.9380944058769953, 0.414763255709233)
 VOCAB = 50
 
 
-def draw(seed: int = 0, position: int = 0, *, allowed: object = None, **params: Any) -> SamplingRow:
+def sampling_row(seed: int = 0, position: int = 0, *, allowed: object = None, **params: Any) -> SamplingRow:
     prompt, output = params.pop("prompt", ()), params.pop("output", ())
     return SamplingRow(SamplingParams(max_tokens=16, **params), seed, position, prompt, output, allowed)
 
 
-def sample_tokens(logits: Tensor, draws: list[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
-    return sample(logits, draws, eos_token_ids).tokens()
+def sample_tokens(
+    logits: Tensor, sampling_rows: list[SamplingRow], eos_token_ids: tuple[int, ...]
+) -> list[SampledToken]:
+    return sample(logits, sampling_rows, eos_token_ids).tokens()
 
 
 def token(logits: Tensor, one: SamplingRow) -> int:
@@ -71,9 +73,9 @@ class TestRandomness:
 
 def test_greedy_takes_the_best() -> None:
     logits = random_logits(8)
-    drawn = sample_tokens(logits, [draw(temperature=0.0)] * 8, EOS)
-    assert [one.token_id for one in drawn] == logits.argmax(-1).tolist()
-    assert all(one.logprobs is None for one in drawn)
+    sampled = sample_tokens(logits, [sampling_row(temperature=0.0)] * 8, EOS)
+    assert [one.token_id for one in sampled] == logits.argmax(-1).tolist()
+    assert all(one.logprobs is None for one in sampled)
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -81,8 +83,8 @@ def test_samples_follow_the_distribution() -> None:
     logits, count = random_logits(1, seed=3, vocab=12)[0], 20_000
     expected = (logits / 0.7).softmax(-1) * count
     rows = logits.expand(count, -1)
-    drawn = sample_tokens(rows, [draw(5, position, temperature=0.7) for position in range(count)], EOS)
-    seen = torch.bincount(torch.tensor([one.token_id for one in drawn]), minlength=12)
+    sampled = sample_tokens(rows, [sampling_row(5, position, temperature=0.7) for position in range(count)], EOS)
+    seen = torch.bincount(torch.tensor([one.token_id for one in sampled]), minlength=12)
     likely = expected > 5
     statistic = ((seen - expected) ** 2 / expected)[likely].sum()
     assert float(statistic) < 31.3  # 11 degrees of freedom, one in a thousand
@@ -94,26 +96,28 @@ def test_a_token_of_probability_zero_is_never_sampled(monkeypatch: pytest.Monkey
     for number, expected in ((0.0, 7), (0.5, 31), (1.0 - 2.0**-53, 31)):
         with monkeypatch.context() as patched:
             patched.setattr(sampler, "uniform", lambda seed, position, number=number: number)
-            assert token(logits, draw()) == expected
-    drawn = sample_tokens(logits.expand(500, -1), [draw(1, position) for position in range(500)], EOS)
-    assert set(Counter(one.token_id for one in drawn)) == {7, 31}
+            assert token(logits, sampling_row()) == expected
+    sampled = sample_tokens(logits.expand(500, -1), [sampling_row(1, position) for position in range(500)], EOS)
+    assert set(Counter(one.token_id for one in sampled)) == {7, 31}
 
 
 def test_sampling_never_reads_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without data cannot be read; on a device, reading would wait for it."""
     monkeypatch.setattr(sampler, "to_host", lambda tensor: tensor)
-    draws = [
-        draw(temperature=0.0, logprobs=3),
-        draw(temperature=0.7, top_k=3, logprobs=0),
-        draw(top_p=0.9, min_p=0.1, typical_p=0.5, bad_words=((5,), (1, 6)), output=(1,)),
-        draw(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((3, 5.0),), prompt=(1, 2), output=(3, 3)),
-        draw(min_tokens=4, allowed_token_ids=(1, 2, 3), allowed=np.full(2, -1, dtype=np.int32)),
+    sampling_rows = [
+        sampling_row(temperature=0.0, logprobs=3),
+        sampling_row(temperature=0.7, top_k=3, logprobs=0),
+        sampling_row(top_p=0.9, min_p=0.1, typical_p=0.5, bad_words=((5,), (1, 6)), output=(1,)),
+        sampling_row(
+            repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((3, 5.0),), prompt=(1, 2), output=(3, 3)
+        ),
+        sampling_row(min_tokens=4, allowed_token_ids=(1, 2, 3), allowed=np.full(2, -1, dtype=np.int32)),
     ]
-    drawn = sample(random_logits(len(draws)).to("meta"), draws, EOS)
-    assert drawn.token_ids.device.type == "meta"
-    assert drawn.token_ids.shape == (len(draws),)
+    sampled = sample(random_logits(len(sampling_rows)).to("meta"), sampling_rows, EOS)
+    assert sampled.token_ids.device.type == "meta"
+    assert sampled.token_ids.shape == (len(sampling_rows),)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        drawn.tokens()
+        sampled.tokens()
 
 
 def test_the_full_sort_gives_the_same_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +132,7 @@ def test_the_full_sort_gives_the_same_nucleus(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-300])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = random_logits(1)[0]
-    assert token(logits, draw(temperature=temperature)) == int(logits.argmax())
+    assert token(logits, sampling_row(temperature=temperature)) == int(logits.argmax())
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,9 +156,9 @@ def test_a_row_does_not_depend_on_the_others(data: st.DataObject) -> None:
     )
     rows = data.draw(st.lists(st.tuples(params, st.integers(0, 2**63)), min_size=1, max_size=5))
     logits = random_logits(len(rows), seed=data.draw(st.integers(0, 1000)))
-    draws = [SamplingRow(one, seed, 9, (1, 2, 3), (4, 4, 1)) for one, seed in rows]
-    together = sample_tokens(logits, draws, EOS)
-    alone = [sample_tokens(logits[row : row + 1], [one], EOS)[0] for row, one in enumerate(draws)]
+    sampling_rows = [SamplingRow(one, seed, 9, (1, 2, 3), (4, 4, 1)) for one, seed in rows]
+    together = sample_tokens(logits, sampling_rows, EOS)
+    alone = [sample_tokens(logits[row : row + 1], [one], EOS)[0] for row, one in enumerate(sampling_rows)]
     assert [one.token_id for one in together] == [one.token_id for one in alone]
     for one, other in zip(together, alone, strict=True):
         if one.logprobs is not None:
@@ -166,7 +170,7 @@ def test_the_logits_are_not_changed() -> None:
     logits = random_logits(2)
     before = logits.clone()
     options = {"top_k": 3, "repetition_penalty": 2.0, "bad_words": ((5,),), "prompt": (1, 2), "min_tokens": 3}
-    sample_tokens(logits, [draw(**options), draw(temperature=0.0, **options)], EOS)
+    sample_tokens(logits, [sampling_row(**options), sampling_row(temperature=0.0, **options)], EOS)
     assert torch.equal(logits, before)
 
 
@@ -201,9 +205,9 @@ class TestTruncation:
     def test_each_truncation_works_on_the_tokens_that_the_one_before_left(self) -> None:
         # Of 0.4 and 0.25, renormalised to 0.62 and 0.38, the first alone holds 60 %.
         assert kept(self.probabilities, top_k=2, top_p=0.6) == {1}
-        # 0.25 is enough beside 0.4 for both; of 0.62 and 0.38 the first alone would hold 60 %.
+        # 0.25 is enough with 0.4 for both; of 0.62 and 0.38 the first alone would hold 60 %.
         assert kept(self.probabilities, top_p=0.6, min_p=0.6) == {1, 3}
-        # What is left beside 0.6 is too little; nearest to the entropy of all it would be 0.25.
+        # The rest next to 0.6 is too little; nearest to the entropy of all it would be 0.25.
         assert kept(logits_of(0.6, 0.25, 0.1, 0.05), min_p=0.5, typical_p=0.2) == {0}
 
     @settings(max_examples=50, deadline=None)
@@ -222,67 +226,69 @@ class TestTruncation:
 class TestPenalties:
     def test_repetition_counts_prompt_and_output(self) -> None:
         logits = torch.tensor([4.0, 3.9, -1.0, -1.1])
-        assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
-        assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, output=(0,))) == 1
-        assert token(logits, draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,), output=(1,))) == 0
+        assert token(logits, sampling_row(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
+        assert token(logits, sampling_row(temperature=0.0, repetition_penalty=1.2, output=(0,))) == 1
+        assert token(logits, sampling_row(temperature=0.0, repetition_penalty=1.2, prompt=(0,), output=(1,))) == 0
 
     def test_a_negative_logit_is_lowered(self) -> None:
-        assert token(torch.tensor([-1.0, -1.1]), draw(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
+        assert (
+            token(torch.tensor([-1.0, -1.1]), sampling_row(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
+        )
 
     def test_frequency_and_presence_count_the_output_alone(self) -> None:
         logits = torch.tensor([2.0, 1.0, 0.0])
-        assert token(logits, draw(temperature=0.0, frequency_penalty=0.6, prompt=(0, 0))) == 0
-        assert token(logits, draw(temperature=0.0, frequency_penalty=0.6, output=(0,))) == 0
-        assert token(logits, draw(temperature=0.0, frequency_penalty=0.6, output=(0, 0))) == 1
-        assert token(logits, draw(temperature=0.0, presence_penalty=0.6, output=(0, 0))) == 0
-        assert token(logits, draw(temperature=0.0, presence_penalty=1.1, output=(0, 0))) == 1
+        assert token(logits, sampling_row(temperature=0.0, frequency_penalty=0.6, prompt=(0, 0))) == 0
+        assert token(logits, sampling_row(temperature=0.0, frequency_penalty=0.6, output=(0,))) == 0
+        assert token(logits, sampling_row(temperature=0.0, frequency_penalty=0.6, output=(0, 0))) == 1
+        assert token(logits, sampling_row(temperature=0.0, presence_penalty=0.6, output=(0, 0))) == 0
+        assert token(logits, sampling_row(temperature=0.0, presence_penalty=1.1, output=(0, 0))) == 1
 
     def test_logit_bias(self) -> None:
         logits = torch.tensor([2.0, 1.0, 0.0])
-        assert token(logits, draw(temperature=0.0, logit_bias=((2, 3.0),))) == 2
-        assert token(logits, draw(temperature=0.0, logit_bias=((0, -100.0), (9999, 100.0)))) == 1
+        assert token(logits, sampling_row(temperature=0.0, logit_bias=((2, 3.0),))) == 2
+        assert token(logits, sampling_row(temperature=0.0, logit_bias=((0, -100.0), (9999, 100.0)))) == 1
 
 
 class TestConstraints:
     logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
 
     def test_allowed_ids(self) -> None:
-        assert token(self.logits, draw(temperature=0.0, allowed_token_ids=(3, 4))) == 3
+        assert token(self.logits, sampling_row(temperature=0.0, allowed_token_ids=(3, 4))) == 3
 
     def test_a_bad_word_is_forbidden_after_its_beginning(self) -> None:
         bad = ((0, 1), (4,))
-        assert token(self.logits, draw(temperature=0.0, bad_words=((0,),))) == 1
-        assert token(self.logits, draw(temperature=0.0, bad_words=bad)) == 0
-        assert token(self.logits, draw(temperature=0.0, bad_words=((1, 0), *bad), output=(1,))) == 1
-        assert token(self.logits, draw(temperature=0.0, bad_words=((1, 1, 0),), output=(1,))) == 0
+        assert token(self.logits, sampling_row(temperature=0.0, bad_words=((0,),))) == 1
+        assert token(self.logits, sampling_row(temperature=0.0, bad_words=bad)) == 0
+        assert token(self.logits, sampling_row(temperature=0.0, bad_words=((1, 0), *bad), output=(1,))) == 1
+        assert token(self.logits, sampling_row(temperature=0.0, bad_words=((1, 1, 0),), output=(1,))) == 0
 
     def test_min_tokens_hides_eos_and_stop_ids(self) -> None:
         logits = torch.tensor([1.0, 2.0, 9.0, 8.0, 3.0])
         options = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (3,)}
-        assert token(logits, draw(**options)) == 4
-        assert token(logits, draw(**options, output=(0,))) == 4
-        assert token(logits, draw(**options, output=(0, 0))) == 2
+        assert token(logits, sampling_row(**options)) == 4
+        assert token(logits, sampling_row(**options, output=(0,))) == 4
+        assert token(logits, sampling_row(**options, output=(0, 0))) == 2
 
     def test_a_grammar_wins_over_min_tokens(self) -> None:
         mask = np.array([0b100], dtype=np.int32)
-        assert token(self.logits, draw(temperature=0.0, min_tokens=5, allowed=mask)) == 2
+        assert token(self.logits, sampling_row(temperature=0.0, min_tokens=5, allowed=mask)) == 2
 
     def test_grammar_masks_reach_every_bit(self) -> None:
         for allowed in (0, 31, 32, 49):
             mask = np.zeros(2, dtype=np.uint32)
             mask[allowed // 32] = 1 << allowed % 32
-            assert token(random_logits(1)[0], draw(allowed=mask.view(np.int32))) == allowed
+            assert token(random_logits(1)[0], sampling_row(allowed=mask.view(np.int32))) == allowed
 
     def test_tokens_beyond_the_mask_are_forbidden(self) -> None:
         logits = random_logits(1)[0]
         logits[40] = 100.0
         mask = np.array([-1], dtype=np.int32)
-        assert token(logits, draw(temperature=0.0, allowed=mask)) < 32
+        assert token(logits, sampling_row(temperature=0.0, allowed=mask)) < 32
 
     def test_no_token_left_names_the_row(self) -> None:
-        impossible = draw(allowed_token_ids=(3,), bad_words=((3,),))
+        impossible = sampling_row(allowed_token_ids=(3,), bad_words=((3,),))
         with pytest.raises(NoTokenLeft) as caught:
-            sample_tokens(random_logits(3), [draw(), impossible, draw()], EOS)
+            sample_tokens(random_logits(3), [sampling_row(), impossible, sampling_row()], EOS)
         assert caught.value.rows == (1,)
 
 
@@ -290,17 +296,19 @@ class TestLogprobs:
     def test_logprobs_are_of_the_raw_distribution(self) -> None:
         logits = random_logits(1)[0]
         want = logits.log_softmax(-1)
-        one = draw(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),))
-        (drawn,) = sample_tokens(logits[None], [one], EOS)
-        assert drawn.token_id == 7
-        assert drawn.logprobs is not None
-        assert drawn.logprobs.logprob == pytest.approx(float(want[7]))
-        assert [token_id for token_id, _ in drawn.logprobs.top] == want.topk(3).indices.tolist()
-        assert [value for _, value in drawn.logprobs.top] == pytest.approx(want.topk(3).values.tolist())
+        one = sampling_row(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),))
+        (sampled,) = sample_tokens(logits[None], [one], EOS)
+        assert sampled.token_id == 7
+        assert sampled.logprobs is not None
+        assert sampled.logprobs.logprob == pytest.approx(float(want[7]))
+        assert [token_id for token_id, _ in sampled.logprobs.top] == want.topk(3).indices.tolist()
+        assert [value for _, value in sampled.logprobs.top] == pytest.approx(want.topk(3).values.tolist())
 
     def test_rows_ask_for_different_numbers(self) -> None:
-        drawn = sample_tokens(random_logits(3), [draw(logprobs=0), draw(), draw(logprobs=2)], EOS)
-        assert [None if one.logprobs is None else len(one.logprobs.top) for one in drawn] == [0, None, 2]
+        sampled = sample_tokens(
+            random_logits(3), [sampling_row(logprobs=0), sampling_row(), sampling_row(logprobs=2)], EOS
+        )
+        assert [None if one.logprobs is None else len(one.logprobs.top) for one in sampled] == [0, None, 2]
 
     def test_given_tokens(self) -> None:
         logits = random_logits(2)
@@ -315,14 +323,14 @@ def test_a_broken_model_is_noticed(broken: float) -> None:
     logits[1, 3] = broken
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogits) as caught:
-            sample_tokens(logits, [draw(temperature=temperature)] * 2, EOS)
+            sample_tokens(logits, [sampling_row(temperature=temperature)] * 2, EOS)
         assert caught.value.rows == (1,)
 
 
 def test_every_sampling_param_has_an_owner() -> None:
     """Every field of SamplingParams is either the sampler's, tested above, or the scheduler's."""
     schedulers = {"max_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "grammar"}
-    samplers = set(draw(stop_token_ids=()).params.__struct_fields__) - schedulers
+    samplers = set(sampling_row(stop_token_ids=()).params.__struct_fields__) - schedulers
     assert samplers == {
         *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty"),
         *("presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "logprobs"),

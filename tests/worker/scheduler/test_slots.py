@@ -59,20 +59,20 @@ def test_a_small_request_starts_within_two_steps(runs_ahead: bool, n: int, num_t
 
 
 def test_preempted_choices_stay_cached() -> None:
-    alone, beside = make_engine(max_num_seqs=64), make_engine(max_num_seqs=64)
+    alone, contested = make_engine(max_num_seqs=64), make_engine(max_num_seqs=64)
     wire = generate(PROMPT, 60, 64, tenant="a")
     alone.submit(wire)
     alone.finish()
-    large = beside.submit(wire)
+    large = contested.submit(wire)
     for _ in range(40):
-        beside.step()
-    small = [beside.submit(generate([i], 4, tenant="b")) for i in range(40)]
-    beside.finish()
-    check_tokens(beside, large)
-    assert 30 <= beside.num_yielded <= 40
-    num_alone, num_beside = (sum(step.num_tokens for step in engine.runner.steps) for engine in (alone, beside))
-    num_recomputed = num_beside - num_alone - sum(len(request.prompt_ids) + 3 for request in small)
-    assert 0 <= num_recomputed <= beside.num_yielded * BLOCK_SIZE
+        contested.step()
+    small = [contested.submit(generate([i], 4, tenant="b")) for i in range(40)]
+    contested.finish()
+    check_tokens(contested, large)
+    assert 30 <= contested.num_yielded <= 40
+    num_alone, num_contested = (sum(step.num_tokens for step in engine.runner.steps) for engine in (alone, contested))
+    num_recomputed = num_contested - num_alone - sum(len(request.prompt_ids) + 3 for request in small)
+    assert 0 <= num_recomputed <= contested.num_yielded * BLOCK_SIZE
 
 
 def test_a_prefilling_request_yields_without_losing_a_token() -> None:
