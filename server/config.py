@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Final
 
@@ -103,6 +103,10 @@ class GatewayConfig(SharedConfig):
         return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
 
 
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def model_alias(text: str) -> tuple[str, str]:
     """Parse `NAME=MODEL`."""
     name, equals, model = text.partition("=")
@@ -117,73 +121,46 @@ def parser() -> argparse.ArgumentParser:
         description="The OpenAI API in front of the workers. Holds no model files: workers serve their tokenizers.",
         allow_abbrev=False,
     )
-    defaults = GatewayConfig(workers=("http://unused",))
     net = p.add_argument_group("network")
-    net.add_argument("--host", default=defaults.host, help="address of the public port (default 127.0.0.1)")
-    net.add_argument("--port", type=int, default=defaults.port, help="the OpenAI API and health (default 8000)")
-    net.add_argument("--ops-host", default=defaults.ops_host, help="address of the ops port (default 127.0.0.1)")
-    net.add_argument("--ops-port", type=int, default=defaults.ops_port, help="metrics, workers, explain (default 8001)")
+    net.add_argument("--host", help="address of the public port (default 127.0.0.1)")
+    net.add_argument("--port", type=int, help="the OpenAI API and health (default 8000)")
+    net.add_argument("--ops-host", help="address of the ops port (default 127.0.0.1)")
+    net.add_argument("--ops-port", type=int, help="metrics, workers, explain (default 8001)")
     net.add_argument(
         "--ops-hosts",
-        type=lambda text: tuple(text.split(",")),
-        default=defaults.ops_hosts,
+        type=_comma_separated,
         metavar="NAME,...",
         help="names that the ops port answers to, next to addresses and localhost (default: --ops-host)",
     )
     net.add_argument(
         "--share-port", action="store_true", help="let other gateways listen on the public port too (SO_REUSEPORT)"
     )
-    net.add_argument(
-        "--max-body",
-        dest="max_body_bytes",
-        type=num_bytes,
-        default=defaults.max_body_bytes,
-        metavar="SIZE",
-        help="default 32M",
-    )
-    net.add_argument(
-        "--max-header",
-        dest="max_header_bytes",
-        type=num_bytes,
-        default=defaults.max_header_bytes,
-        metavar="SIZE",
-        help="64K",
-    )
-    net.add_argument("--header-timeout-s", type=float, default=defaults.header_timeout_s, help="for a head (10)")
-    net.add_argument("--body-timeout-s", type=float, default=defaults.body_timeout_s, help="for 30 KiB of a body (30)")
-    net.add_argument(
-        "--max-connections", type=int, default=defaults.max_connections, help="open at a time, on each port (8192)"
-    )
+    net.add_argument("--max-body", dest="max_body_bytes", type=num_bytes, metavar="SIZE", help="default 32M")
+    net.add_argument("--max-header", dest="max_header_bytes", type=num_bytes, metavar="SIZE", help="64K")
+    net.add_argument("--header-timeout-s", type=float, help="for a head (10)")
+    net.add_argument("--body-timeout-s", type=float, help="for 30 KiB of a body (30)")
+    net.add_argument("--max-connections", type=int, help="open at a time, on each port (8192)")
     add_tls_options(net, "of both ports")
     net.add_argument("--ops-key-file", metavar="FILE", help="what drain and purge need (default: ops port on loopback)")
-    net.add_argument("--request-timeout-s", type=float, default=defaults.request_timeout_s, help="default 3600")
-    net.add_argument("--keepalive-s", type=float, default=defaults.keepalive_s, help="of silent streams (default 15)")
-    net.add_argument(
-        "--stall-s", type=float, default=defaults.stall_s, help="silence after which a worker is asked (5)"
-    )
-    net.add_argument("--drain-grace-s", type=float, default=defaults.drain_grace_s, help="time for open requests (30)")
-    net.add_argument(
-        "--max-queued-tokens", type=int, default=defaults.max_queued_tokens, help="prompt tokens that may wait (4M)"
-    )
+    net.add_argument("--request-timeout-s", type=float, help="default 3600")
+    net.add_argument("--keepalive-s", type=float, help="of silent streams (default 15)")
+    net.add_argument("--stall-s", type=float, help="silence after which a worker is asked (5)")
+    net.add_argument("--drain-grace-s", type=float, help="time for open requests (30)")
+    net.add_argument("--max-queued-tokens", type=int, help="prompt tokens that may wait (4M)")
 
     fleet = p.add_argument_group("workers")
     add_redis_options(fleet, "the registry and prefix index")
-    fleet.add_argument(
-        "--lookup-deadline-s", type=float, default=defaults.lookup_deadline_s, help="then route without (0.025)"
-    )
-    fleet.add_argument(
-        "--workers", action="extend", nargs="+", default=[], metavar="URL", help="http://HOST:PORT or dns:NAME:PORT"
-    )
+    fleet.add_argument("--lookup-deadline-s", type=float, help="then route without (0.025)")
+    fleet.add_argument("--workers", action="extend", nargs="+", metavar="URL", help="http://HOST:PORT or dns:NAME:PORT")
     fleet.add_argument(
         "--worker-networks",
-        type=lambda text: tuple(text.split(",")),
-        default=defaults.worker_networks,
+        type=_comma_separated,
         metavar="CIDR,...",
         help="where workers may be (default: loopback and private addresses)",
     )
     fleet.add_argument("--worker-ca", metavar="FILE", help="speak TLS alone to workers, whose certificates it signed")
     fleet.add_argument("--worker-tls-name", metavar="NAME", help="what they are for (default: each worker's address)")
-    fleet.add_argument("--policy", default=defaults.policy, choices=tuple(POLICIES), help="default headstart")
+    fleet.add_argument("--policy", choices=tuple(POLICIES), help="default headstart")
 
     api = p.add_argument_group("API")
     api.add_argument("--api-keys", metavar="FILE", help="who may use it, see `headstart keys` (default: anyone)")
@@ -192,7 +169,6 @@ def parser() -> argparse.ArgumentParser:
         dest="aliases",
         action="append",
         type=model_alias,
-        default=[],
         metavar="NAME=MODEL",
         help="a further name of a model",
     )
@@ -211,11 +187,14 @@ def parser() -> argparse.ArgumentParser:
     watch = p.add_argument_group("observability")
     add_log_options(watch)
     watch.add_argument("--access-log", action="store_true", help="a line for each answer: status, seconds, tokens")
+    defaults = GatewayConfig(workers=("http://unused",))
+    p.set_defaults(**{option.name: getattr(defaults, option.name) for option in fields(defaults)})
+    p.set_defaults(workers=[], aliases=[])
     return p
 
 
 def parse(argv: Sequence[str]) -> GatewayConfig:
-    """Exits like argparse on an unknown option; raises ValueError on a bad value."""
+    """Parse a command line. Exits as argparse does on an unknown option; raises ValueError on a bad value."""
     args = vars(parser().parse_args(argv))
     args["workers"] = tuple(args["workers"])
     args["aliases"] = MappingProxyType(dict(args["aliases"]))

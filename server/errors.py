@@ -1,4 +1,4 @@
-"""Every failure a client can meet, and the one place that turns it into HTTP.
+"""Every error that a client can get, and the one place that turns an exception into one.
 
     ApiError
     |-- InvalidRequestError   400   bad JSON, type, range; `param` names the field
@@ -11,9 +11,9 @@
     |-- MediaTypeError        415
     |-- HeaderTooLargeError   431
     |-- OverloadedError       429   capacity exists but is contended
-    |-- InternalError         500   our bug, or a request that no worker survives: never retried by a client
-    |-- WorkerLostError       503   the worker died and nobody could take over
-    |-- UnavailableError      503   nothing can serve
+    |-- InternalError         500   our bug, or a poison request: clients must not retry
+    |-- WorkerLostError       503   the worker died and no other could take over
+    |-- UnavailableError      503   no worker can serve
     |   |-- ShuttingDownError   503   the gateway stops, and its grace is over
     |-- DeadlineError         504
     +-- HttpVersionError      505
@@ -39,11 +39,13 @@ JSON_HEADERS: Final = (b"content-type", b"application/json")
 
 
 class ApiError(Exception):
-    """An answer other than success. `headers` are added to the response, before a stream has begun."""
+    """An answer other than success. `headers` are added to the response."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
+    should_retry: ClassVar[bool | None] = None
+    """The value of `x-should-retry`; None leaves it to the client's own rule."""
 
     def __init__(
         self,
@@ -60,11 +62,6 @@ class ApiError(Exception):
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
         self.extra_headers = headers
-
-    @property
-    def should_retry(self) -> bool | None:
-        """What `x-should-retry` says; None leaves it to the client's own rule."""
-        return None
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": self.fields()})
@@ -138,19 +135,13 @@ class OverloadedError(ApiError):
     status = 429
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
-
-    @property
-    def should_retry(self) -> bool | None:
-        return True
+    should_retry = True
 
 
 class InternalError(ApiError):
     status = 500
     default_code = "internal_error"
-
-    @property
-    def should_retry(self) -> bool | None:
-        return False
+    should_retry = False
 
 
 class WorkerLostError(ApiError):
@@ -182,7 +173,7 @@ class HttpVersionError(ApiError):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The ApiError that stands for any exception; what is unknown says nothing of our insides."""
+    """Return the ApiError that stands for any exception. An unknown one reveals nothing of our insides."""
     match error:
         case ApiError():
             return error

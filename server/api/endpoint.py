@@ -91,7 +91,7 @@ class GenerateEndpoint(ABC):
         self._metrics.prompt_tokens.inc(context.num_prompt_tokens)
         lease = lease_of(scope)
         if lease is not None:
-            lease.take_tokens(context.num_prompt_tokens)
+            lease.take("tokens", context.num_prompt_tokens)
         generations, pace = [], Pace()
         for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s))

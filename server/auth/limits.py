@@ -12,8 +12,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Final
 
 from starlette.types import Scope
@@ -29,80 +28,67 @@ MAX_GOOD_KEYS: Final = 10_000
 _MINUTE_S: Final = 60.0
 _STREAMS_RETRY_S: Final = 1.0
 
-Headers = list[tuple[bytes, bytes]]
-
 
 class _KeyUsage:
-    """What one key has used, under the limits that it has."""
+    """The usage of one key, under the limits that it has."""
 
-    __slots__ = ("limits", "num_open", "requests", "tokens")
+    __slots__ = ("buckets", "limits", "num_open")
 
     def __init__(self) -> None:
         self.num_open = 0
         self.limits = NO_LIMITS
-        self.requests: TokenBucket | None = None
-        self.tokens: TokenBucket | None = None
+        self.buckets: dict[str, TokenBucket] = {}
+        """By what they count: requests, tokens."""
 
     def apply(self, limits: KeyLimits) -> None:
         """Adopt the limits of a reloaded key file; what has been used stays used."""
         self.limits = limits
-        self.requests = _resized(self.requests, limits.requests_per_minute)
-        self.tokens = _resized(self.tokens, limits.tokens_per_minute)
+        for name, limit in (("requests", limits.requests_per_minute), ("tokens", limits.tokens_per_minute)):
+            if limit is None:
+                self.buckets.pop(name, None)
+                continue
+            bucket = self.buckets.setdefault(name, TokenBucket(limit / _MINUTE_S, limit))
+            bucket.per_s, bucket.capacity = limit / _MINUTE_S, limit
 
 
-def _resized(bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
-    if per_minute is None:
-        return None
-    bucket = bucket or TokenBucket(per_minute / _MINUTE_S, per_minute)
-    bucket.per_s, bucket.capacity = per_minute / _MINUTE_S, per_minute
-    return bucket
-
-
-@dataclass(slots=True, eq=False)
 class Lease:
     """One open request of a key with limits. Close it exactly once."""
 
-    usage: _KeyUsage
-    clock: Callable[[], float]
-    headers: Headers = field(default_factory=list)
-    """The x-ratelimit-* headers of the answer."""
+    def __init__(self, usage: _KeyUsage, clock: Callable[[], float]) -> None:
+        self._usage = usage
+        self._clock = clock
+        self.headers: list[tuple[bytes, bytes]] = []
+        """The x-ratelimit-* headers of the answer."""
 
-    def take_request(self) -> None:
-        """Count the request. Raises OverloadedError."""
-        bucket = self.usage.requests
-        wait_s = 0.0 if bucket is None else bucket.take(self.clock())
+    def take(self, name: str, amount: int) -> None:
+        """Count a request, or the tokens of a prompt. Raises OverloadedError."""
+        bucket, wait_s = self._usage.buckets.get(name), 0.0
+        if bucket is not None:
+            wait_s = bucket.take(self._clock(), amount)
         self._describe()
-        if wait_s > 0.0:
-            raise _over_limit(f"{self.usage.limits.requests_per_minute} requests a minute", wait_s, self.headers)
-
-    def take_tokens(self, num_tokens: int) -> None:
-        """Count the prompt's tokens. Raises OverloadedError."""
-        if self.usage.tokens is not None:
-            wait_s = self.usage.tokens.take(self.clock(), num_tokens)
-            self._describe()
-            if wait_s > 0.0:
-                raise _over_limit(f"{self.usage.limits.tokens_per_minute} tokens a minute", wait_s)
+        if bucket is not None and wait_s > 0.0:
+            message = f"This key may use {bucket.capacity} {name} a minute; try again in {math.ceil(wait_s)} s."
+            headers = tuple(self.headers) if name == "requests" else ()
+            raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
-        if self.usage.tokens is not None:
-            self.usage.tokens.add(self.clock(), -num_tokens)
+        if (bucket := self._usage.buckets.get("tokens")) is not None:
+            bucket.add(self._clock(), -num_tokens)
 
     def close(self) -> None:
-        self.usage.num_open -= 1
+        self._usage.num_open -= 1
 
     def _describe(self) -> None:
         self.headers.clear()
-        now_s = self.clock()
-        for name, bucket in (("requests", self.usage.requests), ("tokens", self.usage.tokens)):
-            if bucket is not None:
-                level = bucket.level(now_s)
-                reset_s = (bucket.capacity - level) / bucket.per_s
-                self.headers += [
-                    (f"x-ratelimit-limit-{name}".encode(), b"%d" % bucket.capacity),
-                    (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
-                    (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
-                ]
+        for name, bucket in self._usage.buckets.items():
+            level = bucket.level(self._clock())
+            reset_s = (bucket.capacity - level) / bucket.per_s
+            self.headers += [
+                (f"x-ratelimit-limit-{name}".encode(), b"%d" % bucket.capacity),
+                (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
+                (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
+            ]
 
 
 class RateLimits:
@@ -117,7 +103,11 @@ class RateLimits:
         limits = identity.limits
         if limits == NO_LIMITS:
             return None
-        usage = self._usage_of(identity.key_digest)
+        usage = self._usage.get(identity.key_digest)
+        if usage is None:
+            if len(self._usage) >= MAX_KEYS:
+                self._usage = {key: held for key, held in self._usage.items() if held.num_open}
+            usage = self._usage[identity.key_digest] = _KeyUsage()
         if usage.limits != limits:
             usage.apply(limits)
         if limits.max_streams is not None and usage.num_open >= limits.max_streams:
@@ -125,22 +115,9 @@ class RateLimits:
                 f"This key may have {limits.max_streams} requests open at a time.", retry_after_s=_STREAMS_RETRY_S
             )
         lease = Lease(usage, self._clock)
-        lease.take_request()
+        lease.take("requests", 1)
         usage.num_open += 1
         return lease
-
-    def _usage_of(self, digest: bytes) -> _KeyUsage:
-        usage = self._usage.get(digest)
-        if usage is None:
-            if len(self._usage) >= MAX_KEYS:
-                self._usage = {key: held for key, held in self._usage.items() if held.num_open}
-            usage = self._usage[digest] = _KeyUsage()
-        return usage
-
-
-def _over_limit(limit: str, wait_s: float, headers: Sequence[tuple[bytes, bytes]] = ()) -> OverloadedError:
-    message = f"This key may use {limit}; try again in {math.ceil(wait_s)} s."
-    return OverloadedError(message, retry_after_s=wait_s, headers=tuple(headers))
 
 
 def duration_text(seconds: float) -> str:

@@ -228,18 +228,18 @@ def test_tokens_a_minute_are_paid_back() -> None:
     limits = RateLimits(clock=lambda: now_s)
     lease = limits.admit(limited(tokens_per_minute=600))
     assert lease is not None
-    lease.take_tokens(400)
+    lease.take("tokens", 400)
     assert (b"x-ratelimit-remaining-tokens", b"200") in lease.headers
     lease.add_tokens(260)
     with pytest.raises(OverloadedError) as refused:
-        lease.take_tokens(40)
+        lease.take("tokens", 40)
     assert refused.value.retry_after_s == pytest.approx(10.0)
     now_s += 10.0
-    lease.take_tokens(40)
+    lease.take("tokens", 40)
     now_s += 60.0
-    lease.take_tokens(10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
+    lease.take("tokens", 10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
     with pytest.raises(OverloadedError) as refused:
-        lease.take_tokens(1)
+        lease.take("tokens", 1)
     assert refused.value.retry_after_s == pytest.approx(940.1)
 
 
@@ -269,12 +269,12 @@ def test_a_reloaded_limit_keeps_what_was_used() -> None:
     limits = RateLimits(clock=lambda: 50.0)
     lease = limits.admit(limited(tokens_per_minute=600))
     assert lease is not None
-    lease.take_tokens(400)
+    lease.take("tokens", 400)
     lease = limits.admit(limited(tokens_per_minute=300))
     assert lease is not None
-    lease.take_tokens(200)
+    lease.take("tokens", 200)
     with pytest.raises(OverloadedError, match="300 tokens"):
-        lease.take_tokens(1)
+        lease.take("tokens", 1)
 
 
 def test_unused_keys_are_forgotten_and_open_requests_are_not() -> None:
