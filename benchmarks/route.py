@@ -34,7 +34,6 @@ from benchmarks.simulation.traces import (
     ToolChatTrace,
 )
 from server.router.cost import CostModel
-from server.router.placement import TrackerSettings
 from server.router.policies import POLICIES
 
 DATA: Final = Path(__file__).parent.parent / "tests" / "data"
@@ -97,11 +96,8 @@ def plan(options: Namespace) -> list[Run]:
                 index_delay_s=options.index_delay,
                 report_s=options.report_age,
                 pooled=policy == POOLED,
-                tracker=TrackerSettings(
-                    count_pending=policy in COUNT_PENDING,
-                    publish_delay_s=options.index_delay + options.report_age,
-                    cost=CostModel() if options.engine == "shared" else REFERENCE_COST,
-                ),
+                cost=CostModel() if options.engine == "shared" else REFERENCE_COST,
+                count_pending=policy in COUNT_PENDING,
                 seed=options.seed + spreading,
                 shared_engine=options.engine == "shared",
                 redis=options.index == "redis" and policy != POOLED,

@@ -23,7 +23,8 @@ from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.placement import PlacementTracker, RouteRequest, TrackerSettings
+from server.router.cost import CostModel
+from server.router.placement import PlacementTracker, RouteRequest
 from server.router.policies import Policy
 from server.router.scoring import Scorer
 
@@ -41,7 +42,9 @@ class ReplaySettings:
     report_s: float = 0.05
     pooled: bool = False
     """One pool of the same total size, seen by every worker: the bound."""
-    tracker: TrackerSettings = field(default_factory=TrackerSettings)
+    cost: CostModel = field(default_factory=CostModel)
+    count_pending: bool = True
+    """Blocks of requests just routed count as cached."""
     unscored_share: float = 0.1
     """Share of the first requests, which meet cold caches, to leave out."""
     seed: int = 0
@@ -86,9 +89,15 @@ class Replay:
         self._arrivals: list[int] = []
 
     def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
-        tracker = PlacementTracker(self._settings.tracker, lambda: self._now_s)
+        settings = self._settings
+        tracker = PlacementTracker(
+            lambda: self._now_s,
+            cost=settings.cost,
+            count_pending=settings.count_pending,
+            publish_delay_s=settings.index_delay_s + settings.report_s,
+        )
         for worker in self._workers:
-            tracker.estimate(worker.member).fifo = not self._settings.shared_engine
+            tracker.estimate(worker.member).fifo = not settings.shared_engine
         return gateway_id, Scorer(gateway_id, policy, tracker, rng)
 
     def _make_workers(self) -> list[SimulatedWorker]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from cache.types import BlockHash, WorkerId
@@ -101,6 +100,4 @@ class Sglang(Policy):
         return next((at for at, block_hash in enumerate(hashes) if block_hash not in tree), len(hashes))
 
 
-RIVALS: Final[Mapping[str, Callable[[], Policy]]] = MappingProxyType(
-    {"sglang": Sglang, "llm-d": LlmD, "dynamo": Dynamo}
-)
+RIVALS: Final[Mapping[str, Callable[[], Policy]]] = {"sglang": Sglang, "llm-d": LlmD, "dynamo": Dynamo}

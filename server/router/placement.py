@@ -9,7 +9,7 @@ placement.close()                           it has ended, however: call it exact
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cache.records import WorkerLoad, WorkerMember
@@ -19,20 +19,11 @@ from server.router.cost import CostModel
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
 
+PUBLISH_DELAY_S: Final = 0.3
+"""From a worker's first token until the index is sure to know the prompt's blocks."""
 PENDING_TTL_S: Final = 900.0
 _MIN_RELEASED_BLOCKS: Final = 1e-3
 """Fewer released blocks, after decay, are too few to measure the residency."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerSettings:
-    """What a gateway assumes of its workers."""
-
-    cost: CostModel = field(default_factory=CostModel)
-    count_pending: bool = True
-    """Blocks of requests just routed count as cached."""
-    publish_delay_s: float = 0.3
-    """From a worker's first token until the index is sure to know the prompt's blocks."""
 
 
 class NoWorkerError(Exception):
@@ -129,7 +120,7 @@ class Placement:
         self._prefill_tokens_per_s = view.prefill_tokens_per_s
         self._active = view.estimate.add(view.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks)
         self._pending = None
-        if tracker.settings.count_pending and request.hashes:
+        if tracker.count_pending and request.hashes:
             self._pending = tracker.pending.add((member.worker_id, member.epoch), request.hashes, now_s)
         self._saw_token = False
 
@@ -140,7 +131,7 @@ class Placement:
         self.num_cached_tokens = num_cached_tokens
         tracker = self._tracker
         num_uncached = max(0, self.request.num_prompt_tokens - num_cached_tokens)
-        prefill_s = tracker.settings.cost.prefill_s(num_uncached, self._prefill_tokens_per_s)
+        prefill_s = tracker.cost.prefill_s(num_uncached, self._prefill_tokens_per_s)
         now_s = tracker.clock()
         self._estimate.start(self._active, prefill_s, now_s)
         self._estimate.hit_rate.add(num_cached_tokens, self.request.num_prompt_tokens, now_s)
@@ -172,21 +163,29 @@ class PlacementTracker:
     """What one gateway has placed: the load of each worker, pending prefixes, and how long requests hold blocks."""
 
     def __init__(
-        self, settings: TrackerSettings, clock: Callable[[], float], observer: PlacementObserver | None = None
+        self,
+        clock: Callable[[], float],
+        observer: PlacementObserver | None = None,
+        *,
+        cost: CostModel | None = None,
+        count_pending: bool = True,
+        publish_delay_s: float = PUBLISH_DELAY_S,
     ) -> None:
-        self.settings = settings
+        """`count_pending`: blocks of requests just routed count as cached."""
         self.clock = clock
         self.observer = observer
-        self.pending = PendingPrefixes(publish_delay_s=settings.publish_delay_s, ttl_s=PENDING_TTL_S)
+        self.cost = cost or CostModel()
+        self.count_pending = count_pending
+        self.pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
         self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
-        self._residency_s = DecayedRatio(settings.cost.window_s)
+        self._residency_s = DecayedRatio(self.cost.window_s)
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
         """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
         known = self._estimates.get(member.worker_id)
         if known is not None and known.epoch == member.epoch:
             return known
-        estimate = self._estimates[member.worker_id] = WorkerLoadEstimate(member.epoch, self.settings.cost.window_s)
+        estimate = self._estimates[member.worker_id] = WorkerLoadEstimate(member.epoch, self.cost.window_s)
         if known is not None:
             estimate.hit_rate = known.hit_rate
         return estimate

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Final
 
 from server.router.cost import CostModel
@@ -117,15 +116,13 @@ def _weight(key: bytes, worker_id: bytes) -> int:
     return int.from_bytes(blake2b(worker_id, digest_size=8, key=key, person=_RENDEZVOUS_SEED).digest(), "big")
 
 
-POLICIES: Final[Mapping[str, Callable[[], Policy]]] = MappingProxyType(
-    {
-        "headstart": Headstart,
-        "longest_prefix": LongestPrefix,
-        "round_robin": RoundRobin,
-        "least_load": LeastLoad,
-        "consistent_hash": ConsistentHash,
-    }
-)
+POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
+    "headstart": Headstart,
+    "longest_prefix": LongestPrefix,
+    "round_robin": RoundRobin,
+    "least_load": LeastLoad,
+    "consistent_hash": ConsistentHash,
+}
 
 
 def make_policy(name: str) -> Policy:

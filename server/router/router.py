@@ -20,7 +20,6 @@ from server.router.placement import (
     Placement,
     PlacementTracker,
     RouteRequest,
-    TrackerSettings,
     WorkerView,
 )
 from server.router.policies import make_policy
@@ -72,7 +71,7 @@ class Router:
         self._on_stage = on_stage
         self._on_match = on_match
         self._observer = observer
-        self.tracker = PlacementTracker(TrackerSettings(), clock, self)
+        self.tracker = PlacementTracker(clock, self)
         self._scorer = Scorer(gateway_id, make_policy(policy), self.tracker, rng or random.Random())
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()

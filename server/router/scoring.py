@@ -71,7 +71,7 @@ class Scorer:
             return Decision(request, workers, ())
         recent_s = sum(worker.recent_s for worker in workers)
         draw = _mean_draw if dry_run else self._rng.random
-        fleet = FleetView(self._tracker.settings.cost, recent_s, len(workers), draw)
+        fleet = FleetView(self._tracker.cost, recent_s, len(workers), draw)
         scores = self._policy.scores(request, unguarded, fleet)
         for worker, score in zip(unguarded, scores, strict=True):
             worker.score = score
@@ -95,7 +95,7 @@ class Scorer:
         now_s: float,
     ) -> WorkerView:
         tracker, member, load = self._tracker, candidate.member, candidate.load
-        cost = tracker.settings.cost
+        cost = tracker.cost
         estimate = tracker.estimate(member)
         estimate.observe(load, now_s - candidate.load_age_s, self._gateway_id)
         block_size = member.block_size

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import aiohttp
@@ -103,9 +102,7 @@ class GenerateStream:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         if self._connection is None:
             return
         if self.completed:
@@ -142,36 +139,30 @@ class GenerateStream:
 class WorkerClient:
     """Calls workers over keep-alive connections. Owned by the gateway, which closes it."""
 
-    def __init__(self, session: aiohttp.ClientSession, pool: ConnectionPool) -> None:
-        """`session` serves everything but /generate."""
-        self._session = session
-        self._pool = pool
-
-    @classmethod
-    def open(cls, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None) -> Self:
-        """Open a client inside a running loop. It shows `token` to every worker and dials none outside `networks`.
+    def __init__(
+        self, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Create it inside a running loop. It shows `token` to every worker and dials none outside `networks`.
 
         `tls` checks the certificates of https workers; None: this machine's CAs do.
         """
         networks = networks or WorkerNetworks()
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=20.0,
-            ttl_dns_cache=5,
-            socket_factory=networks.open_socket,
-            ssl=True if tls is None else tls,
-        )
-        session = aiohttp.ClientSession(
-            connector=connector,
+        self._pool = ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=20.0,
+                ttl_dns_cache=5,
+                socket_factory=networks.open_socket,
+                ssl=True if tls is None else tls,
+            ),
             headers={"authorization": f"Bearer {token}"} if token else None,
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
-        return cls(
-            session, ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls)
-        )
+        """For everything but /generate."""
 
     async def close(self) -> None:
         self._pool.close()

@@ -271,7 +271,7 @@ class Parts:
 
 @asynccontextmanager
 async def worker_client() -> AsyncIterator[WorkerClient]:
-    client = WorkerClient.open(networks=NETWORKS)
+    client = WorkerClient(networks=NETWORKS)
     try:
         yield client
     finally:

@@ -120,7 +120,7 @@ async def test_workers_are_who_their_certificate_says(
     trusted = authority if ca else Authority(tmp_path / "another")
     worker_ca = WorkerCa(str(trusted.path), expected)
     networks = WorkerNetworks(tls_only=True)
-    client = WorkerClient.open("token", networks, worker_ca.context)
+    client = WorkerClient("token", networks, worker_ca.context)
     pool = ConnectionPool(connect_timeout_s=HANG_S, token="token", networks=networks, tls=worker_ca.context)
     try:
         async with Port(ServerCertificate(str(cert), str(key)).context) as port:
@@ -143,7 +143,7 @@ async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_p
     other = Authority(tmp_path / "new")
     cert, key = other.issue("worker", "127.0.0.1")
     ca = WorkerCa(str(authority.path))
-    client = WorkerClient.open(tls=ca.context)
+    client = WorkerClient(tls=ca.context)
     try:
         async with Port(ServerCertificate(str(cert), str(key)).context) as port:
             url = f"https://127.0.0.1:{port.port}"

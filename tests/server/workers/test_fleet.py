@@ -236,7 +236,7 @@ async def test_one_worker_whose_question_raises_hides_no_other() -> None:
 
 @asynccontextmanager
 async def opened_client() -> AsyncIterator[WorkerClient]:
-    client = WorkerClient.open()
+    client = WorkerClient()
     try:
         yield client
     finally:

@@ -47,7 +47,7 @@ async def test_what_cannot_be_dialled_is_named_and_loses_the_worker_alone(url: s
     assert WorkerNetworks().objection(url) is not None
     with pytest.raises(ValueError, match="--workers"):
         check_target(url)
-    client = WorkerClient.open()
+    client = WorkerClient()
     try:
         with pytest.raises(WorkerLost):
             await client.bundle(url)

@@ -99,7 +99,7 @@ def test_a_bad_network_is_named() -> None:
 
 async def test_nothing_else_is_dialled_on_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = WorkerNetworks(["10.0.0.0/8"])
-    client = WorkerClient.open("", networks)
+    client = WorkerClient("", networks)
     try:
         for host in ("127.0.0.1", "localhost"):
             with pytest.raises(AddressRefusedError):
@@ -127,7 +127,7 @@ async def test_a_worker_answers_who_shows_its_token() -> None:
         for path in ("/health/live", "/health/ready", "/metrics"):
             async with http.get(url + path) as answer:
                 assert answer.status != 401
-        client = WorkerClient.open(token)
+        client = WorkerClient(token)
         try:
             assert await client.is_alive(url)
             with pytest.raises(WorkerLost, match="503"):
@@ -146,7 +146,7 @@ async def test_redirects_are_not_followed() -> None:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    client = WorkerClient.open("token")
+    client = WorkerClient("token")
     try:
         with pytest.raises(WorkerLost, match="302"):
             await client.bundle(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
