@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.model.base import Checkpoint
 from worker.model.config import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint, Metadata
 from worker.model.huggingface import read_json
@@ -60,52 +59,41 @@ _FAMILIES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The fields by which two tokenizers differ."""
-
-    tokenizer_json: bytes
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    eos_token_ids: tuple[int, ...]
-    add_bos: bool
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        fields = (self.chat_template, self.bos_token, self.eos_token, self.eos_token_ids, self.add_bos)
-        for part in (self.tokenizer_json, repr(fields).encode()):
-            digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.hexdigest()
-
-
 def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> TokenizerBundle:
     """Raise ModelError when the checkpoint has no tokenizer that `tokenizers` can run."""
-    parts = _parts(model.checkpoint)
+    checkpoint = model.checkpoint
+    if isinstance(checkpoint, GGUFCheckpoint):
+        fields = _from_gguf(checkpoint.metadata)
+    else:
+        fields = _from_folder(checkpoint.path)
     return TokenizerBundle(
-        fingerprint=parts.fingerprint,
+        fingerprint=_fingerprint(**fields),
         model=model.name,
         revision=model.revision,
-        tokenizer_json=parts.tokenizer_json,
-        chat_template=parts.chat_template,
-        bos_token=parts.bos_token,
-        eos_token=parts.eos_token,
-        eos_token_ids=parts.eos_token_ids,
-        add_bos=parts.add_bos,
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         block_size=block_size,
+        **fields,
     )
 
 
-def _parts(checkpoint: Checkpoint) -> _Parts:
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return _from_gguf(checkpoint.metadata)
-    return _from_folder(checkpoint.path)
+def _fingerprint(
+    tokenizer_json: bytes,
+    chat_template: str | None,
+    bos_token: str | None,
+    eos_token: str | None,
+    eos_token_ids: tuple[int, ...],
+    add_bos: bool,
+) -> str:
+    """Digest the fields by which two tokenizers differ."""
+    digest = hashlib.blake2b(digest_size=16)
+    fields = (chat_template, bos_token, eos_token, eos_token_ids, add_bos)
+    for part in (tokenizer_json, repr(fields).encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
-def _from_gguf(metadata: Metadata) -> _Parts:
+def _from_gguf(metadata: Metadata) -> dict[str, Any]:
     tokenizer = tokenizer_from_gguf(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
@@ -119,17 +107,17 @@ def _from_gguf(metadata: Metadata) -> _Parts:
         if template and token in template and token_id is not None and types[token_id] == TokenType.CONTROL:
             ids.add(token_id)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    return _Parts(
-        tokenizer_json=canonical_json(tokenizer),
-        chat_template=template,
-        bos_token=None if bos_id is None else tokens[int(bos_id)],
-        eos_token=tokens[int(metadata["tokenizer.ggml.eos_token_id"])],
-        eos_token_ids=tuple(sorted(ids)),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
-    )
+    return {
+        "tokenizer_json": canonical_json(tokenizer),
+        "chat_template": template,
+        "bos_token": None if bos_id is None else tokens[int(bos_id)],
+        "eos_token": tokens[int(metadata["tokenizer.ggml.eos_token_id"])],
+        "eos_token_ids": tuple(sorted(ids)),
+        "add_bos": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+    }
 
 
-def _from_folder(folder: Path) -> _Parts:
+def _from_folder(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
@@ -141,14 +129,14 @@ def _from_folder(folder: Path) -> _Parts:
     config = _optional_json(folder / "tokenizer_config.json")
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
-    return _Parts(
-        tokenizer_json=tokenizer_json,
-        chat_template=_chat_template(folder, config),
-        bos_token=bos,
-        eos_token=eos,
-        eos_token_ids=_eos_token_ids(folder, tokenizer, eos),
-        add_bos=bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
-    )
+    return {
+        "tokenizer_json": tokenizer_json,
+        "chat_template": _chat_template(folder, config),
+        "bos_token": bos,
+        "eos_token": eos,
+        "eos_token_ids": _eos_token_ids(folder, tokenizer, eos),
+        "add_bos": bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
+    }
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""What lies between the products of a layer on a GPU, in one Triton kernel each: a small step waits for its kernels.
+"""Triton kernels between the products of a layer on a GPU: the rotation, and the write to the KV pool.
 
-In operations of torch the rotation is three kernels and a write to the pool two; both are in every layer.
+torch needs three kernels for the rotation and two for the write, in every layer; a small step waits for its kernels.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS: Final = 8
-"""Of one token, that a program works on."""
+"""Heads of one token that a program works on."""
 
 
 def rotate(states: Tensor, positions: Tensor, table: Tensor, num_heads: int) -> Tensor:
-    """The first `num_heads` heads of states (num_tokens, ...) turned as `worker.model.rope.rope_table` says.
+    """Rotate the first `num_heads` heads of states (num_tokens, width) by `worker.model.rope.rope_table`.
 
     positions (num_tokens,) int64; table (max_len, 2, head_dim), contiguous -> (num_tokens, num_heads, head_dim)
     """
@@ -30,10 +30,11 @@ def rotate(states: Tensor, positions: Tensor, table: Tensor, num_heads: int) -> 
 
 
 def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor, query: Tensor | None = None) -> None:
-    """Write (num_tokens, kv_heads, head_dim) to `slots` (num_tokens,) int64 of two pools, each (slots, kv_heads,
-    head_dim) and contiguous. Entries of a head must lie side by side.
+    """Write (num_tokens, kv_heads, head_dim) to `slots` (num_tokens,) int64 of two contiguous pools, each (num_slots,
+    kv_heads, head_dim). Elements of a head must be adjacent.
 
-    Where a `query` (num_tokens, heads, head_dim) that shares a key is not finite, NaN is stored of that key."""
+    A key becomes NaN if a `query` (num_tokens, heads, head_dim) that shares it is not finite.
+    """
     num_tokens, num_heads, head_dim = key.shape
     queries = key if query is None else query
     _store[_grid(num_tokens, num_heads)](
@@ -64,7 +65,7 @@ def _grid(num_tokens: int, num_heads: int) -> tuple[int, int]:
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate(
     states: tl.tensor,
-    stride: tl.tensor,
+    row_stride: tl.tensor,
     positions: tl.tensor,
     table: tl.tensor,
     out: tl.tensor,
@@ -75,30 +76,30 @@ def _rotate(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    place = tl.arange(0, WIDTH)[None, :]
-    inside = place < HEAD_DIM
+    element = tl.arange(0, WIDTH)[None, :]
+    inside = element < HEAD_DIM
     mask = (heads < num_heads) & inside
     row = table + tl.load(positions + token) * (2 * HEAD_DIM)
-    cos = tl.load(row + place, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(row + HEAD_DIM + place, mask=inside, other=0.0).to(tl.float32)
-    head = states + token * stride + heads * HEAD_DIM
-    own = tl.load(head + place, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(head + (place + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0).to(tl.float32)
-    turned = (own * cos + other * sin).to(out.dtype.element_ty)
-    tl.store(out + (token * num_heads + heads) * HEAD_DIM + place, turned, mask=mask)
+    cos = tl.load(row + element, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(row + HEAD_DIM + element, mask=inside, other=0.0).to(tl.float32)
+    head = states + token * row_stride + heads * HEAD_DIM
+    own = tl.load(head + element, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(head + (element + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0).to(tl.float32)
+    rotated = (own * cos + other * sin).to(out.dtype.element_ty)
+    tl.store(out + (token * num_heads + heads) * HEAD_DIM + element, rotated, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(
     key: tl.tensor,
-    key_token: tl.tensor,
-    key_head: tl.tensor,
+    key_row_stride: tl.tensor,
+    key_head_stride: tl.tensor,
     value: tl.tensor,
-    value_token: tl.tensor,
-    value_head: tl.tensor,
+    value_row_stride: tl.tensor,
+    value_head_stride: tl.tensor,
     queries: tl.tensor,
-    queries_token: tl.tensor,
-    queries_head: tl.tensor,
+    queries_row_stride: tl.tensor,
+    queries_head_stride: tl.tensor,
     slots: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -106,16 +107,20 @@ def _store(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
-    REPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    place = tl.arange(0, WIDTH)[None, :]
-    mask = (heads < num_heads) & (place < HEAD_DIM)
-    target = (tl.load(slots + token) * num_heads + heads) * HEAD_DIM + place
-    own = tl.load(key + token * key_token + heads * key_head + place, mask=mask, other=0.0).to(tl.float32)
-    for rep in range(REPS):  # adds 0, or NaN
-        sharing = queries + token * queries_token + (heads * REPS + rep) * queries_head + place
+    element = tl.arange(0, WIDTH)[None, :]
+    mask = (heads < num_heads) & (element < HEAD_DIM)
+    target = (tl.load(slots + token) * num_heads + heads) * HEAD_DIM + element
+    own = tl.load(key + token * key_row_stride + heads * key_head_stride + element, mask=mask, other=0.0).to(tl.float32)
+    for member in range(GROUP_SIZE):  # adds 0 or NaN
+        sharing = queries + token * queries_row_stride + (heads * GROUP_SIZE + member) * queries_head_stride + element
         own += tl.load(sharing, mask=mask, other=0.0).to(tl.float32) * 0.0
     tl.store(keys + target, own.to(keys.dtype.element_ty), mask=mask)
-    tl.store(values + target, tl.load(value + token * value_token + heads * value_head + place, mask=mask), mask=mask)
+    tl.store(
+        values + target,
+        tl.load(value + token * value_row_stride + heads * value_head_stride + element, mask=mask),
+        mask=mask,
+    )

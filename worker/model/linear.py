@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Final, Protocol
 
@@ -126,12 +125,9 @@ class PackedLinear:
 
     def __init__(self, parts: Sequence[QuantisedTensor], dense: Linear, bias: Tensor | None) -> None:
         """Stack `parts`, for which `is_packable` holds. `dense` includes the bias."""
-        groups = [_unpack(part) for part in parts]
-        codes = torch.from_numpy(np.concatenate([group.codes for group in groups]).astype(np.int32))
-        scales, zeros = (
-            torch.from_numpy(np.concatenate([getattr(group, name) for group in groups])) for name in ("scales", "zeros")
-        )
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+        unpacked = zip(*map(_unpack, parts), strict=True)
+        codes, scales, zeros = (torch.from_numpy(np.concatenate(stacked)) for stacked in unpacked)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2)
         # (groups, out, 2)
         self._scales_and_zeros = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous().bfloat16()
         self._repeats_input = parts[0].kind == "Q8_0"
@@ -184,29 +180,19 @@ def is_packable(parts: Sequence[QuantisedTensor | None]) -> bool:
     return rows % _ROW_ALIGNMENT == 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """A matrix for torch's int4 product: codes (out, in') uint8 of 0..15, scales and zeros (out, in' / 32) float32."""
-
-    codes: np.ndarray
-    scales: np.ndarray
-    zeros: np.ndarray
-
-
-def _unpack(part: QuantisedTensor) -> _Groups:
+def _unpack(part: QuantisedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return codes (out, in') uint8 of 0..15, scales and zeros (out, in' / 32) float32 for torch's int4 product."""
     rows, columns = part.shape
     blocks = np.ascontiguousarray(part.data).reshape(rows, columns // _GROUP, -1)
     delta = blocks[:, :, :2].copy().view(np.float16)[..., 0].astype(np.float32)
     if part.kind == "Q8_0":
         shifted = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).reshape(rows, columns)
         codes = np.concatenate((shifted >> 4, shifted & 15), axis=1).astype(np.uint8)
-        return _Groups(
-            codes, np.concatenate((16 * delta, delta), axis=1), np.concatenate((0 * delta, 8 * delta), axis=1)
-        )
+        return codes, np.concatenate((16 * delta, delta), axis=1), np.concatenate((0 * delta, 8 * delta), axis=1)
     header = 4 if part.kind == "Q4_1" else 2
     nibbles = blocks[:, :, header:]
     codes = np.concatenate((nibbles & 15, nibbles >> 4), axis=2).reshape(rows, columns)
     if part.kind == "Q4_0":
-        return _Groups(codes, delta, np.zeros_like(delta))
+        return codes, delta, np.zeros_like(delta)
     minimum = blocks[:, :, 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
-    return _Groups(codes, delta, minimum + 8 * delta)
+    return codes, delta, minimum + 8 * delta

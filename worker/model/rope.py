@@ -1,4 +1,4 @@
-"""Rotary position embedding with its long-context variants: one table of cosines and sines, looked up by position."""
+"""Rotary position embedding with its long-context variants: one table of cosines and sines, indexed by position."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from worker.kernels.cpu import Kernels, kernels_for
 from worker.model.config import RopeConfig
 
 Rotation = Callable[[Tensor, int], Tensor]
-"""(num_tokens, ...), n -> its first n heads, rotated, (num_tokens, n, head_dim); perhaps in place."""
+"""(num_tokens, width), n -> its first n heads, rotated, (num_tokens, n, head_dim). It may work in place."""
 
 
 class Rope(Protocol):
-    """Rotations by position."""
+    """Rotary embedding in one form."""
 
     def at(self, positions: Tensor) -> Rotation:
-        """What every layer of one step needs, for positions (num_tokens,)."""
+        """Return the rotation of every layer of one step; positions (num_tokens,)."""
 
 
 class PlainRope:
-    """In operations of torch."""
+    """The rotation in operations of torch."""
 
     __slots__ = ("_table",)
 
@@ -39,7 +39,7 @@ class PlainRope:
 
 
 class CompiledRope:
-    """One compiled loop in bfloat16 on a CPU, in place."""
+    """The rotation as one compiled loop in bfloat16 on a CPU, in place."""
 
     __slots__ = ("_kernels", "_table")
 
@@ -60,7 +60,7 @@ class CompiledRope:
 
 
 class GpuRope:
-    """One Triton kernel a layer."""
+    """The rotation as one Triton kernel."""
 
     __slots__ = ("_kernel", "_table")
 
@@ -75,7 +75,7 @@ class GpuRope:
 
 
 def make_rope(table: Tensor, *, deterministic: bool) -> Rope:
-    """The fastest form for a table's device and dtype."""
+    """Return the fastest form for the device and dtype of `table`."""
     if table.is_cuda:
         return GpuRope(table)
     if kernels := kernels_for(table.dtype, table.device, deterministic=deterministic):
@@ -84,10 +84,10 @@ def make_rope(table: Tensor, *, deterministic: bool) -> Rope:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | None = None) -> Tensor:
-    """(max_len, 2, head_dim) float32 of cosines and signed sines, to be used as x * cos + swapped halves of x * sin.
+    """Return cosines and signed sines, (max_len, 2, head_dim) float32, for x * cos + (x with swapped halves) * sin.
 
-    The sine's first half is negated here, so that applying it needs no negation. `factors` (head_dim / 2), as GGUF
-    stores them for Llama 3, divide the frequencies in place of the config's own scaling.
+    The first half of each sine is negated, so that a rotation needs no negation. `factors` (head_dim / 2), as GGUF
+    stores them for Llama 3, divide the frequencies.
     """
     frequencies, scale = _inverse_frequencies(rope, head_dim)
     if factors is not None:
@@ -98,14 +98,14 @@ def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | 
 
 
 def _rotate(cos: Tensor, sin: Tensor, states: Tensor, num_heads: int) -> Tensor:
-    """By the looked-up (num_tokens, 1, head_dim) rows of `rope_table`."""
+    """Rotate by rows of `rope_table`, (num_tokens, 1, head_dim) each."""
     head_dim = cos.shape[-1]
     heads = states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
     return torch.addcmul(heads * cos, heads.roll(head_dim // 2, dims=-1), sin)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """(head_dim / 2) float32 frequencies, and the factor on cosine and sine."""
+    """Return (head_dim / 2) float32 frequencies, and the factor on cosine and sine."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
@@ -120,7 +120,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths divided by the factor, short ones kept, a smooth ramp between. Source: the Llama 3.1 release."""
+    """Divide long wavelengths by the factor and keep short ones, with a ramp between. Source: the Llama 3.1 release."""
     wavelengths = 2 * math.pi / frequencies
     smooth = (rope.original_max_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
@@ -130,7 +130,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Interpolation by parts. Source: YaRN (arXiv 2309.00071), section 3.2 and equation 22."""
+    """Interpolate by parts. Source: YaRN (arXiv 2309.00071), section 3.2 and equation 22."""
 
     def dimension(num_rotations: float) -> float:
         return (head_dim * math.log(rope.original_max_len / (num_rotations * 2 * math.pi))) / (2 * math.log(rope.theta))

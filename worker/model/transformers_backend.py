@@ -9,14 +9,14 @@ layer that mixes neighbouring tokens, shows in a comparison with the model's own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from worker.attention.base import Attention, ForwardBatch, Span
+from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.model.base import Checkpoint
@@ -30,21 +30,10 @@ _REFUSED: Final = ("softcap", "s_aux", "position_bias", "sinks")
 _names = count()
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The attention of a layer, by its first call of the attention function."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-
-
 class TransformersForCausalLM:
     """A `worker.model.base.Decoder` around a model of `transformers`."""
 
-    __slots__ = ("_batch", "_calls", "_head", "_kernel", "_model", "config")
+    __slots__ = ("_batch", "_head", "_kernel", "_layers", "_model", "config")
 
     is_recordable = False
 
@@ -52,7 +41,7 @@ class TransformersForCausalLM:
         """Load, probe and check the model. Raise ModelError."""
         self._kernel: Attention | None = None
         self._batch: ForwardBatch | None = None
-        self._calls: dict[int, _Call] = {}
+        self._layers: dict[int, AttentionShape] = {}
         name = f"headstart-{next(_names)}"
         _register(name, self._attend)
         self._model = _load(checkpoint, options, name)
@@ -92,7 +81,7 @@ class TransformersForCausalLM:
     ) -> tuple[Tensor, None]:
         """(1, heads, num_tokens, head_dim) -> (1, num_tokens, heads, head_dim), as `transformers` expects."""
         if self._kernel is None or self._batch is None:
-            self._calls[module.layer_idx] = _call(module, query, key, value, kwargs)
+            self._layers[module.layer_idx] = _shape_of_layer(module, query, key, value, kwargs)
             out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2), None
         queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # (num_tokens, heads, ..)
@@ -101,12 +90,12 @@ class TransformersForCausalLM:
 
     def _config(self, checkpoint: Checkpoint) -> ModelConfig:
         text = self._model.config.get_text_config()
-        calls = [self._calls[layer] for layer in sorted(self._calls)]
-        if sorted(self._calls) != list(range(text.num_hidden_layers)):
+        layers = [self._layers[index] for index in sorted(self._layers)]
+        if sorted(self._layers) != list(range(text.num_hidden_layers)):
             raise UnsupportedModel(f"{checkpoint.path}: not every layer is attention through transformers' interface")
-        if len({(call.num_heads, call.num_kv_heads, call.head_dim, call.scale) for call in calls}) != 1:
+        if len({replace(layer, windows=()) for layer in layers}) != 1:
             raise UnsupportedModel(f"{checkpoint.path}: its layers' attention differs in size or scale")
-        first, windows = calls[0], tuple(call.window for call in calls)
+        first, windows = layers[0], tuple(layer.window(0) for layer in layers)
         max_len = getattr(text, "max_position_embeddings", None)
         if not max_len:
             raise UnsupportedModel(f"{checkpoint.path}: config.json has no max_position_embeddings")
@@ -115,7 +104,7 @@ class TransformersForCausalLM:
             vocab_size=int(text.vocab_size),
             hidden_size=int(text.hidden_size),
             intermediate_size=0,
-            num_layers=len(calls),
+            num_layers=len(layers),
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
@@ -146,47 +135,38 @@ class TransformersForCausalLM:
         cache = KVCache(shape, 2 * num_blocks + 1, _CHECK_BLOCK, options.torch_dtype, device)
         kernel = TorchPagedAttention(shape, cache)
         tables = [list(range(2 * num_blocks, 0, -2)), list(range(1, 2 * num_blocks, 2))]
+        sequences = (list(ids), list(reversed(ids)))
         logits = []
-        # Chunks of sequence 0, and of its reverse as sequence 1. Single tokens first, as the kernel requires.
+        # Chunks of both sequences. Single tokens first, as the kernel requires.
         for parts in (((0, 0, 30), (1, 0, 20)), ((1, 20, 21), (0, 30, 63)), ((0, 63, 64), (1, 21, 22))):
-            batch = _batch(kernel, parts, (list(ids), list(reversed(ids))), tables, device)
-            rows = torch.split(self.logits(self.forward(batch, kernel)), [stop - start for _, start, stop in parts])
-            logits += [part for part, (sequence, _, _) in zip(rows, parts, strict=True) if sequence == 0]
+            rows = [(sequence, position) for sequence, start, stop in parts for position in range(start, stop)]
+            columns = (
+                [sequences[sequence][position] for sequence, position in rows],
+                [position for _, position in rows],
+                [tables[sequence][i // _CHECK_BLOCK] * _CHECK_BLOCK + i % _CHECK_BLOCK for sequence, i in rows],
+            )
+            token_ids, positions, slots = torch.tensor(columns, device=device)
+            spans = [Span(start, stop - start, tables[sequence]) for sequence, start, stop in parts]
+            hidden = self.forward(ForwardBatch(token_ids, positions, slots, kernel.plan(spans)), kernel)
+            logits.append(self.logits(hidden[[sequence == 0 for sequence, _ in rows]]))
         return torch.cat(logits)
 
 
-def _batch(
-    kernel: Attention,
-    parts: Sequence[tuple[int, int, int]],
-    token_ids: Sequence[Sequence[int]],
-    tables: Sequence[Sequence[int]],
-    device: torch.device,
-) -> ForwardBatch:
-    """Lay tokens start..stop-1 of (sequence, start, stop) in `parts` end to end."""
-    places = [(sequence, position) for sequence, start, stop in parts for position in range(start, stop)]
-    columns = (
-        [token_ids[sequence][position] for sequence, position in places],
-        [position for _, position in places],
-        [tables[seq][position // _CHECK_BLOCK] * _CHECK_BLOCK + position % _CHECK_BLOCK for seq, position in places],
-    )
-    ids, positions, slots = torch.tensor(columns, device=device)
-    spans = [Span(start, stop - start, tables[sequence]) for sequence, start, stop in parts]
-    return ForwardBatch(ids, positions, slots, kernel.plan(spans))
-
-
-def _call(module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> _Call:
+def _shape_of_layer(module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionShape:
+    """Read the shape of a layer from the arguments of its attention. Raise UnsupportedModel."""
     for field in _REFUSED:
         if kwargs.get(field) is not None:
             raise UnsupportedModel(f"{type(module).__name__} needs {field}, which the paged attention does not have")
     if not getattr(module, "is_causal", True) or key.shape != value.shape or key.shape[2] != query.shape[2]:
         raise UnsupportedModel(f"{type(module).__name__} is no plain causal self-attention")
     scale = kwargs.get("scaling")
-    return _Call(
+    return AttentionShape(
+        num_layers=1,
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),
-        window=kwargs.get("sliding_window"),
+        windows=(kwargs.get("sliding_window"),),
     )
 
 
