@@ -229,8 +229,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     if args.redis is None:
         yield embedded_redis()
     else:
-        path = args.redis_password_file
-        yield await redis_at(args.redis, args.redis_username, path.read_text().strip() if path else None)
+        yield await redis_at(args.redis, args.redis_username, args.redis_password)
     yield await port("port", args.host, args.port, "--port")
     yield await port("ops port", args.host, args.ops_port, "--ops-port")
     if args.gateway_only:
@@ -291,8 +290,10 @@ def main(argv: Sequence[str]) -> int:
         if not low <= value <= high:
             print(f"headstart doctor: {option} must be {low} to {high}, got {value}", file=sys.stderr)
             return 2
-    if args.redis_password_file is not None and not args.redis_password_file.is_file():
-        print(f"headstart doctor: --redis-password-file: no file {args.redis_password_file}", file=sys.stderr)
+    try:
+        args.redis_password = args.redis_password_file.read_text().strip() if args.redis_password_file else None
+    except OSError as error:
+        print(f"headstart doctor: --redis-password-file: {error}", file=sys.stderr)
         return 2
     done = asyncio.run(_run(args))
     status, text = verdict(done)

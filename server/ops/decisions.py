@@ -28,12 +28,12 @@ class DecisionLog:
     """A `RouterObserver`, drained by the feed. Ignores every decision until `start`, and after `stop`."""
 
     def __init__(self) -> None:
-        self._active = False
         self.num_decisions = 0
         """Decisions since `start`, logged in full or not."""
-        self.recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)
+        self.recent: dict[str, dict[str, Any]] = {}
+        """By request id, the oldest first."""
+        self._active = False
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
-        self._by_request: dict[str, dict[str, Any]] = {}
         self._found: dict[str, int] = {}
         self._bucket = TokenBucket(PER_S, BURST)
 
@@ -42,10 +42,7 @@ class DecisionLog:
         self._active = True
         self.num_decisions = 0
         self.recent.clear()
-        self._new.clear()
-        self._by_request.clear()
-        self._found = {}
-        self._bucket = TokenBucket(PER_S, BURST)
+        self.drain()
 
     def stop(self) -> None:
         self._active = False
@@ -57,16 +54,15 @@ class DecisionLog:
         return self._bucket.take(now_s) == 0.0
 
     def decided(self, decision: Decision, placement: Placement, *, index_answered: bool) -> None:
-        if len(self.recent) == MAX_RECENT:
-            self._by_request.pop(self.recent[0]["request"], None)
         entry = describe(decision, placement, index_answered=index_answered)
-        self.recent.append(entry)
-        self._by_request[entry["request"]] = entry
+        self.recent.pop(entry["request"], None)
+        self.recent[entry["request"]] = entry
+        if len(self.recent) > MAX_RECENT:
+            del self.recent[next(iter(self.recent))]
         self._new.append(entry)
 
     def started(self, request_id: str, num_cached_tokens: int) -> None:
-        entry = self._by_request.get(request_id)
-        if entry is not None:
+        if (entry := self.recent.get(request_id)) is not None:
             entry["found_tokens"] = self._found[request_id] = num_cached_tokens
 
     def drain(self) -> dict[str, Any] | None:
@@ -82,9 +78,10 @@ class DecisionLog:
 def describe(decision: Decision, placement: Placement, *, index_answered: bool) -> dict[str, Any]:
     """List the chosen worker first, then the cheapest others; guarded ones come last."""
     request, chosen = decision.request, placement.worker
-    others = [worker for worker in decision.workers if worker.member is not chosen]
-    shown = heapq.nsmallest(MAX_CANDIDATES - 1, others, key=_rank)
-    mine = [worker for worker in decision.workers if worker.member is chosen]
+
+    def rank(worker: WorkerView) -> tuple[bool, float]:
+        return worker.member is not chosen, float("inf") if worker.score is None else worker.score
+
     return {
         "request": request.request_id,
         "at": time.time(),
@@ -96,12 +93,8 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
         "index_answered": index_answered,
         "resumed": request.numerics is not None,
         "num_candidates": len(decision.workers),
-        "candidates": [_candidate(worker) for worker in (*mine, *shown)],
+        "candidates": [_candidate(worker) for worker in heapq.nsmallest(MAX_CANDIDATES, decision.workers, key=rank)],
     }
-
-
-def _rank(worker: WorkerView) -> float:
-    return float("inf") if worker.score is None else worker.score
 
 
 def _candidate(worker: WorkerView) -> dict[str, Any]:

@@ -173,7 +173,9 @@ class Feed:
 
     def _hello(self) -> bytes:
         history = {"columns": ("at", *_POINT), "rows": list(self._history)}
-        return event("hello", {**self._overview.about(), "history": history, "decisions": list(self._decisions.recent)})
+        return event(
+            "hello", {**self._overview.about(), "history": history, "decisions": list(self._decisions.recent.values())}
+        )
 
 
 def event(name: str, data: object) -> bytes:
