@@ -53,15 +53,12 @@ async def prompt_tokens(
     `client_offsets`: see `Tokenizer.encode`.
     """
     keep = request.truncate_prompt_tokens
-    keep_last = keep if request.truncation_side != "right" else None
     room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
     if model.prompt_bytes is not None and len(text) > TEXT_ROOM * model.prompt_bytes:
         message = f"The prompt has {len(text)} characters, and {TEXT_ROOM * model.prompt_bytes} at most are taken."
         raise ContextLengthError(message, param=param)
     try:
-        ids = await model.tokenizer.encode(
-            text, add_bos=add_bos, client_offsets=client_offsets, room=room, keep_last=keep_last
-        )
+        ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)
     except TooManyTokensError as error:
         if keep is None:
             raise _too_long(model, f"at least {error.at_least}", limit, param) from None

@@ -65,9 +65,10 @@ class Marker:
         if isinstance(value, str):
             return (yield from self._mark_text(value, mark))
         if isinstance(value, dict):
-            keys = yield from self.marking([key for key in value if not key.isidentifier()], mark)
-            unmarked = iter(keys)
-            names = [key if key.isidentifier() else next(unmarked) for key in value]
+            names = list(value)
+            for number, name in enumerate(names):
+                if not name.isidentifier():
+                    names[number] = yield from self._mark_text(name, mark)
             items = yield from self.marking(list(value.values()), mark)
             return dict(zip(names, items, strict=True))
         if not isinstance(value, list):
@@ -81,9 +82,12 @@ class Marker:
 
     def _is_safe(self, value: Any) -> bool:
         """Return whether a value holds no first character of a control token."""
-        if isinstance(value, str):
-            return not any(first in value for first in self._firsts)
-        return not isinstance(value, dict | list)
+        if not isinstance(value, str):
+            return not isinstance(value, (dict, list))
+        for first in self._firsts:  # noqa: SIM110 (quicker than a generator)
+            if first in value:
+                return False
+        return True
 
     def _mark_text(self, text: str, mark: str) -> Steps[str]:
         parts, done = [], 0

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import tokenizers
 
 _Utf8: Final = codecs.getincrementaldecoder("utf-8")
-VocabKind = Literal["byte_level", "sentencetoken_bytes", "other"]
+VocabKind = Literal["byte_level", "sentencepiece", "other"]
 
 _BYTE_TOKEN: Final = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
@@ -37,20 +37,18 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET: Final = _byte_alphabet()
 
 
-class TokenBytes:
-    """Map token ids to the bytes they stand for, filled lazily. Tokens in `special_ids` do not show in an answer."""
+class TokenBytes(dict[int, bytes]):
+    """Bytes by token id, filled lazily. Tokens in `special_ids` do not show in an answer."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, layout: dict[str, Any]) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self.kind: VocabKind = _kind(layout.get("decoder"))
         self.special_ids = frozenset(t["id"] for t in layout.get("added_tokens", ()) if t["special"])
         self._added_ids = frozenset(t["id"] for t in layout.get("added_tokens", ()))
-        self._bytes_by_id: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        token_bytes = self._bytes_by_id.get(token_id)
-        if token_bytes is None:
-            token_bytes = self._bytes_by_id[token_id] = self._build(token_id)
+    def __missing__(self, token_id: int) -> bytes:
+        token_bytes = self[token_id] = self._build(token_id)
         return token_bytes
 
     def _build(self, token_id: int) -> bytes:
@@ -62,7 +60,7 @@ class TokenBytes:
                 return bytes([BYTE_ALPHABET[char] for char in token])
             except KeyError:
                 return token.encode("utf-8", "replace")
-        if self.kind == "sentencetoken_bytes":
+        if self.kind == "sentencepiece":
             if token_id in self._added_ids:
                 return token.encode("utf-8", "replace")
             if match := _BYTE_TOKEN.match(token):
@@ -76,7 +74,7 @@ def _kind(decoder: dict[str, Any] | None) -> VocabKind:
     if '"ByteLevel"' in described:
         return "byte_level"
     if '"ByteFallback"' in described or '"Metaspace"' in described or "\\u2581" in described:
-        return "sentencetoken_bytes"
+        return "sentencepiece"
     return "other"
 
 

@@ -44,6 +44,8 @@ class RetokenisationCheck:
 
     def continued(self, hashes: Sequence[BlockHash]) -> bool | None:
         """Return whether a prompt's full blocks hold a recorded answer as generated; None if they continue none."""
+        if self._answers.keys().isdisjoint(hashes):
+            return None
         for last in range(len(hashes) - 1, -1, -1):
             siblings = self._answers.get(hashes[last])
             if siblings is not None:

@@ -34,8 +34,6 @@ INLINE_CHARS: Final = 8192
 """Shorter texts are tokenised in one go: about a millisecond."""
 MAX_CACHED_BYTES: Final = 48 << 20
 """Bound on segments with their ids."""
-MAX_DROPPED: Final = 1 << 16
-"""Ids before `keep_last` that may pile up before they are dropped."""
 
 
 class TokenizerError(ValueError):
@@ -149,12 +147,8 @@ class Tokenizer:
         add_bos: bool = False,
         client_offsets: Collection[int] | None = None,
         room: int | None = None,
-        keep_last: int | None = None,
     ) -> list[int]:
-        """Encode a text in slices, as `encode_text` does. Raises TooManyTokensError early for more than `room` tokens.
-
-        `keep_last`: return at least so many ids from the end, not necessarily more.
-        """
+        """Encode a text in slices, as `encode_text` does. Raises TooManyTokensError early for more than `room` tokens."""
         if len(text) <= INLINE_CHARS:
             return self.encode_text(text, add_bos=add_bos, client_offsets=client_offsets)
         if room is not None and (at_least := self.least_tokens(text)) > room:
@@ -166,7 +160,7 @@ class Tokenizer:
         elif self._cut is None:
             [ids] = await self._in_thread([text])
         else:
-            ids = await self._encode_long(self._cut, text, client_offsets or NO_OFFSETS, room, keep_last)
+            ids = await self._encode_long(self._cut, text, client_offsets or NO_OFFSETS, room)
         return self._with_bos(ids) if add_bos else ids
 
     def least_tokens(self, text: str) -> int:
@@ -237,7 +231,7 @@ class Tokenizer:
         return ids
 
     async def _encode_long(
-        self, cut: re.Pattern[str], text: str, client_offsets: Collection[int], room: int | None, keep_last: int | None
+        self, cut: re.Pattern[str], text: str, client_offsets: Collection[int], room: int | None
     ) -> list[int]:
         """Encode segment by segment, and new ones window by window. Raises TooManyTokensError."""
         ids: list[int] = []
@@ -253,7 +247,7 @@ class Tokenizer:
             if end > start:
                 segment = text[start:end]
                 holds_control = at > start and self._texts.pattern.search(segment) is not None
-                await self._extend(ids, segment, holds_control, room, keep_last, pace)
+                await self._extend(ids, segment, holds_control, room, pace)
             if special is None:
                 break
             ids.append(self._special_ids[special[0]])
@@ -262,9 +256,7 @@ class Tokenizer:
             await pace.rest()
         return ids
 
-    async def _extend(
-        self, ids: list[int], segment: str, holds_control: bool, room: int | None, keep_last: int | None, pace: Pace
-    ) -> None:
+    async def _extend(self, ids: list[int], segment: str, holds_control: bool, room: int | None, pace: Pace) -> None:
         """Append the ids of a segment. `holds_control`: it holds control tokens, which are text."""
         [known] = self._cache.get_many((segment,))
         if known is not None:
@@ -272,7 +264,7 @@ class Tokenizer:
             _check_room(ids, room)
             return
         begun = len(ids)
-        pretokens, num_dropped = self._pretokens, 0
+        pretokens = self._pretokens
         encode = self._texts.encode_texts if holds_control else self.encode_texts
         for part in (segment,) if pretokens is None else windows(segment):
             if len(part) > 2 * WINDOW_CHARS:
@@ -283,12 +275,8 @@ class Tokenizer:
                 [fresh] = encode([part])
             ids.extend(fresh)
             _check_room(ids, room)
-            if keep_last is not None and (num_more := len(ids) - keep_last) > MAX_DROPPED:
-                del ids[:num_more]
-                num_dropped += num_more
             await pace.rest()
-        if not num_dropped:
-            self._cache.put(segment, ids[begun:])
+        self._cache.put(segment, ids[begun:])
 
     async def _in_thread(self, texts: list[str]) -> list[list[int]]:
         return await asyncio.get_running_loop().run_in_executor(self.executor, self.encode_texts, texts)

@@ -86,15 +86,13 @@ async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) ->
         assert len(worker.received[-1].prompt_ids) == 9
 
 
-@pytest.mark.parametrize("keep", [1, 40, 2000])
-async def test_long_texts_in_slices_have_the_ids_of_the_whole(worker: ScriptedWorker, keep: int) -> None:
+async def test_long_texts_in_slices_have_the_ids_of_the_whole(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         tokenizer = target.models.get("tiny").tokenizer
         text = ("The weather <|im_end|> is \u00e4\u00f6\u00fc, " * 9 + "x" * 99 + "   ") * 90
         whole = tokenizer.encode_text(text)
         for _ in range(2):
             assert await tokenizer.encode(text) == whole
-            assert (await tokenizer.encode(text, keep_last=keep))[-keep:] == whole[-keep:]
 
 
 async def test_bodies_beyond_any_need_are_refused_unread(worker: ScriptedWorker) -> None:
