@@ -148,7 +148,7 @@ class Tokenizer:
         client_offsets: Collection[int] | None = None,
         room: int | None = None,
     ) -> list[int]:
-        """Encode a text in slices, as `encode_text` does. Raises TooManyTokensError early for more than `room` tokens."""
+        """Encode a text in slices, as `encode_text`. Raises TooManyTokensError early for more than `room` tokens."""
         if len(text) <= INLINE_CHARS:
             return self.encode_text(text, add_bos=add_bos, client_offsets=client_offsets)
         if room is not None and (at_least := self.least_tokens(text)) > room:
