@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -21,9 +22,9 @@ MAX_COMPARED: Final = 128
 class _Admitted(NamedTuple):
     sequence: TokenSequence
     num_choices: int
-    """Its first ones, which have slots."""
+    """The choices that have slots, from the first."""
     num_tokens: int
-    """Of its first chunk."""
+    """The length of its first chunk."""
 
 
 class BatchAdmission:
@@ -42,7 +43,7 @@ class BatchAdmission:
     def admit(self, candidates: Iterable[TokenSequence], plan: StepPlan, budget: PrefillBudget) -> list[TokenSequence]:
         """Admit waiting sequences in the order given, and plan the first chunk of each.
 
-        The first that does not fit ends it, so that a large request is not overtaken for ever. A sequence lets others
+        Stops at the first that does not fit, so that a large request is not overtaken for ever. A sequence lets others
         pass while a running one computes its prefix. As many of its choices join as there are slots for. While another
         tenant waits, a request gets at most half of the slots, and one that holds more yields what lets the other in.
         """
@@ -224,7 +225,7 @@ class BatchAdmission:
         return not is_stalled and num_shared > self._num_cached(sequence)
 
     def _allocate(self, sequence: TokenSequence, budget: PrefillBudget, load: _BatchLoad) -> int:
-        """Allocate blocks for the first chunk. Return the tokens granted; 0: it does not fit now."""
+        """Allocate blocks for the first chunk. Return the tokens granted, 0 if it does not fit."""
         if self._num_blocks_short(sequence, load) > 0:
             return 0
         num_cached = self._num_cached(sequence)
@@ -302,11 +303,4 @@ def _block_table(sequence: TokenSequence) -> Sequence[BlockId]:
 
 def _num_shared_blocks(one: list[BlockHash], other: list[BlockHash]) -> int:
     """Return the length of the common prefix, by bisection: equal hashes mean equal blocks up to there."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high) // 2
-        if one[middle] == other[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda index: one[index] != other[index])
