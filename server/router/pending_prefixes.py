@@ -1,6 +1,6 @@
-"""What this gateway knows of cached prefixes by itself: blocks that are being computed, and where prompts went lately.
+"""Cached prefixes that the gateway knows without the index: blocks being computed, and where prompts went lately.
 
-Both stay in the gateway and are never written to the shared index.
+Both stay in the gateway and are never written to Redis.
 """
 
 from __future__ import annotations

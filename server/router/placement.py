@@ -1,4 +1,4 @@
-"""What the router is asked, what it sees of a worker, and what it decides.
+"""The router's request, its view of a worker, and its answer.
 
 router.place(RouteRequest) -> Placement     counted at the worker from the decision on
 placement.prefill_started(num_cached)       the worker took it from its queue
@@ -37,7 +37,7 @@ class NoWorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the router needs to know of a request."""
+    """The parts of a request that decide where it goes."""
 
     request_id: str
     model: str
@@ -125,7 +125,7 @@ class Placement:
         self._saw_token = False
 
     def prefill_started(self, num_cached_tokens: int) -> None:
-        """The worker has taken the request from its queue and found so many tokens cached."""
+        """Start the prefill: the worker took the request from its queue and found so many tokens cached."""
         if self.num_cached_tokens is not None:
             return
         self.num_cached_tokens = num_cached_tokens
@@ -139,7 +139,7 @@ class Placement:
             tracker.observer.prefill_started(self, num_cached_tokens)
 
     def first_token(self) -> None:
-        """The prefill is over: the worker holds the prompt's blocks and will publish them."""
+        """End the prefill: the worker holds the prompt's blocks and will publish them."""
         if self._saw_token:
             return
         self._saw_token = True
@@ -151,7 +151,7 @@ class Placement:
             tracker.observer.first_token(self)
 
     def close(self) -> None:
-        """The request has ended. Without a first token its blocks no longer count as present."""
+        """End the request. Without a first token its blocks stop counting as cached."""
         tracker = self._tracker
         if self._pending is not None and not self._saw_token:
             tracker.pending.remove(self._pending)
@@ -160,7 +160,7 @@ class Placement:
 
 
 class PlacementTracker:
-    """What one gateway has placed: the load of each worker, pending prefixes, and how long requests hold blocks."""
+    """Tracks what one gateway has placed: each worker's load, pending prefixes, and how long requests hold blocks."""
 
     def __init__(
         self,

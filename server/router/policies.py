@@ -21,7 +21,7 @@ _RENDEZVOUS_SEED: Final = b"3"
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """What is true of all workers together."""
+    """The fleet as one decision sees it."""
 
     cost: CostModel
     recent_s: float

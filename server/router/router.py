@@ -40,7 +40,7 @@ class RouterObserver(Protocol):
     def decided(self, decision: Decision, placement: Placement, *, index_answered: bool) -> None: ...
 
     def started(self, request_id: str, num_cached_tokens: int) -> None:
-        """A worker has begun a request and found so many tokens cached."""
+        """Note that a worker has begun a request and found so many tokens cached."""
 
 
 class Router:
@@ -127,7 +127,7 @@ class Router:
             self._observer.started(request.request_id, num_cached_tokens)
 
     def first_token(self, placement: Placement) -> None:
-        """The worker is well, and has the prompt's blocks in its cache. Called by placements."""
+        """Note that the worker is well and has the prompt's blocks. Called by placements."""
         member = placement.worker
         self.fleet.report_success(member.worker_id)
         self._recent.add((member.worker_id, member.epoch), placement.request.hashes)

@@ -20,7 +20,7 @@ CELL = "conv25_n8"
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """One spreading of each: differences between spreadings are below two per cent."""
+    """Run one spreading of each: spreadings differ by less than two per cent."""
     runs = {
         "one": (["headstart", "llm-d", "least_load"], ["--gateways", "1"]),
         "four": (["headstart"], ["--gateways", "4"]),
@@ -68,7 +68,7 @@ def test_an_index_a_second_late_loses_nothing(outcomes: dict[str, Outcome]) -> N
     assert outcomes["late.headstart"].ttft_mean_s <= 1.02 * outcomes["one.headstart"].ttft_mean_s
 
 
-def test_headstart_is_nearer_where_workers_share_themselves_out_as_ours_do(outcomes: dict[str, Outcome]) -> None:
+def test_headstart_is_nearer_the_bound_where_prefills_share_steps(outcomes: dict[str, Outcome]) -> None:
     ours, bound = outcomes["shared.headstart"], outcomes["shared.pooled"]
     assert ours.hit >= 0.97 * bound.hit
     assert ours.ttft_mean_s <= 1.10 * bound.ttft_mean_s
@@ -81,7 +81,7 @@ def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:
 
 
 def conversations(path: Path, num_requests: int) -> Path:
-    """A little trace in the recorded one's form: turns of conversations that share a system prompt."""
+    """Write a small trace in the recorded form: turns of conversations that share a system prompt."""
     rng = random.Random(7)
     ids = iter(range(1, 1 << 20))
     open_chats = [[0] for _ in range(8)]

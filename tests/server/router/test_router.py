@@ -151,13 +151,13 @@ async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None
 
 
 async def row(fleets: Fleets, name: str, hashes: Sequence[BlockHash], **changes: object) -> dict[str, Any]:
-    """What would be said of a worker."""
+    """Return the explanation for one worker."""
     explained = await fleets.router.explain(ask(hashes, **changes))
     (found,) = (worker for worker in explained["workers"] if worker["worker"] == name)
     return found
 
 
-async def test_a_report_counts_as_old_as_it_is(three: Fleets) -> None:
+async def test_a_report_is_aged(three: Fleets) -> None:
     load = WorkerLoad({GatewayId("other"): 4.0}, prefill_tokens_per_s=RATE)
     three.index.memory.publish(WorkerId("b"), load=load)
     three.run_fifo()
@@ -165,7 +165,7 @@ async def test_a_report_counts_as_old_as_it_is(three: Fleets) -> None:
     assert (await row(three, "b", chain(1)))["wait_s"] == pytest.approx(1.0)
 
 
-async def test_requests_at_a_worker_are_the_own_and_those_of_others(three: Fleets) -> None:
+async def test_requests_at_a_worker_include_those_of_other_gateways(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
     for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
         while three.router.tracker.num_outstanding() < num_own:
@@ -174,8 +174,8 @@ async def test_requests_at_a_worker_are_the_own_and_those_of_others(three: Fleet
         assert (b["outstanding"], b["waiting"]) == expected
 
 
-async def test_the_load_of_the_fleet_is_that_of_all_who_are_in_it(three: Fleets) -> None:
-    """What a worker that drains was given would have gone to the others, and soon will."""
+async def test_the_load_of_the_fleet_includes_guarded_workers(three: Fleets) -> None:
+    """The work of a draining worker would have gone to the others, and soon will."""
     await three.place(
         [], num_prompt_tokens=90_000, excluded=incarnations("b", "c")
     )  # half of what three do in a minute
@@ -184,14 +184,14 @@ async def test_the_load_of_the_fleet_is_that_of_all_who_are_in_it(three: Fleets)
     assert b["cost"] == pytest.approx(2 * b["prefill_s"], rel=0.01)
 
 
-async def test_a_worker_that_has_measured_nothing_counts_as_a_middling_one(three: Fleets) -> None:
+async def test_a_worker_without_a_measured_rate_has_the_median(three: Fleets) -> None:
     for name, rate in (("a", 100.0), ("b", 500.0), ("c", 10_000.0), ("d", 0.0)):
         three.index.register(member(name), load=WorkerLoad(prefill_tokens_per_s=rate))
     d = await row(three, "d", [], num_prompt_tokens=10_000)
     assert d["prefill_s"] == pytest.approx(20.0, rel=0.01)
 
 
-async def test_what_a_worker_has_found_is_remembered(three: Fleets) -> None:
+async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     placement = await three.place(chain(40), num_prompt_tokens=800)
     worker_id = placement.worker.worker_id
     assert three.router.tracker.hit_rate(worker_id) is None
@@ -203,8 +203,8 @@ async def test_what_a_worker_has_found_is_remembered(three: Fleets) -> None:
     assert three.router.tracker.hit_rate(worker_id) is None
 
 
-async def test_a_short_rest_goes_to_its_holder_past_a_long_prefill(three: Fleets) -> None:
-    """With workers that take one by one it would wait for nine seconds there, and goes elsewhere."""
+async def test_a_mostly_cached_prompt_goes_to_its_holder_past_a_long_prefill(three: Fleets) -> None:
+    """At a FIFO worker it would wait for nine seconds."""
     hashes = chain(40)
     three.index.memory.publish(
         WorkerId("b"), hashes[:30], load=WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
@@ -217,7 +217,7 @@ async def test_a_short_rest_goes_to_its_holder_past_a_long_prefill(three: Fleets
     assert await three.worker(hashes) == "b"
 
 
-async def test_a_burst_spreads_where_workers_share(three: Fleets) -> None:
+async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets) -> None:
     placements = [await three.place(chain(20)) for _ in range(30)]
     chosen = [placement.worker.worker_id for placement in placements]
     assert {chosen.count(name) for name in "abc"} == {10}
@@ -241,8 +241,8 @@ async def serve(fleets: Fleets, seconds: float) -> str:
     return placement.worker.worker_id
 
 
-async def test_a_holder_whose_pool_is_held_by_others_is_left(three: Fleets) -> None:
-    """Nothing is queued there, and yet the request would wait until one of them has ended."""
+async def test_a_holder_with_a_full_pool_is_avoided(three: Fleets) -> None:
+    """Nothing is queued there, but the request would wait until another has ended."""
     hashes = chain(40)
     await serve(three, 4.0)
 
@@ -276,7 +276,7 @@ async def test_blocks_are_counted_whole_and_held_until_the_first_close(three: Fl
     assert (await row(three, "b", chain(40)))["room_wait_s"] == pytest.approx(4.0)
 
 
-async def test_a_worker_once_measured_as_slow_is_tried_again(three: Fleets) -> None:
+async def test_a_worker_measured_as_slow_is_tried_again(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("a"), load=WorkerLoad(prefill_tokens_per_s=RATE / 20))
 
     async def who(num_requests: int) -> list[str]:
@@ -292,7 +292,7 @@ async def test_a_worker_once_measured_as_slow_is_tried_again(three: Fleets) -> N
 
 
 @pytest.mark.parametrize("rate", [5e-324, 1e-306, 1e12])
-async def test_a_rate_that_cannot_be_stops_no_request(rate: float) -> None:
+async def test_an_impossible_rate_stops_no_request(rate: float) -> None:
     """Anybody who writes to Redis could report it."""
     fleets = Fleets()
     fleets.index.register(member("a"))
@@ -303,21 +303,21 @@ async def test_a_rate_that_cannot_be_stops_no_request(rate: float) -> None:
         placement.prefill_started(0)
 
 
-async def test_a_burst_sees_its_own_picks(three: Fleets) -> None:
+async def test_a_burst_spreads_over_fifo_workers(three: Fleets) -> None:
     three.run_fifo()
     chosen = [(await three.place(chain(20))).worker.worker_id for _ in range(30)]
     assert {chosen.count(name) for name in "abc"} == {10}
 
 
 async def test_a_shared_system_prompt_does_not_herd(three: Fleets) -> None:
-    """All requests share 10 blocks that only one worker holds: the others get their part all the same."""
+    """Requests share 10 blocks that only one worker holds: the others still get their part."""
     system = chain(10)
     three.index.memory.publish(WorkerId("a"), system)
     chosen = [(await three.place(system + chain(30))).worker.worker_id for _ in range(60)]
     assert max(chosen.count(name) for name in "abc") <= 24
 
 
-async def test_requests_on_their_way_count_as_present(three: Fleets) -> None:
+async def test_pending_prefixes_count_as_cached(three: Fleets) -> None:
     hashes = chain(40)
     first = await three.place(hashes)
     first.prefill_started(0)
@@ -330,10 +330,10 @@ async def test_requests_on_their_way_count_as_present(three: Fleets) -> None:
     three.clock.now_s += 1.0
     for name in "abc":
         three.index.memory.publish(WorkerId(name))
-    assert (await three.place(hashes)).promised_tokens == 0, "by now the index knows better"
+    assert (await three.place(hashes)).promised_tokens == 0, "the index knows better"
 
 
-async def test_what_failed_is_no_longer_believed(three: Fleets) -> None:
+async def test_the_blocks_of_a_failed_request_do_not_count(three: Fleets) -> None:
     hashes = chain(40)
     (await three.place(hashes)).close()
     assert (await three.place(hashes)).promised_tokens == 0
@@ -358,7 +358,7 @@ async def test_guards_are_per_candidate(three: Fleets, changes: dict[str, Worker
     assert {w["worker"]: w["guard"] for w in explained["workers"]} == {"a": None, "b": excluded, "c": None}
 
 
-async def test_excluded_and_foreign_numerics_are_not_chosen(three: Fleets) -> None:
+async def test_excluded_workers_and_other_numerics_are_not_chosen(three: Fleets) -> None:
     three.index.register(member("c", numerics="cuda"))
     assert await three.worker(chain(3), numerics="cuda") == "c"
     assert await three.worker(chain(3), excluded=incarnations("a", "c")) == "b"
@@ -373,7 +373,7 @@ async def test_a_context_too_short_for_the_prompt_is_not_chosen(three: Fleets) -
     assert await three.worker(chain(2), excluded=incarnations("a", "b")) == "c"
 
 
-async def test_no_worker_says_whether_it_is_the_load(three: Fleets) -> None:
+async def test_no_worker_error_says_whether_load_is_the_cause(three: Fleets) -> None:
     with pytest.raises(NoWorkerError, match="no worker of model 'x' is known"):
         await three.place(chain(1), model="x")
     for name in "abc":
@@ -383,7 +383,7 @@ async def test_no_worker_says_whether_it_is_the_load(three: Fleets) -> None:
     assert error.value.contended
 
 
-async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fleets) -> None:
+async def test_a_failed_worker_is_avoided_unless_it_is_the_only_one(three: Fleets) -> None:
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes)
     three.fleet.report_failure(WorkerId("b"))  # unknown as yet: no effect
@@ -396,7 +396,7 @@ async def test_a_failed_worker_is_left_alone_unless_it_is_the_only_one(three: Fl
     three.fleet.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
     (await three.place(hashes, excluded=incarnations("a", "c"))).first_token()
-    assert await three.worker(hashes) == "b", "it has proved to be well"
+    assert await three.worker(hashes) == "b", "a first token closes its breaker"
 
 
 async def test_explain_changes_nothing(three: Fleets) -> None:
@@ -439,11 +439,11 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
     assert three.router.index_state()["blind"]
     three.index.away = False
     three.clock.now_s += 1.0
-    await three.fleet.poll()  # nobody asks for anything, and yet it is known that the index is back
+    await three.fleet.poll()  # a poll alone notices that the index is back
     assert not three.router.index_state()["blind"]
 
 
-async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
+async def test_an_empty_registry_removes_no_worker(three: Fleets) -> None:
     for name in "ab":
         three.states[f"http://{name}:8000"] = WorkerState(member(name), WorkerLoad(prefill_tokens_per_s=RATE))
     await three.fleet.poll()
@@ -456,7 +456,7 @@ async def test_an_empty_registry_empties_nothing(three: Fleets) -> None:
     assert [m.worker_id for m in three.fleet.workers("m")][2] == "c"
 
 
-async def test_a_worker_that_is_gone_for_good_is_forgotten_by_all(three: Fleets) -> None:
+async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fleets) -> None:
     """With an orchestrator every new worker has another name."""
     await three.fleet.poll()
     placement = await three.place(chain(2), excluded=incarnations("a", "b"))
@@ -489,7 +489,7 @@ async def test_workers_from_the_command_line_need_no_registry() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"namespace": "other"}, {"protocol": 999}, {"secret_check": "x"}])
-async def test_a_worker_of_another_kind_is_refused_loudly_once(
+async def test_a_worker_that_fails_verification_is_logged_once(
     three: Fleets, changes: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     three.index.register(member("d", **changes))
@@ -499,8 +499,8 @@ async def test_a_worker_of_another_kind_is_refused_loudly_once(
     assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == 1
 
 
-async def test_a_restarted_worker_is_another_one(three: Fleets) -> None:
-    """The overlay and the recent placements of the old epoch are not credited to the new one."""
+async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) -> None:
+    """Pending prefixes and recent placements of the old epoch are not credited to the new one."""
     hashes = chain(40)
     home = (await three.place(hashes)).worker.worker_id
     for name in "abc":

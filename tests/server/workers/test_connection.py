@@ -15,7 +15,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def server(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Runs `serve` for every request on a connection; the heads that came."""
+    """Run `serve` for every request on a connection; yield its URL and the request heads."""
     heads: list[bytes] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,7 +50,7 @@ async def read_all(connection: HttpConnection) -> bytes:
     return b"".join(parts)
 
 
-async def test_an_answer_byte_by_byte_and_the_connection_again(pool: ConnectionPool) -> None:
+async def test_a_connection_is_reused_after_an_answer_that_comes_byte_by_byte(pool: ConnectionPool) -> None:
     peers = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,7 +69,7 @@ async def test_an_answer_byte_by_byte_and_the_connection_again(pool: ConnectionP
         assert heads[0].startswith(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1:")
 
 
-async def test_given_back_before_the_last_chunk(pool: ConnectionPool) -> None:
+async def test_release_before_the_last_chunk(pool: ConnectionPool) -> None:
     go = asyncio.Event()
     num_peers = 0
 
@@ -121,7 +121,7 @@ async def test_broken_answers(pool: ConnectionPool, sent: bytes) -> None:
         assert not broken.value.reused
 
 
-async def test_nobody_reads_and_the_sender_waits(pool: ConnectionPool) -> None:
+async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
     sent = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

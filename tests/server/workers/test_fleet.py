@@ -1,4 +1,4 @@
-"""Which workers are known, which are taken to live, and which are left alone for a while."""
+"""Which workers are known, which count as live, and whose circuit breaker is open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def static(name: str = "z", **changes: object) -> Fleets:
     return fleets
 
 
-async def test_a_worker_that_fails_is_left_alone_longer_each_time_until_it_is_another() -> None:
+async def test_the_breaker_opens_for_longer_each_time_until_the_worker_restarts() -> None:
     fleets = static()
     await fleets.fleet.poll()
     worker_id = WorkerId("z")
@@ -43,10 +43,10 @@ async def test_a_worker_that_fails_is_left_alone_longer_each_time_until_it_is_an
     fleets.fleet.report_failure(worker_id)
     fleets.states["http://z:8000"] = WorkerState(member("z", "e2", url="http://z:8000"), WorkerLoad())
     await fleets.fleet.poll()
-    assert not fleets.fleet.broken(worker_id), "it has been started anew"
+    assert not fleets.fleet.broken(worker_id), "it has restarted"
 
 
-async def test_who_lives_at_an_address_now_is_who_answers_there() -> None:
+async def test_the_worker_at_an_address_is_the_one_that_answers_there() -> None:
     fleets = static("old")
     await fleets.fleet.poll()
     fleets.states["http://z:8000"] = WorkerState(member("new", url="http://z:8000"), WorkerLoad())
@@ -55,7 +55,7 @@ async def test_who_lives_at_an_address_now_is_who_answers_there() -> None:
     assert names(fleets.fleet.candidates("m", None)) == {"new"}
 
 
-async def test_without_a_lease_the_load_is_what_the_worker_itself_says() -> None:
+async def test_without_a_lease_the_load_is_what_the_worker_answers() -> None:
     fleets = static(num_running=7)
     await fleets.fleet.poll()
     (candidate,) = fleets.fleet.candidates("m", None)
@@ -65,14 +65,14 @@ async def test_without_a_lease_the_load_is_what_the_worker_itself_says() -> None
     assert candidate.load_age_s == 2.0
 
 
-async def test_a_worker_that_drains_is_a_candidate_and_no_worker_to_be_ready_with() -> None:
+async def test_a_draining_worker_is_a_candidate_but_not_live() -> None:
     fleets = static(draining=True)
     await fleets.fleet.poll()
     assert names(fleets.fleet.candidates("m", None)) == {"z"}, "the router says why it is not chosen"
     assert fleets.fleet.live_workers() == []
 
 
-async def test_a_worker_that_was_heard_of_and_not_asked_has_a_time_of_grace() -> None:
+async def test_a_worker_that_was_seen_but_not_asked_has_a_grace_period() -> None:
     fleets = Fleets()
     fleets.index.register(member("a"))
     fleets.fleet.candidates("m", fleets.index.memory.match([], "m"))
@@ -82,7 +82,7 @@ async def test_a_worker_that_was_heard_of_and_not_asked_has_a_time_of_grace() ->
     assert fleets.fleet.candidates("m", None) == []
 
 
-async def test_a_worker_that_turns_into_another_kind_is_not_known_any_more() -> None:
+async def test_a_worker_that_changes_its_namespace_is_dropped() -> None:
     fleets = static()
     await fleets.fleet.poll()
     other = member("z", "e2", url="http://z:8000", namespace="other")
@@ -91,7 +91,7 @@ async def test_a_worker_that_turns_into_another_kind_is_not_known_any_more() -> 
     assert fleets.fleet.workers() == []
 
 
-class Signed:
+class SignedFleet:
     """A fleet with a cluster secret, of one worker that answers with its epoch e2, and what the registry says of it."""
 
     def __init__(self, workers: tuple[str, ...] = ()) -> None:
@@ -116,8 +116,8 @@ class Signed:
     def epochs(self, found: Sequence[Candidate] | None = ()) -> list[tuple[str, int]]:
         return [(c.member.epoch, c.matched_blocks) for c in self.fleet.candidates("m", found)]
 
-    def leased(self, told: WorkerMember) -> list[Candidate]:
-        return [Candidate(told, WorkerLoad(), 9)]
+    def leased(self, entry: WorkerMember) -> list[Candidate]:
+        return [Candidate(entry, WorkerLoad(), 9)]
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -133,54 +133,54 @@ class Signed:
         {"url": "http://10..1:8100"},
     ],
 )
-async def test_an_entry_that_is_not_genuine_displaces_nobody(static: bool, entry: dict[str, object]) -> None:
-    told = Signed(("http://10.0.0.1:8100",) if static else ())
+async def test_a_forged_entry_displaces_no_worker(static: bool, entry: dict[str, object]) -> None:
+    one = SignedFleet(("http://10.0.0.1:8100",) if static else ())
     if not static:
-        told.index.register(told.epoch)
-    await told.fleet.poll()
-    assert told.epochs() == [("e2", 0)]
+        one.index.register(one.epoch)
+    await one.fleet.poll()
+    assert one.epochs() == [("e2", 0)]
     forged = member("w", "e9", **{"url": "http://10.0.0.1:8100", "epoch_started_ms": 9, **entry})
-    told.index.register(forged)
+    one.index.register(forged)
     for _ in range(20):
-        await told.fleet.poll()
-        assert told.epochs(told.leased(forged)) == [("e2", 0)]
-        told.clock.now_s += 1.0
+        await one.fleet.poll()
+        assert one.epochs(one.leased(forged)) == [("e2", 0)]
+        one.clock.now_s += 1.0
 
 
-async def test_no_epoch_is_taken_that_is_older_than_the_one_the_worker_confirmed() -> None:
-    told = Signed(("http://10.0.0.1:8100",))
-    await told.fleet.poll()
-    assert told.epochs(told.leased(told.member("e1", 1))) == [("e2", 0)]
-    assert told.epochs(told.leased(told.epoch)) == [("e2", 9)]
-    later = told.member("e3", 3)
-    assert told.epochs(told.leased(later)) == [("e3", 9)], "a cleared cache counts at once"
+async def test_an_epoch_older_than_the_confirmed_one_is_ignored() -> None:
+    one = SignedFleet(("http://10.0.0.1:8100",))
+    await one.fleet.poll()
+    assert one.epochs(one.leased(one.member("e1", 1))) == [("e2", 0)]
+    assert one.epochs(one.leased(one.epoch)) == [("e2", 9)]
+    later = one.member("e3", 3)
+    assert one.epochs(one.leased(later)) == [("e3", 9)], "a cleared cache counts at once"
 
 
-async def test_an_epoch_that_the_worker_contradicts_is_not_taken_again_whatever_its_clock_says() -> None:
-    told = Signed()
-    rolled_back = told.member("e1", 7)
-    told.index.register(rolled_back)
-    assert told.epochs(told.leased(rolled_back)) == [("e1", 9)], "a genuine entry, and nobody has said otherwise"
-    told.clock.now_s += 1.0
-    told.index.away = True
-    await told.fleet.poll()
-    assert told.epochs(told.leased(rolled_back)) == [("e2", 0)]
+async def test_a_contradicted_epoch_is_ignored_whatever_its_clock_says() -> None:
+    one = SignedFleet()
+    rolled_back = one.member("e1", 7)
+    one.index.register(rolled_back)
+    assert one.epochs(one.leased(rolled_back)) == [("e1", 9)], "a genuine entry, and nothing contradicts it"
+    one.clock.now_s += 1.0
+    one.index.away = True
+    await one.fleet.poll()
+    assert one.epochs(one.leased(rolled_back)) == [("e2", 0)]
 
 
-async def test_a_refused_epoch_makes_the_fleet_ask_the_worker_though_it_has_a_lease() -> None:
-    told = Signed()
-    rolled_back = told.member("e1", 7)
-    told.index.register(rolled_back)
-    told.index.lookup = lambda hashes, model=None: answered(told.leased(rolled_back))  # type: ignore[method-assign]
-    await told.fleet.poll()
-    assert told.epochs(told.leased(rolled_back)) == [("e1", 9)]
-    told.fleet.report_wrong_epoch(told.member("e0", 0))
-    assert not told.fleet.broken(rolled_back.worker_id), "a request for an epoch that is over says nothing"
-    told.fleet.report_wrong_epoch(rolled_back)
-    assert told.fleet.broken(rolled_back.worker_id)
-    await told.fleet.poll()
-    assert told.epochs(told.leased(rolled_back)) == [("e2", 0)]
-    assert not told.fleet.broken(rolled_back.worker_id)
+async def test_a_refused_epoch_makes_the_fleet_ask_a_leased_worker() -> None:
+    one = SignedFleet()
+    rolled_back = one.member("e1", 7)
+    one.index.register(rolled_back)
+    one.index.lookup = lambda hashes, model=None: answered(one.leased(rolled_back))  # type: ignore[method-assign]
+    await one.fleet.poll()
+    assert one.epochs(one.leased(rolled_back)) == [("e1", 9)]
+    one.fleet.report_wrong_epoch(one.member("e0", 0))
+    assert not one.fleet.broken(rolled_back.worker_id), "a request for an epoch that is over says nothing"
+    one.fleet.report_wrong_epoch(rolled_back)
+    assert one.fleet.broken(rolled_back.worker_id)
+    await one.fleet.poll()
+    assert one.epochs(one.leased(rolled_back)) == [("e2", 0)]
+    assert not one.fleet.broken(rolled_back.worker_id)
 
 
 async def answered(found: list[Candidate]) -> list[Candidate]:
@@ -206,19 +206,19 @@ async def test_workers_are_asked_a_few_at_a_time() -> None:
 
 
 async def test_a_member_without_a_lease_is_an_address_to_ask() -> None:
-    told = Signed()
-    told.index.members = lambda: [told.member("e1", 1), told.epoch]  # type: ignore[method-assign]
-    await told.fleet.poll()
-    assert told.epochs() == [("e2", 0)], "as the worker itself says"
-    told.answers = False
-    other = Signed()
+    one = SignedFleet()
+    one.index.members = lambda: [one.member("e1", 1), one.epoch]  # type: ignore[method-assign]
+    await one.fleet.poll()
+    assert one.epochs() == [("e2", 0)], "as the worker itself says"
+    one.answers = False
+    other = SignedFleet()
     other.answers = False
     other.index.members = lambda: [other.epoch]  # type: ignore[method-assign]
     await other.fleet.poll()
     assert other.epochs() == []
 
 
-async def test_one_worker_whose_question_raises_hides_no_other() -> None:
+async def test_an_error_at_one_worker_hides_no_other() -> None:
     fleets = static()
     real = fleets.fleet._fetch_state
 

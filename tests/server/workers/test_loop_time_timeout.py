@@ -19,7 +19,7 @@ async def test_a_busy_loop_does_not_count_as_waiting() -> None:
     assert await task == 7
 
 
-async def test_what_never_comes_ends_and_is_cancelled() -> None:
+async def test_work_that_never_ends_is_cancelled() -> None:
     ended = asyncio.Event()
 
     async def silence() -> None:
@@ -41,7 +41,7 @@ async def test_what_never_comes_ends_and_is_cancelled() -> None:
     assert ended.is_set()
 
 
-async def test_errors_are_those_of_the_work() -> None:
+async def test_errors_of_the_work_are_raised() -> None:
     async def fail() -> None:
         raise ConnectionRefusedError("no")
 
@@ -49,7 +49,7 @@ async def test_errors_are_those_of_the_work() -> None:
         await loop_time_timeout(fail(), 1.0)
 
 
-async def test_what_comes_as_its_caller_gives_up_is_discarded() -> None:
+async def test_a_result_that_comes_as_its_caller_gives_up_is_discarded() -> None:
     ready, discarded = asyncio.Event(), list[int]()
 
     async def answer() -> int:
@@ -60,7 +60,7 @@ async def test_what_comes_as_its_caller_gives_up_is_discarded() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     ready.set()
-    await asyncio.sleep(0)  # the work ends; its caller has not heard of it
+    await asyncio.sleep(0)  # the work ends; its caller has not run yet
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -1,4 +1,4 @@
-"""Which URLs of workers are dialled: what passes the check never makes a library raise what nobody expects."""
+"""Which URLs of workers are dialled: one that passes the check makes no library raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUEST = GenerateRequest("r", "g", "e", bytes(16), [1], (ChoiceState(0, 1),), S
 @example(host="[1:2:3]", port=":80")
 @example(host="h", port=":99999")
 @example(host="h", port=":0")
-def test_what_passes_can_be_taken_apart(host: str, port: str) -> None:
+def test_an_accepted_url_can_be_parsed(host: str, port: str) -> None:
     url = f"http://{host}{port}"
     if WorkerNetworks().objection(url) is None:
         address = WorkerAddress(url)
@@ -42,7 +42,7 @@ def test_what_passes_can_be_taken_apart(host: str, port: str) -> None:
     ["http://a..b:80", f"http://{'a' * 64}:80", "http://h:99999", "http://h:0", "http://[1:2:3]:80", "http://.:80",
      "http://[::1", "http://", "http://-:80/x", "http://h:8\u0661"],
 )  # fmt: skip
-async def test_what_cannot_be_dialled_is_named_and_loses_the_worker_alone(url: str) -> None:
+async def test_an_unusable_url_is_refused_and_loses_only_its_worker(url: str) -> None:
     assert not is_worker_url(url)
     assert WorkerNetworks().objection(url) is not None
     with pytest.raises(ValueError, match="--workers"):
@@ -59,6 +59,6 @@ async def test_what_cannot_be_dialled_is_named_and_loses_the_worker_alone(url: s
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, "\udc80"])
-async def test_a_name_that_is_none_does_not_resolve(host: str) -> None:
+async def test_an_invalid_name_does_not_resolve(host: str) -> None:
     with pytest.raises(OSError, match="is no address"):
         await resolve(host, 80)

@@ -97,7 +97,7 @@ def test_a_bad_network_is_named() -> None:
         WorkerNetworks(["10.0.0.1/8"])
 
 
-async def test_nothing_else_is_dialled_on_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_other_network_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = WorkerNetworks(["10.0.0.0/8"])
     client = WorkerClient("", networks)
     try:
