@@ -49,7 +49,7 @@ class ReplaySettings:
     """Share of the first requests, which meet cold caches, to leave out."""
     seed: int = 0
     shared_engine: bool = False
-    """Workers share themselves out as ours do, instead of one prefill after the other."""
+    """Prefills share each step, as in our workers, instead of running one by one."""
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
 
