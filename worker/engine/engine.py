@@ -1,8 +1,8 @@
 """The engine: one thread that runs commands, launches steps and delivers outputs.
 
-    HTTP side: submit, abort, call --> mailbox --> [ schedule, launch -> collect, update ] --> outputs --> HTTP side
-                                                           |
-                                                           +--> reporter: events, load --> Redis, in its own time
+    HTTP side: submit, abort --> mailbox --> [ schedule, launch -> collect, update ] --> outputs --> HTTP side
+                                                     |
+                                                     +--> reporter: events, load --> publisher --> Redis
 
 The thread owns the scheduler and the KV pool, and waits only for the device. A device that computes on its own overlaps
 with all that needs no token of the step in flight: outputs, reports, commands, and the launch of the next decodes.
