@@ -87,7 +87,7 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
 
 def picture(view: View, height: int | None = None, problem: str = "") -> Group:
     """Draw the view. With a `height`, workers come first and decisions and prefixes share the remaining rows."""
-    workers, prefixes = view.latest["snapshot"]["workers"], view.latest["prefixes"]["prefixes"]
+    workers, prefixes = view.latest["snapshot"]["workers"], view.latest["prefixes"].get("prefixes", [])
     num_workers, num_decisions, num_prefixes = len(workers), 10, len(prefixes)
     if height is not None:
         rows = max(3, height - NUM_FIXED_LINES)
