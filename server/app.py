@@ -36,7 +36,7 @@ ID_BYTES: Final = 8
 
 @dataclass(slots=True, eq=False)
 class Lifecycle:
-    """Whether this process takes new requests."""
+    """The state of the process as clients see it."""
 
     draining: bool = False
 

@@ -72,7 +72,7 @@ class GatewayMetrics:
         self.resumed = counter("headstart_resumed", "Answers continued on another worker.")
         self.restarted = counter("headstart_restarted", "Answers restarted on another worker.")
         self.quarantined = counter("headstart_quarantined", "Poison requests, which are refused for a while.")
-        self.disconnects = counter("headstart_client_disconnects", "Clients that left before their answer was whole.")
+        self.disconnects = counter("headstart_client_disconnects", "Clients that left before the end of their answer.")
         self._index_events = counter(
             "headstart_index_events", "Lookups without an answer in time, and invalid records in Redis.", ("event",)
         )

@@ -1,4 +1,4 @@
-"""What is known of a request from its first byte on, for its handlers, the log and the traces."""
+"""The context of a request, for its handlers, the log and the traces."""
 
 from __future__ import annotations
 

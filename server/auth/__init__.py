@@ -1,1 +1,1 @@
-"""Who sent a request, what they may use, and how much of it."""
+"""Authentication, tenants, and the limits of API keys."""

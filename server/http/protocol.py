@@ -253,7 +253,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     @property
     def _is_behind(self) -> bool:
-        """Whether the current input comes behind a request that is still to be answered."""
+        """True while the input comes behind a request that is still to be answered."""
         if self._answering is None or self._answering.response_complete:
             return False
         return self._phase != "body" or self.cycle is not self._answering

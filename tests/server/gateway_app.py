@@ -89,7 +89,7 @@ class QuietListener(Listener):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.told = asyncio.Event()
+        self.stopped = asyncio.Event()
 
 
 @dataclass(eq=False)
@@ -144,5 +144,5 @@ async def gateway(
             )
             await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses))
         finally:
-            server.told.set()
+            server.stopped.set()
             await serving

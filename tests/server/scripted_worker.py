@@ -176,15 +176,15 @@ class ScriptedWorker:
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves the test process' signals alone, and ends as soon as it is told to."""
+    """Leaves the signals of the test process alone, and ends at once when it is stopped."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.told = asyncio.Event()
+        self.stopped = asyncio.Event()
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
-        await self.told.wait()
+        await self.stopped.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -212,5 +212,5 @@ async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.told.set()
+        server.stopped.set()
         await task

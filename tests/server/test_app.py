@@ -335,7 +335,7 @@ async def test_body_limit(worker: ScriptedWorker) -> None:
         ("text/plain; application/json", 415),
     ],
 )
-async def test_only_json_is_taken_for_json(worker: ScriptedWorker, media_type: str, status: int) -> None:
+async def test_only_json_media_types_are_accepted(worker: ScriptedWorker, media_type: str, status: int) -> None:
     async with gateway(worker) as target:
         got, _, raw = await post(target.url, chat(), **{"content-type": media_type})
         assert got == status

@@ -1,4 +1,4 @@
-"""What the field was attacked with, tried on the public port: refused, and health answers all the while."""
+"""Attacks known from other servers, on the public port: they are refused, and health keeps answering."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_heads_that_two_servers_may_read_in_two_ways(worker: ScriptedWorke
         assert worker.received == []
 
 
-async def test_what_is_right_still_passes(worker: ScriptedWorker) -> None:
+async def test_valid_requests_still_pass(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         for host in ("h", "example.com:8000", "127.0.0.1", "[::1]:80", "a_b"):
             assert (await raw(target.url, head(f"Content-Length: {len(BODY)}", host=host) + BODY))[0] == 200
@@ -152,7 +152,7 @@ async def test_endless_input_is_cut_and_costs_no_memory(worker: ScriptedWorker) 
         assert worker.received == []
 
 
-async def test_a_body_in_crumbs_is_refused(worker: ScriptedWorker) -> None:
+async def test_body_in_tiny_chunks_is_refused(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         body = json.dumps(chat()).encode() + b" " * 3000
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
@@ -234,7 +234,7 @@ def test_depth_is_that_of_brackets_outside_of_texts() -> None:
         {"prompt_embeds": "x"},
     ],
 )
-async def test_fields_that_killed_others(worker: ScriptedWorker, fields: dict[str, object]) -> None:
+async def test_fields_that_crashed_other_servers(worker: ScriptedWorker, fields: dict[str, object]) -> None:
     async with gateway(worker) as target:
         assert (await post(target.url, chat(**fields)))[0] == 400
         assert worker.received == []
@@ -279,7 +279,7 @@ async def test_changes_need_the_ops_key(
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
 )
-async def test_a_body_without_a_type_is_not_taken(worker: ScriptedWorker, path: str) -> None:
+async def test_body_without_a_media_type_is_refused(worker: ScriptedWorker, path: str) -> None:
     """A page of another site can send one, as a Blob, without asking first."""
     body = json.dumps(chat()).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"

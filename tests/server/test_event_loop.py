@@ -8,7 +8,7 @@ import pytest
 from server.event_loop import keep_running
 
 
-async def test_a_task_outlives_what_it_raises(caplog: pytest.LogCaptureFixture) -> None:
+async def test_task_restarts_after_an_exception(caplog: pytest.LogCaptureFixture) -> None:
     counted: list[str] = []
     errors = iter([ValueError("a"), ValueError("a"), RecursionError("b"), ExceptionGroup("c", [KeyError("d")])])
 
@@ -22,7 +22,7 @@ async def test_a_task_outlives_what_it_raises(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.records) == 3, "the same error is logged once"
 
 
-async def test_it_ends_when_it_is_cancelled() -> None:
+async def test_task_ends_when_cancelled() -> None:
     task = asyncio.create_task(keep_running("fleet", lambda: asyncio.sleep(3600), lambda name: None))
     await asyncio.sleep(0)
     task.cancel()

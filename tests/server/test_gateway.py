@@ -173,7 +173,7 @@ async def test_gateways_share_a_port(worker: ScriptedWorker) -> None:
         assert [(await post(first.url, chat()))[0] for _ in range(8)] == [200] * 8
 
 
-async def test_a_taken_port_is_said_and_refused() -> None:
+async def test_taken_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process = await asyncio.create_subprocess_exec(
@@ -198,7 +198,7 @@ RAW = [
 ]
 
 
-async def test_what_is_no_http_and_heads_without_end(worker: ScriptedWorker) -> None:
+async def test_invalid_http_and_endless_heads(worker: ScriptedWorker) -> None:
     async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as gateway:
         await gateway.until_ready()
         for sent, status in RAW:
@@ -252,7 +252,7 @@ def test_the_cluster_secret_comes_from_its_file(tmp_path: Path) -> None:
     assert "HEADSTART_CLUSTER_SECRET" not in os.environ
 
 
-async def test_a_page_that_makes_its_name_lead_here_drains_nothing(worker: ScriptedWorker) -> None:
+async def test_dns_rebinding_drains_nothing(worker: ScriptedWorker) -> None:
     more = ("--ops-hosts", "ops.example,gateway")
     async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url, *more) as gateway:
         await gateway.until_ready()
@@ -274,9 +274,7 @@ async def test_a_page_that_makes_its_name_lead_here_drains_nothing(worker: Scrip
         assert await rebound(gateway.ops, "gateway") == 200
 
 
-async def test_a_tenants_cache_is_asked_about_with_the_key_where_others_reach_the_port(
-    worker: ScriptedWorker, tmp_path: Path
-) -> None:
+async def test_explaining_a_tenants_cache_needs_the_ops_key(worker: ScriptedWorker, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret")
     wide = ("--ops-host", "0.0.0.0")

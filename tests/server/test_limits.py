@@ -54,7 +54,7 @@ def refusal(answer: bytes) -> tuple[str | None, str | None]:
 
 
 @pytest.mark.parametrize("unit", ["zyqxv ", "z", "<|im_end|>", "\u00e9\U0001f600"])
-async def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+async def test_oversized_prompt_is_refused_before_tokenising(
     worker: ScriptedWorker, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway(worker, max_body_bytes=32 << 20) as target:
@@ -86,13 +86,13 @@ async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) ->
         assert len(worker.received[-1].prompt_ids) == 9
 
 
-async def test_long_texts_in_slices_have_the_ids_of_the_whole(worker: ScriptedWorker) -> None:
+async def test_sliced_long_texts_have_the_same_ids(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         tokenizer = target.models.get("tiny").tokenizer
         text = ("The weather <|im_end|> is \u00e4\u00f6\u00fc, " * 9 + "x" * 99 + "   ") * 90
-        whole = tokenizer.encode_text(text)
+        expected = tokenizer.encode_text(text)
         for _ in range(2):
-            assert await tokenizer.encode(text) == whole
+            assert await tokenizer.encode(text) == expected
 
 
 async def test_bodies_beyond_any_need_are_refused_unread(worker: ScriptedWorker) -> None:
@@ -103,7 +103,7 @@ async def test_bodies_beyond_any_need_are_refused_unread(worker: ScriptedWorker)
         assert b"send less text" in answer
 
 
-async def test_what_would_grow_in_decoding_is_refused(worker: ScriptedWorker) -> None:
+async def test_bodies_that_grow_in_decoding_are_refused(worker: ScriptedWorker) -> None:
     async with gateway(worker, max_body_bytes=32 << 20) as target:
         for unit, count in ((b"7", MAX_VALUES + 1), (b"{}", MAX_CONTAINERS + 1)):
             for field in ("unknown", "chat_template_kwargs", "prompt"):
@@ -115,7 +115,7 @@ async def test_what_would_grow_in_decoding_is_refused(worker: ScriptedWorker) ->
         assert (await post(target.url, chat(allowed_token_ids=ids)))[0] == 200, "so many are allowed"
 
 
-async def test_a_text_of_brackets_and_quotes_is_no_structure(worker: ScriptedWorker) -> None:
+async def test_brackets_and_quotes_in_text_are_not_structure(worker: ScriptedWorker) -> None:
     async with gateway(worker, max_body_bytes=32 << 20) as target:
         status, _, _ = await post(target.url, chat(user='"[{,\\' * 200_000))
         assert status == 200

@@ -1,4 +1,4 @@
-"""What a gateway counts, and the fleet's gauges, as Prometheus would read them."""
+"""The counters of a gateway and the gauges of its fleet, as Prometheus reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that do not read: they hold up themselves, their worker's stream, and nothing else."""
+"""Clients that do not read hold up their own stream at the worker, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def connected(port: int) -> socket.socket:
     return client
 
 
-async def test_a_client_that_does_not_read_stops_its_own_stream(worker: ScriptedWorker) -> None:
+async def test_slow_reader_stops_only_its_own_stream(worker: ScriptedWorker) -> None:
     sent: dict[str, int] = {}
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:

@@ -1,4 +1,4 @@
-"""What tracing is told by options and environment, and that a collector which is gone holds nothing up."""
+"""Tracing by options and environment; a lost collector delays nothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from worker.common import tracing
         (None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
     ],
 )
-def test_it_is_on_where_an_endpoint_is_named(endpoint: str | None, environment: dict[str, str], expected: bool) -> None:
+def test_tracing_is_on_where_an_endpoint_is_named(
+    endpoint: str | None, environment: dict[str, str], expected: bool
+) -> None:
     assert tracing.wanted(endpoint, environment) is expected
 
 
-def test_what_cannot_be_followed_is_refused_by_name() -> None:
+def test_unsupported_tracing_settings_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="--otlp-endpoint"):
         tracing.wanted("collector:4317", {})
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
         tracing.wanted("http://collector:4317", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
 
 
-def test_a_collector_that_is_gone_delays_no_end(
+def test_lost_collector_does_not_delay_shutdown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "SHUTDOWN_S", 0.05)

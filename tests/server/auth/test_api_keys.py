@@ -1,4 +1,4 @@
-"""The key file, the keys command, and the limits that hang on a key."""
+"""The key file, the keys command, and the limits of a key."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def test_a_bad_file_is_refused_by_the_field(text: str, names: str) -> None:
         parse_keys(text)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_file(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=r"keys\.toml: No such file"):
         load_keys(tmp_path / "keys.toml")
 
 
-def test_a_file_too_large_to_be_one(tmp_path: Path) -> None:
+def test_oversized_key_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(entry("k") + "#" * MAX_FILE_BYTES)
     with pytest.raises(KeyFileError, match="larger than"):
         load_keys(path)
 
 
-def test_who_has_a_key(tmp_path: Path) -> None:
+def test_valid_key_gives_its_identity(tmp_path: Path) -> None:
     extra = 'models = ["tiny"]\nrequests_per_minute = 5\nmay_prioritise = true'
     who = authenticator(tmp_path, entry("My API Key") + entry("second", "two", extra) + entry("third", "two"))
     one, two = who.authenticate(request("My API Key")), who.authenticate(request("second"))
@@ -86,14 +86,14 @@ def test_a_salt_of_a_request_is_its_tenants_own(tmp_path: Path) -> None:
     assert request_salt(one, "x") == request_salt(tenant_identity(b"secret", "one"), "x")
 
 
-def test_a_key_too_long_to_be_one_is_none(tmp_path: Path) -> None:
+def test_oversized_key_is_refused(tmp_path: Path) -> None:
     key = "x" * (MAX_KEY_BYTES + 1)
     with pytest.raises(AuthenticationError):
         authenticator(tmp_path, entry(key)).authenticate(request(key))
 
 
 @pytest.mark.parametrize("key", ["", "my api key", "My API Key2", "My  API Key", "My API", digest_text(b"My API Key")])
-def test_who_has_none(tmp_path: Path, key: str) -> None:
+def test_invalid_keys_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(AuthenticationError):
         authenticator(tmp_path, entry("My API Key")).authenticate(request(key))
 
@@ -115,7 +115,7 @@ def test_headers_that_hold_no_key(tmp_path: Path, headers: list[tuple[bytes, byt
         authenticator(tmp_path, entry("My API Key")).authenticate(scope)
 
 
-def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+def test_empty_key_file_refuses_all(tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError):
         authenticator(tmp_path, "").authenticate(request(""))
 
@@ -143,7 +143,7 @@ def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert keys.find(b"new") is not None
     path.unlink()
     keys.reload_if_changed()
-    assert keys.find(b"new") is not None, "a file that is gone for a moment locks nobody out"
+    assert keys.find(b"new") is not None, "a missing file changes nothing"
 
 
 def test_every_digest_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_every_digest_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(compared) == 20
 
 
-def test_guessing_is_slowed_down_and_locks_nobody_out(tmp_path: Path) -> None:
+def test_guessing_is_throttled_without_locking_others_out(tmp_path: Path) -> None:
     now_s = 1000.0
     throttle = AuthThrottle(burst=3, per_s=0.5, clock=lambda: now_s)
     who = authenticator(tmp_path, entry("good") + entry("fresh", "two"), throttle)
@@ -173,7 +173,7 @@ def test_guessing_is_slowed_down_and_locks_nobody_out(tmp_path: Path) -> None:
     assert who.authenticate(request("good")).tenant == "one"
     assert who.authenticate(request("fresh", "192.0.2.2")).tenant == "two"
     with pytest.raises(OverloadedError):
-        who.authenticate(request("fresh"))  # nor does it learn that somebody else has this key
+        who.authenticate(request("fresh"))  # the answer does not reveal that the key is valid
     now_s += 2.0
     assert who.authenticate(request("fresh")).tenant == "two"
 
@@ -223,7 +223,7 @@ def test_requests_a_minute() -> None:
     assert limits.admit(Identity("t", b"salt")) is None, "no limits, no lease"
 
 
-def test_tokens_a_minute_are_paid_back() -> None:
+def test_tokens_a_minute_may_be_overdrawn() -> None:
     now_s = 50.0
     limits = RateLimits(clock=lambda: now_s)
     lease = limits.admit(limited(tokens_per_minute=600))
@@ -254,7 +254,7 @@ def test_open_requests() -> None:
     assert limits.admit(who) is not None
 
 
-def test_a_refused_request_holds_no_place() -> None:
+def test_refused_request_does_not_count_as_open() -> None:
     limits = RateLimits()
     who = limited(max_streams=1, requests_per_minute=1)
     lease = limits.admit(who)

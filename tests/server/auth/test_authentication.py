@@ -1,4 +1,4 @@
-"""The public port with API keys: who gets in, on every route, and what a key may do."""
+"""The public port with API keys: authentication on every route, and what a key may do."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ TRICKS = [
 HOSTS = ["x/health/live?a=", "x/health/live", "health/live", "x#", "x:80/health/live?", "a\x0bb", "x@y", ""]
 
 
-async def test_no_route_and_no_trick_lets_a_stranger_in(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+async def test_no_route_or_trick_passes_without_a_key(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     async with gateway(worker, **keys) as target:
         requests = [(method, trick.format(path=path), "h") for method, path in ROUTES for trick in TRICKS]
         requests += [(method, path, host) for method, path in ROUTES for host in HOSTS]
@@ -123,7 +123,7 @@ async def test_a_wrong_key_is_a_401_in_our_shape(worker: ScriptedWorker, keys: d
         assert key is None or not key or key not in error["message"]
 
 
-async def test_keys_let_in_and_tenants_have_roots_of_their_own(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+async def test_valid_keys_pass_and_tenants_have_their_own_roots(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     async with gateway(worker, **keys) as target:
         for key in ("My API Key", "other key of one", "key of two"):
             assert (await post(target.url, chat(), **bearer(key)))[0] == 200
@@ -135,7 +135,7 @@ async def test_keys_let_in_and_tenants_have_roots_of_their_own(worker: ScriptedW
         one, again, *others = (request.tenant for request in worker.received)
         assert one == again
         assert len(set(others)) == 1, "a salt makes no other tenant: a worker's time is shared out by these tags"
-        assert len({"one", "two", one, others[0]}) == 4, "which name nobody"
+        assert len({"one", "two", one, others[0]}) == 4, "tags that name no tenant"
 
 
 async def test_a_key_for_other_models(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
@@ -168,14 +168,14 @@ async def listed(url: str, key: str) -> list[str]:
     return [model["id"] for model in json.loads(data.partition(b"\r\n\r\n")[2])["data"]]
 
 
-async def test_priority_is_a_right(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+async def test_priority_needs_permission(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     async with gateway(worker, **keys) as target:
         assert (await post(target.url, chat(priority=-5), **bearer("My API Key")))[0] == 403
         assert (await post(target.url, chat(priority=-5), **bearer("other key of one")))[0] == 200
         assert [request.priority for request in worker.received] == [-5]
 
 
-async def test_rates_are_told_and_kept(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+async def test_rates_are_enforced_and_in_headers(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     async with gateway(worker, **keys) as target:
         for remaining in ("1", "0"):
             status, headers, _ = await post(target.url, chat(), **bearer("slow key"))
@@ -223,7 +223,7 @@ async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, 
         assert (await post(target.url, chat(), **bearer("one stream")))[0] == 200
 
 
-async def test_a_new_file_counts_without_a_restart(
+async def test_key_file_reloads_without_a_restart(
     worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "keys.toml"

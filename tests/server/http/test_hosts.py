@@ -1,4 +1,4 @@
-"""Ports without a password answer only to names that they know: a page can make its own name lead here."""
+"""Ports answer only to Host headers that they know, against DNS rebinding."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CASES = [
     ("::", "10.1.2.3:8001", True),
     ("::", "[fd00::1]", True),
     ("::", "evil.example", False),
-    ("0.0.0.0", "told.example", True),
-    ("0.0.0.0", "TOLD.example.:80", True),
-    ("0.0.0.0", "not.told.example", False),
+    ("0.0.0.0", "named.example", True),
+    ("0.0.0.0", "NAMED.example.:80", True),
+    ("0.0.0.0", "not.named.example", False),
 ]
 
 
@@ -60,11 +60,11 @@ async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(("bound", "host", "known"), CASES)
-async def test_hosts_that_a_port_was_bound_to_or_told(bound: str, host: str, known: bool) -> None:
-    ops = KnownHostsMiddleware(hello, HostNames(bound, ["told.example"]), "--ops-hosts")
+async def test_known_hosts_of_a_port(bound: str, host: str, known: bool) -> None:
+    ops = KnownHostsMiddleware(hello, HostNames(bound, ["named.example"]), "--ops-hosts")
     assert await answered(ops, {"host": host}) is known
     assert await answered(ops, {}), "HTTP/1.0"
-    worker = ProgramsOnly(hello, bound, "http://told.example:8100")
+    worker = ProgramsOnly(hello, bound, "http://named.example:8100")
     for own in ("accept-language", "referer"):
         assert await answered(worker, {"host": host, own: "x"}) is known
     assert await answered(worker, {"host": host}), "a gateway may know a worker by any name"
@@ -82,12 +82,12 @@ async def test_hosts_that_a_port_was_bound_to_or_told(bound: str, host: str, kno
         ({"origin": "null"}, False),
     ],
 )
-async def test_a_worker_speaks_to_programs_alone(method: str, headers: dict[str, str], allowed: bool) -> None:
+async def test_worker_answers_programs_only(method: str, headers: dict[str, str], allowed: bool) -> None:
     app = ProgramsOnly(hello, "127.0.0.1", None)
     assert await answered(app, {"host": "127.0.0.1:8100", **headers}, method) is allowed
 
 
-async def test_a_worker_knows_its_machines_name_and_a_name_that_it_is_bound_to() -> None:
+async def test_worker_knows_its_machine_name_and_bound_name() -> None:
     browser = {"accept-language": "en"}
     assert await answered(ProgramsOnly(hello, "0.0.0.0", None), {"host": f"{socket.gethostname()}:8100", **browser})
     assert await answered(ProgramsOnly(hello, "gpu-1", None), {"host": "gpu-1:8100", **browser})
@@ -95,7 +95,7 @@ async def test_a_worker_knows_its_machines_name_and_a_name_that_it_is_bound_to()
 
 
 @pytest.mark.parametrize("name", ["http://x", "x:80", "", "a b", "[::1]"])
-def test_told_names_are_names(name: str) -> None:
+def test_ops_hosts_must_be_names(name: str) -> None:
     with pytest.raises(ValueError, match="--ops-hosts"):
         GatewayConfig(workers=("http://unused",), ops_hosts=("ok.example", name))
 

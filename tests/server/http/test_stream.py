@@ -1,4 +1,4 @@
-"""One streamed response: keep-alives between its events and never within, and what ends an answer from outside."""
+"""One streamed response: keep-alives between its events, and what cancels an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import until
 
 
 class Client:
-    """An ASGI `send` to a client that reads when it is told to."""
+    """An ASGI `send` to a client that reads on command."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -88,7 +88,7 @@ async def test_a_silent_stream_is_kept_alive_until_it_is_left() -> None:
         beating.cancel()
 
 
-async def test_a_keep_alive_that_nobody_reads_holds_nothing_up() -> None:
+async def test_unread_keep_alive_blocks_nothing() -> None:
     client, keep_alive = Client(), KeepAlive(60.0)
     writer = writer_to(client)
     client.reads.clear()
@@ -111,7 +111,7 @@ async def answer(guard: CancelOnDisconnect, *events: Callable[[], None]) -> None
         await asyncio.sleep(60)
 
 
-async def test_a_client_that_goes_ends_its_answer() -> None:
+async def test_disconnect_ends_the_answer() -> None:
     client = ClientConnection()
     with pytest.raises(ClientGoneError):
         await answer(CancelOnDisconnect(client), client.lose)
@@ -139,7 +139,7 @@ async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
     await asyncio.sleep(0)
 
 
-async def test_what_is_complete_is_not_ended() -> None:
+async def test_complete_answer_is_not_cancelled() -> None:
     client = ClientConnection()
     guard = CancelOnDisconnect(client, timeout_s=0.02)
     with guard:
@@ -149,7 +149,7 @@ async def test_what_is_complete_is_not_ended() -> None:
     await asyncio.sleep(0.05)
 
 
-async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+async def test_foreign_cancellation_stays_a_cancellation() -> None:
     task = asyncio.create_task(answer(CancelOnDisconnect(ClientConnection(), timeout_s=60.0)))
     await turns()
     task.cancel()

@@ -1,4 +1,4 @@
-"""Certificates: shown, checked, replaced without a restart, and refused when they are not what was asked for."""
+"""Certificates are checked and reloaded without a restart; connections are bounded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Port:
         await self._task
 
     async def serial(self, trust: ssl.SSLContext) -> str:
-        """Of the certificate that it shows. Raises ssl.SSLError."""
+        """Return the serial number of the certificate that it shows. Raises ssl.SSLError."""
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=trust)
         try:
             return str(writer.get_extra_info("peercert")["serialNumber"])
@@ -68,20 +68,20 @@ async def test_a_new_certificate_is_shown_without_a_restart(authority: Authority
     certificate = ServerCertificate(str(cert), str(key))
     async with Port(certificate.context) as port:
         first = await port.serial(authority.trust())
-        whole = cert.read_bytes(), key.read_bytes()
+        pair = cert.read_bytes(), key.read_bytes()
         cert.write_bytes(authority.issue("other", "127.0.0.1")[0].read_bytes())
         certificate.reload_if_changed()
         assert await port.serial(authority.trust()) == first, "half a pair is not used"
         cert.write_text("rubbish")
         certificate.reload_if_changed()
         assert await port.serial(authority.trust()) == first
-        cert.write_bytes(whole[0])
+        cert.write_bytes(pair[0])
         authority.issue("gateway", "127.0.0.1")
         certificate.reload_if_changed()
         assert await port.serial(authority.trust()) != first
 
 
-async def test_what_a_certificate_must_be(authority: Authority, tmp_path: Path) -> None:
+async def test_certificate_and_key_must_be_a_valid_pair(authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.issue("gateway", "127.0.0.1")
     async with Port(ServerCertificate(str(cert), str(key)).context) as port:
         with pytest.raises(ssl.SSLCertVerificationError):
@@ -93,7 +93,7 @@ async def test_what_a_certificate_must_be(authority: Authority, tmp_path: Path) 
             await port.serial(old)
 
 
-async def test_a_handshake_that_does_not_come_is_cut(authority: Authority) -> None:
+async def test_missing_handshake_is_cut(authority: Authority) -> None:
     cert, key = authority.issue("gateway", "127.0.0.1")
     async with Port(ServerCertificate(str(cert), str(key)).context) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -113,7 +113,7 @@ async def test_a_handshake_that_does_not_come_is_cut(authority: Authority) -> No
         (["127.0.0.1"], None, False, False),
     ],
 )
-async def test_workers_are_who_their_certificate_says(
+async def test_worker_certificates_are_checked(
     names: list[str], expected: str | None, ca: bool, works: bool, authority: Authority, tmp_path: Path
 ) -> None:
     cert, key = authority.issue("worker", *names)
@@ -177,7 +177,7 @@ def test_options_that_go_together(fields: dict[str, object], named: str) -> None
         GatewayConfig(workers=("http://127.0.0.1:1",), **fields)  # type: ignore[arg-type]
 
 
-def test_files_that_are_none_are_named(tmp_path: Path, authority: Authority) -> None:
+def test_missing_files_are_named(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.issue("one", "127.0.0.1")
     other = authority.issue("two", "127.0.0.1")[1]
     missing = str(tmp_path / "missing.pem")
@@ -239,7 +239,7 @@ def test_no_more_connections_than_files(
 
 
 @pytest.mark.parametrize("files", [64, 128, SPARE_FILES, SPARE_FILES + 31])
-def test_a_port_for_next_to_nobody_is_refused(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_files_for_a_port_are_refused(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: None)
     with pytest.raises(ValueError, match=f"may open {files} files.*ulimit -n"):

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from tests.server.gateway_app import gateway
-from tests.server.http.test_reading import MIB
-from tests.server.http.test_reading import post as written
+from tests.server.http.test_protocol import MIB
+from tests.server.http.test_protocol import post as written
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import chat, post

@@ -293,7 +293,7 @@ def long_texts(draw: st.DrawFn) -> str:
 @pytest.mark.parametrize("kind", ["plain", "metaspace", "rstrip", "normalized"])
 @settings(max_examples=12, deadline=None)
 @given(texts=st.lists(long_texts(), min_size=1, max_size=3))
-async def test_long_texts_in_slices_have_the_ids_of_the_whole(kind: str, texts: list[str]) -> None:
+async def test_sliced_long_texts_have_the_same_ids(kind: str, texts: list[str]) -> None:
     roles = ["user", "assistant", "user"]
     asked = request([{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)])
     served = model("chatml", kind)

@@ -1,4 +1,4 @@
-"""A port goes on reading while it answers: only so does it see that a client has left."""
+"""A port keeps reading while it answers, to notice disconnects; its framing is strict; its connections are bounded."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from server.api.endpoint import read_body
 from server.http import protocol
+from server.http.protocol import ConnectionLimit
 from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
 from tests.server.http.test_tls import Port
@@ -40,7 +41,7 @@ def post(body: bytes, *, chunked: bool = False, path: str = "/") -> bytes:
 
 
 class Desk:
-    """An app that reads bodies and then answers when it is let to: `/now` at once, `/stream` a first part at once."""
+    """An app that reads a body and answers on `go`: `/now` without waiting, `/stream` with a first part at once."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -75,7 +76,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_a_client_that_leaves_is_seen_whatever_it_has_sent(loop: str, tls: bool, authority: Authority) -> None:
+def test_disconnect_is_noticed_after_any_request(loop: str, tls: bool, authority: Authority) -> None:
     async def scenario() -> None:
         desk = Desk()
         shown, trusted = None, None
@@ -104,9 +105,9 @@ def test_a_client_that_leaves_is_seen_whatever_it_has_sent(loop: str, tls: bool,
 @pytest.mark.parametrize(
     "behind",
     [post(b""), post(b"x" * 300_000), post(b"x" * 300_000)[:-1], post(b"")[:20], post(b"x" * 4000) * 5],
-    ids=["one", "large", "large and not whole", "half a head", "five"],
+    ids=["one", "large", "large and incomplete", "half a head", "five"],
 )
-def test_what_is_sent_ahead_hides_nobody_that_leaves(loop: str, behind: bytes) -> None:
+def test_disconnect_is_noticed_behind_pipelined_input(loop: str, behind: bytes) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with Port(None, app=desk) as port:
@@ -116,12 +117,12 @@ def test_what_is_sent_ahead_hides_nobody_that_leaves(loop: str, behind: bytes) -
             await writer.drain()
             writer.close()
             await until(lambda: desk.num_left == 1, HANG_S)
-            assert desk.sizes == [5], "and nobody is there to be answered"
+            assert desk.sizes == [5], "the requests behind it are dropped"
 
     run(loop, scenario())
 
 
-async def test_requests_sent_ahead_are_answered_in_turn() -> None:
+async def test_pipelined_requests_are_answered_in_order() -> None:
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -136,7 +137,7 @@ async def test_requests_sent_ahead_are_answered_in_turn() -> None:
         writer.close()
 
 
-async def test_who_sends_without_end_gets_the_answers_due_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_pipelining_gets_due_answers_then_a_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_AHEAD_BYTES", 100_000)
     desk = Desk()
     async with Port(None, app=desk) as port:
@@ -184,16 +185,16 @@ async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: 
         assert data.count(b"HTTP/1.1 ") == 1
         assert json.loads(data.rpartition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
         await until(lambda: desk.num_left == 1, HANG_S)
-        assert desk.sizes == [], "no part of a body is taken for the whole"
+        assert desk.sizes == [], "a part of a body is never taken for all of it"
 
 
-@pytest.mark.parametrize("rubbish", [b"rubbish\r\n\r\n", CHUNKED + b"zz\r\n", b"GET / HTTP/2.0\r\nHost: h\r\n\r\n"])
-async def test_rubbish_behind_a_request_costs_it_nothing(rubbish: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", CHUNKED + b"zz\r\n", b"GET / HTTP/2.0\r\nHost: h\r\n\r\n"])
+async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        writer.write(post(b"first", path="/wait") + post(b"second") + rubbish + post(b"never"))
+        writer.write(post(b"first", path="/wait") + post(b"second") + garbage + post(b"never"))
         await until(lambda: desk.sizes, HANG_S)
         desk.go.set()
         async with asyncio.timeout(HANG_S):
@@ -239,7 +240,7 @@ async def test_other_versions_of_http(head: bytes, status: int, monkeypatch: pyt
     chunked=st.lists(st.booleans(), min_size=4, max_size=4),
     cut=st.integers(0, 50),
 )
-def test_any_requests_in_a_row_left_at_any_time(sizes: list[int], chunked: list[bool], cut: int) -> None:
+def test_disconnect_at_any_byte_of_pipelined_requests(sizes: list[int], chunked: list[bool], cut: int) -> None:
     async def scenario() -> None:
         desk = Desk()
         async with Port(None, app=desk) as port:
@@ -251,3 +252,41 @@ def test_any_requests_in_a_row_left_at_any_time(sizes: list[int], chunked: list[
             await until(lambda: desk.num_left == 1, HANG_S)
 
     run("uvloop", scenario())
+
+
+class Connection:
+    def __init__(self, limit: ConnectionLimit) -> None:
+        self._limit: Any = limit
+        self.dropped = False
+        self.admitted = self._limit.open(self)
+
+    def drop(self) -> None:
+        self.dropped = True
+        self._limit.close(self)
+
+
+def test_connection_that_waited_longest_makes_room() -> None:
+    limit = ConnectionLimit(3)
+    asking, idle, newer = (Connection(limit) for _ in range(3))
+    limit.begin(asking)
+    latest = Connection(limit)
+    assert latest.admitted
+    assert [connection.dropped for connection in (asking, idle, newer, latest)] == [False, True, False, False]
+    limit.begin(newer)
+    limit.begin(latest)
+    assert not Connection(limit).admitted, "all are at work"
+
+
+def test_answered_connections_wait_again_and_closed_ones_make_room() -> None:
+    limit = ConnectionLimit(2)
+    first, second = Connection(limit), Connection(limit)
+    limit.begin(first)
+    limit.begin(second)
+    limit.end(second)
+    third = Connection(limit)
+    assert third.admitted
+    assert (first.dropped, second.dropped) == (False, True)
+    limit.close(first)
+    fourth = Connection(limit)
+    assert fourth.admitted
+    assert not third.dropped, "there was room"
