@@ -68,6 +68,7 @@ class Span:
 
 
 def num_leading_decodes(spans: Sequence[Span]) -> int:
+    """Return the number of decodes of a batch."""
     return next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
 
 

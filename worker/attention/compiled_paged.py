@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.base import AttentionShape, ForwardBatch, Span, num_leading_decodes
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import PagedPlan, TorchPagedAttention
 from worker.kernels.cpu import AttentionKernel, Decodes, Kernels
@@ -56,7 +56,7 @@ class CompiledPagedAttention(TorchPagedAttention):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
-        num_decodes = next((row for row, span in enumerate(spans) if span.num_tokens > 1), len(spans))
+        num_decodes = num_leading_decodes(spans)
         decodes, block_size = spans[:num_decodes], self._cache.block_size
         bounds = np.zeros((num_decodes, 2), np.int64)
         width = -(-max((span.stop for span in decodes), default=0) // block_size)

@@ -26,7 +26,7 @@ class NonFiniteKV(RuntimeError):
 
 
 class KVCache:
-    """Owns the pools. Block 0 is the null block, which pads block tables and belongs to no sequence."""
+    """The pools of all layers. Block 0 is the null block, which pads block tables and belongs to no sequence."""
 
     def __init__(
         self, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

@@ -1,4 +1,4 @@
-"""Selects the attention backend that serves a model on its device."""
+"""The choice of the attention backend for a model and its device."""
 
 from __future__ import annotations
 

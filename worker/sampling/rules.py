@@ -57,7 +57,7 @@ class TokenRules:
             self._prompt_ids = _ids_to_device(_distinct(row.prompt_ids, vocab_size), device)
 
     @classmethod
-    def of(cls, row: SamplingRow, eos_token_ids: Sequence[int], logits: Tensor) -> TokenRules:
+    def for_row(cls, row: SamplingRow, eos_token_ids: Sequence[int], logits: Tensor) -> TokenRules:
         """Return the rules of the row's request, which are made at its first row."""
         rules = row.request_cache.value
         if not isinstance(rules, TokenRules):
@@ -90,7 +90,7 @@ class TokenRules:
         params = row.params
         if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
             return
-        seen, counts = OutputCounts.of(row, len(logits)).tensors(logits.device)
+        seen, counts = OutputCounts.for_row(row, len(logits)).tensors(logits.device)
         if self._prompt_ids is not None:
             # A token of both is penalised once, as each of them writes the same value.
             prompt_logits = _repetition(logits[self._prompt_ids], params.repetition_penalty)
@@ -144,7 +144,7 @@ class OutputCounts:
         self._num_counted = 0
 
     @classmethod
-    def of(cls, row: SamplingRow, vocab_size: int) -> OutputCounts:
+    def for_row(cls, row: SamplingRow, vocab_size: int) -> OutputCounts:
         """Return the counts of the row's choice, with all of its output."""
         counts = row.choice_cache.value
         if not isinstance(counts, OutputCounts):

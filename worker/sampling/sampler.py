@@ -115,7 +115,7 @@ def apply_rules(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequ
     adjusted = logits.to(torch.float32, copy=True)
     for row_logits, row in zip(adjusted, rows, strict=True):
         if has_rules(row):
-            TokenRules.of(row, eos_token_ids, row_logits).apply(row_logits, row)
+            TokenRules.for_row(row, eos_token_ids, row_logits).apply(row_logits, row)
     return adjusted
 
 

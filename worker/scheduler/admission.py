@@ -28,7 +28,7 @@ class _Admitted(NamedTuple):
 
 
 class BatchAdmission:
-    """Decides which waiting sequences join the running ones, and which running choices yield to another tenant."""
+    """The admission policy: which waiting sequences join the batch, and which running choices yield to a tenant."""
 
     def __init__(
         self, allocator: Allocator, limits: BatchLimits, waiting: OrderedSequences, running: OrderedSequences

@@ -84,7 +84,7 @@ class PrefillBudget:
     max_total: int | None = None
 
     @classmethod
-    def of_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
+    def for_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
         """Count `num_prefills` running and waiting."""
         total = limits.max_num_batched_tokens - num_decodes
         if num_decodes == 0 and num_prefills == 1 and limits.max_solo_prefill_tokens is not None:

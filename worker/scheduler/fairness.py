@@ -20,7 +20,7 @@ _MIN_PRUNED: Final = 64
 
 
 class FairShare:
-    """Counts the service of each tenant."""
+    """The virtual token counters of the tenants."""
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}

@@ -65,7 +65,7 @@ class PlannedChunk:
             choice_cache=choice.sampler_cache,
         )
 
-    def fixes_next_step(self) -> bool:
+    def determines_next_step(self) -> bool:
         """Tell whether the sequence's next step is known but for the token that this one samples.
 
         It has a single choice, whose sampling does not depend on the tokens before.
@@ -138,7 +138,7 @@ def plan_next_decode(running: StepPlan, finished: Set[TokenSequence]) -> StepPla
     for index, (sequence, chunk) in enumerate(running.chunks.items()):
         if sequence in finished:
             continue
-        if not chunk.fixes_next_step():
+        if not chunk.determines_next_step():
             return None
         if len(chunk.sampled_choices[0].output_ids) + 1 < sequence.sampling.max_tokens:
             plan.chunks[sequence] = PlannedChunk(sequence, chunk.stop, chunk.stop + 1, False, follows=index)

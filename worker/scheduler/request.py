@@ -146,6 +146,7 @@ class TokenSequence:
     choices: list[RequestChoice]
     token_ids: list[int]
     allocation: Allocation | None = None
+    """Its blocks; None while it waits."""
     num_computed: int = 0
     waiting_for_prefix_of: tuple[TokenSequence, int] | None = None
     """The sequence that computes a prefix of this one, and its `num_computed` at the last look."""
@@ -245,10 +246,6 @@ class OrderedSequences:
 
     def __len__(self) -> int:
         return len(self._sequences)
-
-    def __contains__(self, sequence: TokenSequence) -> bool:
-        position = bisect_left(self._sequences, sequence.order, key=_by_order)
-        return position < len(self._sequences) and self._sequences[position] is sequence
 
 
 _by_order = attrgetter("order")

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Owns every request and, through the allocator, every block. Used by one thread.
+    """The owner of every request and, through the allocator, of every block. Used by one thread.
 
     Call in turn: `schedule`, run the plan's step, then `update`. When the step raises, run the parts of `retries` one
     by one, and `fail` the requests whose part raises. `submit`, `abort` and `fail` may come at any time. The blocks of
@@ -128,7 +128,7 @@ class Scheduler:
             elif self._make_room(sequence, sequence.num_computed + 1, plan):
                 plan.add_tokens(sequence, 1)
         num_prefills = len(prefills) + len(self.waiting)
-        budget = PrefillBudget.of_step(self.limits, num_decodes=len(plan.chunks), num_prefills=num_prefills)
+        budget = PrefillBudget.for_step(self.limits, num_decodes=len(plan.chunks), num_prefills=num_prefills)
         admitted = self._schedule_prefills(plan, budget, prefills)
         self._admission.end_step(admitted=len(admitted) > 0, decoded=plan.num_decodes > 0)
         for sequence in admitted:
@@ -311,13 +311,13 @@ class Scheduler:
 
     def _remove(self, sequence: TokenSequence) -> None:
         """Take a sequence off its queue and its request. Free its blocks when no step uses them."""
+        queue = self.waiting if sequence.allocation is None else self.running
+        queue.remove(sequence)
+        sequence.request.sequences.remove(sequence)
         if self._is_in_flight(sequence):
             self._finished_in_flight.add(sequence)
         else:
             sequence.release()
-        sequence.request.sequences.remove(sequence)
-        queue = self.running if sequence in self.running else self.waiting
-        queue.remove(sequence)
 
     def _is_in_flight(self, sequence: TokenSequence) -> bool:
         return any(sequence in plan.chunks for plan in self._in_flight)

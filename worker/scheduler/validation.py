@@ -1,4 +1,4 @@
-"""Checks that a worker can serve a request at all, whatever its gateways let through.
+"""Validation of requests by the worker, whatever its gateways accept.
 
 A number that a tensor cannot hold, or a NaN, would fail the step of every request in the batch.
 """
