@@ -98,7 +98,7 @@ class RandomCheckpoint:
 def random_model(shape: str, options: LoadOptions) -> LoadedModel:
     """One of SHAPES on its device, in the forms that a checkpoint would be loaded in."""
     checkpoint = RandomCheckpoint(shape, options)
-    decoder = FAMILIES[checkpoint.model_type].load(checkpoint, checkpoint.shape, options, lambda done, total: None)
+    decoder = FAMILIES[checkpoint.model_type].decoder(checkpoint, checkpoint.shape, options, lambda done, total: None)
     return LoadedModel(decoder, checkpoint, options)
 
 

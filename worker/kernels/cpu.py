@@ -52,25 +52,18 @@ class _Shape(ctypes.Structure):
     )
 
 
-class _Decodes(ctypes.Structure):
+class Decodes(ctypes.Structure):
+    """Sequences with one query each, whose own key is the last that it sees."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_tables", "bounds")),
         *((name, ctypes.c_int64) for name in ("num_rows", "table_width")),
     )
 
-
-class Decodes:
-    """Sequences with one query each, whose own key is the last that it sees."""
-
-    __slots__ = ("_arrays", "_fields", "address", "num_rows")
-
     def __init__(self, block_tables: NDArray[np.int64], bounds: NDArray[np.int64]) -> None:
-        """`block_tables` (rows, width); `bounds` (rows, 2): the first key that the query sees, and the end of its
-        keys. Both contiguous."""
-        self.num_rows = len(bounds)
-        self._arrays = (block_tables, bounds)
-        self._fields = _Decodes(block_tables.ctypes.data, bounds.ctypes.data, *block_tables.shape)
-        self.address = ctypes.addressof(self._fields)
+        """`block_tables` (rows, width); `bounds` (rows, 2): first key that the query sees, and end. Both contiguous."""
+        super().__init__(block_tables.ctypes.data, bounds.ctypes.data, *block_tables.shape)
+        self.arrays = (block_tables, bounds)  # the fields point into them
 
 
 class Kernels:
@@ -165,7 +158,7 @@ class AttentionKernel:
         query, key, value = (self._with_adjacent_heads(one) for one in states)
         self._attend(
             self._shape,
-            decodes.address,
+            ctypes.addressof(decodes),
             query.data_ptr(),
             query.stride(0),
             key.data_ptr(),

@@ -83,8 +83,8 @@ class Decoder(Protocol):
 class ModelFamily:
     """Models with one decoder. What their files do not say about them stands here."""
 
-    load: Callable[[Checkpoint, ModelConfig, LoadOptions, Progress], Decoder]
-    """Build the decoder. Raise ModelError."""
+    decoder: Callable[[Checkpoint, ModelConfig, LoadOptions, Progress], Decoder]
+    """Loads the weights. Raises ModelError."""
     qk_norm: bool = False
     """Queries and keys are normed per head."""
     optional_window: bool = False

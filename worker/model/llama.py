@@ -20,7 +20,7 @@ from worker.model.base import Checkpoint, Progress
 from worker.model.config import CheckpointError, LoadOptions, ModelConfig, UnsupportedModel
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
 from worker.model.linear import PACKABLE, Linear, OneDnnLinear, PackedLinear, TiledLinear, dense_linear, is_packable
-from worker.model.rope import Rope, Rotation, make_rope, rope_table
+from worker.model.rope import Rotation, make_rope, rope_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,51 +38,45 @@ class LayerWeights:
         return self.qkv.weight_bytes + self.output.weight_bytes + self.mlp.weight_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderWeights:
-    embedding: Tensor
-    """(vocab_size, hidden_size)"""
-    layers: tuple[LayerWeights, ...]
-    norm: RmsNorm
-    lm_head: Linear
-    rope: Rope
-
-
 class LlamaDecoder:
     """A `worker.model.base.Decoder`."""
 
-    __slots__ = ("config", "weights")
+    __slots__ = ("_layers", "_lm_head", "_norm", "_rope", "config", "embedding")
 
     is_recordable = True
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, progress: Progress) -> None:
+        """Load the weights. Raise ModelError."""
         self.config = config
-        self.weights = weights
-
-    @classmethod
-    def load(
-        cls, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, progress: Progress
-    ) -> LlamaDecoder:
-        """Raise ModelError."""
-        return cls(config, _WeightLoader(checkpoint, config, options).load(progress))
+        loader = _WeightLoader(checkpoint, config, options)
+        self.embedding = loader.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._layers: list[LayerWeights] = []
+        for index in range(config.num_layers):
+            progress(index, config.num_layers)
+            self._layers.append(loader.layer(f"model.layers.{index}"))
+        self._norm = loader.norm("model.norm.weight")
+        self._lm_head = loader.lm_head(self.embedding)
+        loader.check_packed()
+        table = rope_table(config.rope, config.head_dim, config.max_model_len, checkpoint.rope_factors())
+        self._rope = make_rope(table.to(self.embedding), deterministic=options.deterministic)
+        progress(config.num_layers, config.num_layers)
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        weights = self.weights
-        hidden = functional.embedding(batch.token_ids, weights.embedding)
-        rotation = weights.rope.at(batch.positions)
-        for index, layer in enumerate(weights.layers):
+        hidden = functional.embedding(batch.token_ids, self.embedding)
+        rotation = self._rope.at(batch.positions)
+        for index, layer in enumerate(self._layers):
             query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation, batch)
             attended = attention.attend(index, query, key, value, batch)
             hidden = layer.output.add_to(hidden, attended, batch)
             hidden = layer.mlp(layer.post_norm(hidden), hidden, batch)
-        return weights.norm(hidden)
+        return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.weights.lm_head(hidden)
+        return self._lm_head(hidden)
 
     @property
     def weight_bytes(self) -> int:
-        return sum(layer.weight_bytes for layer in self.weights.layers) + self.weights.lm_head.weight_bytes
+        return sum(layer.weight_bytes for layer in self._layers) + self._lm_head.weight_bytes
 
     def _qkv(
         self, layer: LayerWeights, states: Tensor, rotation: Rotation, batch: ForwardBatch
@@ -101,7 +95,7 @@ class LlamaDecoder:
 
 
 class _WeightLoader:
-    """Build `DecoderWeights` of one dtype on one device. A tensor is in memory once."""
+    """Load weights in the form, dtype and device that the options ask for. A tensor is in memory once."""
 
     __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options")
 
@@ -113,45 +107,33 @@ class _WeightLoader:
         self._options = options
         self._num_packed = 0
 
-    def load(self, progress: Progress) -> DecoderWeights:
-        config = self._config
-        embedding = self._tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        layers = []
-        for index in range(config.num_layers):
-            progress(index, config.num_layers)
-            layers.append(self._layer(f"model.layers.{index}"))
-        lm_head = self._lm_head(embedding)
+    def check_packed(self) -> None:
+        """Raise UnsupportedModel when packed weights are asked for and no matrix is packable."""
         if self._options.weights == "packed" and self._num_packed == 0:
             raise UnsupportedModel(
                 f"weights=packed: no matrix of {self._checkpoint.path} is {', '.join(sorted(PACKABLE))}"
             )
-        table = rope_table(config.rope, config.head_dim, config.max_model_len, self._checkpoint.rope_factors())
-        progress(config.num_layers, config.num_layers)
-        return DecoderWeights(
-            embedding=embedding,
-            layers=tuple(layers),
-            norm=self._norm("model.norm.weight"),
-            lm_head=lm_head,
-            rope=make_rope(table.to(self._device, self._dtype), deterministic=self._options.deterministic),
-        )
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self._config, self._config.hidden_size
         attention = f"{prefix}.self_attn"
         sizes = (config.query_size, config.kv_size, config.kv_size)
         return LayerWeights(
-            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
+            input_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], sizes, hidden),
             qk_norm=self._qk_norm(attention),
             output=self._linear([f"{attention}.o_proj"], (hidden,), config.query_size),
-            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
+            post_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._mlp(f"{prefix}.mlp"),
         )
 
     def _mlp(self, prefix: str) -> Mlp:
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
-        if self._fuses_mlp:
+        options = self._options
+        # Fused products round once. In float32 the plain form rounds as the reference does.
+        is_plain = options.weights == "dense" and not options.deterministic
+        if self._dtype == torch.bfloat16 and self._device.type == "cpu" and is_plain:
             gate, up = (self._linear([name], (inner,), hidden) for name in names)
             down = self._linear([f"{prefix}.down_proj"], (hidden,), inner)
             if isinstance(gate, OneDnnLinear) and isinstance(up, OneDnnLinear) and isinstance(down, OneDnnLinear):
@@ -159,29 +141,18 @@ class _WeightLoader:
         gate_up = self._linear(names, (inner, inner), hidden)
         return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner))
 
-    @property
-    def _fuses_mlp(self) -> bool:
-        """False in float32, where the plain form rounds as the reference does, and for tiled or packed products."""
-        options = self._options
-        return (
-            self._dtype == torch.bfloat16
-            and self._device.type == "cpu"
-            and options.weights == "dense"
-            and not options.deterministic
-        )
-
-    def _norm(self, name: str) -> RmsNorm:
-        weight = self._tensor(name, (self._config.hidden_size,))
+    def norm(self, name: str) -> RmsNorm:
+        weight = self.tensor(name, (self._config.hidden_size,))
         return rms_norm(weight, self._config.rms_norm_eps, deterministic=self._options.deterministic)
 
     def _qk_norm(self, attention: str) -> Tensor | None:
         config = self._config
         if not config.qk_norm:
             return None
-        query, key = (self._tensor(f"{attention}.{name}_norm.weight", (config.head_dim,)) for name in "qk")
+        query, key = (self.tensor(f"{attention}.{name}_norm.weight", (config.head_dim,)) for name in "qk")
         return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 
-    def _lm_head(self, embedding: Tensor) -> Linear:
+    def lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
             return self._in_form(["model.embed_tokens"], dense_linear(embedding), None)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
@@ -210,14 +181,14 @@ class _WeightLoader:
         if not any(self._checkpoint.has(f"{name}.bias") for name in names):
             return None
         parts = [
-            self._tensor(f"{name}.bias", (size,))
+            self.tensor(f"{name}.bias", (size,))
             if self._checkpoint.has(f"{name}.bias")
             else torch.zeros(size, dtype=self._dtype, device=self._device)
             for name, size in zip(names, rows, strict=True)
         ]
         return torch.cat(parts)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._stored(name, shape).to(self._device, self._dtype, copy=True)
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor:

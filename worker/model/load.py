@@ -76,7 +76,7 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
     """Load the decoder of the model's family, or without one the model of transformers over the paged cache."""
     if checkpoint.model_type in FAMILIES or isinstance(checkpoint, GGUFCheckpoint):
         family = find_family(checkpoint.model_type)
-        return family.load(checkpoint, checkpoint.config(family), options, progress)
+        return family.decoder(checkpoint, checkpoint.config(family), options, progress)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
             f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"

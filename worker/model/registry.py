@@ -13,10 +13,10 @@ from worker.model.config import ModelConfig, UnsupportedModel
 from worker.model.llama import LlamaDecoder
 
 FAMILIES: Final = {
-    "llama": ModelFamily(LlamaDecoder.load),
-    "mistral": ModelFamily(LlamaDecoder.load),
-    "qwen2": ModelFamily(LlamaDecoder.load, optional_window=True),
-    "qwen3": ModelFamily(LlamaDecoder.load, optional_window=True, qk_norm=True),
+    "llama": ModelFamily(LlamaDecoder),
+    "mistral": ModelFamily(LlamaDecoder),
+    "qwen2": ModelFamily(LlamaDecoder, optional_window=True),
+    "qwen3": ModelFamily(LlamaDecoder, optional_window=True, qk_norm=True),
 }
 
 

@@ -115,7 +115,7 @@ def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tu
     """One token's embedding is NaN. The next owner of its blocks, padded to a longer one, must not see it."""
     runner = ModelRunner(model, num_blocks=32, block_size=BLOCK, eos_token_ids=(2,))
     with torch.inference_mode():
-        model.decoder.weights.embedding[13] = float("nan")  # type: ignore[attr-defined]
+        model.decoder.embedding[13] = float("nan")  # type: ignore[attr-defined]
     with pytest.raises(NonFiniteLogits):
         runner.run(Step([part([13, 13, 13, 13, 13, 13], [7, 8])]))
     prompts, tables = [[4, 8, 15, 16, 23], [4, 9, 1, 1, 2, 2, 77]], [[7, 8], [10, 11]]
