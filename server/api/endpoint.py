@@ -87,11 +87,12 @@ class GenerateEndpoint(ABC):
         if services.tracing is not None:
             context.trace = RequestTrace.begin(services.tracing, scope["path"], scope["headers"], context.request_id)
         request = await self.prepare(await read_body(receive), identity_of(scope))
-        context.num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
-        self._metrics.prompt_tokens.inc(context.num_prompt_tokens)
+        num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         lease = lease_of(scope)
         if lease is not None:
-            lease.take("tokens", context.num_prompt_tokens)
+            lease.take("tokens", num_prompt_tokens)
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        context.num_prompt_tokens = num_prompt_tokens
         generations, pace = [], Pace()
         for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s))
