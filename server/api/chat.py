@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a body becomes a prompt with its limits, and the deltas become chat chunks or one answer."""
+"""/v1/chat/completions: prepare a prompt from messages, and format deltas as chat chunks or one answer."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from worker.common.tracing import Tracing
 log = logging.getLogger(__name__)
 
 PART_BYTES: Final = 1 << 18
-"""Size of the chunks of a long unstreamed response, which go out as they are written."""
+"""The chunk size of a long unstreamed response, which goes out as it is written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,7 +51,7 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 
 class ResponseFormatter(ABC):
-    """Writes one request's response in its route's shapes. Stateful: one formatter, one response."""
+    """The writer of one response in its route's shapes. Stateful: one formatter, one response."""
 
     @abstractmethod
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
@@ -71,7 +71,7 @@ class ResponseFormatter(ABC):
 
 
 class ChunkFormatter(ResponseFormatter):
-    """The part that chats and completions share: the fields of every chunk, and the usage at the end."""
+    """The common part of chats and completions: the fields of every chunk, and the usage at the end."""
 
     def __init__(self, id_: str, kind: str, request: SamplingFields, token_bytes: TokenBytes) -> None:
         options = request.stream_options

@@ -116,7 +116,7 @@ def _messages(request: ResponsesRequest) -> list[schema.Message]:
                     raise InvalidRequestError(text, param=f"input[{index}]")
                 messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
             case "reasoning":
-                continue  # templates drop the thoughts of earlier turns
+                continue  # templates drop the reasoning of earlier turns
             case _:
                 raise unsupported(f"input[{index}].type", "can be message, function_call or function_call_output")
     if not messages:
@@ -249,7 +249,7 @@ class OutputItems:
 
 
 class ResponsesFormatter(ResponseFormatter):
-    """Writes the response object, or its stream of typed, numbered events."""
+    """The response object, or its stream of typed, numbered events."""
 
     def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, token_bytes: TokenBytes) -> None:
         self._id = id_
@@ -292,7 +292,7 @@ class ResponsesFormatter(ResponseFormatter):
             self._output.close(self._status)
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
-        """Write those of the answer's tokens, not of the reasoning before it."""
+        """Return those of the answer's tokens, not of the reasoning before it."""
         num_top = self._request.num_top_logprobs
         if num_top is None:
             return []

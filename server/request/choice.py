@@ -87,7 +87,7 @@ class ChoiceDelta(Struct, eq=False):
 
 
 class Choice:
-    """One choice, fed with frames and drained of deltas. `reset` forgets everything, for a start on another worker."""
+    """One choice, fed with frames and drained of deltas. `reset` it for a restart on another worker."""
 
     def __init__(self, spec: GenerationSpec, index: int) -> None:
         self.index = index
@@ -97,6 +97,7 @@ class Choice:
         self.reset()
 
     def reset(self) -> None:
+        """Forget everything received."""
         self.output_ids: list[int] = []
         self.finish_reason: StopReason | None = None
         self.stop_reason: str | int | None = None

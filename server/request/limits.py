@@ -31,9 +31,9 @@ Clock = Callable[[], float]
 
 
 class PromptTokenLimiter:
-    """Bounds the prompt tokens that wait for a first token behind this gateway, in equal shares for tenants.
+    """A bound on the prompt tokens that wait for a first token, in equal shares for tenants.
 
-    Workers bound their own queues; this bounds what the gateway holds in memory for all of them.
+    Workers bound their own queues; this bounds the prompts that the gateway holds in memory for all of them.
     """
 
     def __init__(self, max_tokens: int, *, clock: Clock = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class PromptTokenLimiter:
         return Reservation(self, tenant, num_tokens)
 
     def release(self, tenant: str, num_tokens: int) -> None:
-        """Called by a reservation, once."""
+        """Take a reservation back; it calls this once."""
         self._by_tenant[tenant] -= num_tokens
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
@@ -79,7 +79,7 @@ class Reservation:
 
 
 class BackpressureCache:
-    """Remembers for a moment which worker refused which tenant for want of room, so that a flood is answered here.
+    """The refusals of the last moment for want of room, by tenant and worker, so that a flood is answered here.
 
     Under overload, asking a worker for each request would take its event loop's time from the admitted ones.
     """
@@ -125,7 +125,7 @@ class RetryBudget:
 
 
 class PoisonCache:
-    """Requests that broke a worker, by a hash of all that decides what is computed. Each gateway learns by itself."""
+    """Requests that broke a worker, by a hash of everything that decides the computation. Each gateway has its own."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock

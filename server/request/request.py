@@ -69,7 +69,7 @@ class RequestServices:
 
 
 class Generation:
-    """Generates all choices of one prompt. `run` it once; cancel that to abort what still runs."""
+    """All choices of one prompt. Call `run` once; cancel it to abort the choices that still run."""
 
     def __init__(self, spec: GenerationSpec, services: RequestServices, deadline_s: float | None = None) -> None:
         """`deadline_s`: when the client's time is over, on the monotonic clock."""
@@ -83,7 +83,7 @@ class Generation:
         """Prompt tokens that the first worker found in its cache."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.committed = False
-        """Set when the client has seen a part: from then on nothing may be taken back."""
+        """Set when the client has seen a part, which may not be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
         self._hashes = spec.prompt_hashes()
         self._history = AttemptHistory(spec)
@@ -131,7 +131,7 @@ class Generation:
         return [delta for choice in self.choices if (delta := choice.drain()) is not None]
 
     def _admit(self) -> None:
-        """Raises ApiError for what shall not be tried, or cannot wait here."""
+        """Reserve room for the prompt. Raises ApiError for a poison request, or when no more prompts may wait."""
         spec, services = self.spec, self._services
         services.retry.admit(spec)
         self._reservation = services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
@@ -139,7 +139,7 @@ class Generation:
             services.metrics.continued(same=same)
 
     def _account(self) -> None:
-        """Release what the request holds, and remember its answer for the conversation's next turn."""
+        """Release the reservation, and remember the answer for the conversation's next turn."""
         assert self._reservation is not None
         self._reservation.release()
         spec = self.spec
@@ -150,7 +150,7 @@ class Generation:
             )
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
-        """Let one worker generate what is not finished. Raises ApiError when no other attempt may follow."""
+        """Let one worker generate the unfinished choices. Raises ApiError when no other attempt may follow."""
         worker, ok = placement.worker, False
         self._history.stage = Stage.SENT
         try:
@@ -236,7 +236,7 @@ class Generation:
             log.info("%s: abort of choice %d failed: %s", self.spec.request_id, choice, error)
 
     def _failed(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
-        """Raises ApiError when no other attempt may follow for what is not finished."""
+        """Record a failed attempt. Raises ApiError when no other may follow."""
         retry = self._services.retry
         match error:
             case WorkerRefused():
@@ -296,7 +296,7 @@ class Generation:
             raise no_worker_error(history, error) from error
 
     def _restart(self) -> None:
-        """Begin again, on any worker: the client has seen nothing."""
+        """Start from the prompt on any worker: the client has seen nothing."""
         for choice in self.choices:
             choice.reset()
         self._services.metrics.restarted.inc()

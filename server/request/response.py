@@ -1,4 +1,4 @@
-"""A whole request being answered: the generations of its prompts, the usage in tokens, and the response headers."""
+"""One request's response: the generations of its prompts, the usage in tokens, and the headers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ResponseStream:
         self._guard: CancelOnDisconnect | None = None
 
     def guard(self, client: ClientConnection) -> CancelOnDisconnect:
-        """Return what cancels the running task at the deadline, at shutdown, and when the client goes away."""
+        """Return a context that is cancelled at the deadline, at shutdown, and when the client goes away."""
         self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
         return self._guard
 
@@ -49,7 +49,7 @@ class ResponseStream:
         return self.generations[0]
 
     def commit(self) -> None:
-        """The client has seen something."""
+        """Record that the client has seen a part."""
         for generation in self.generations:
             generation.committed = True
 
@@ -99,7 +99,7 @@ class ResponseStream:
         return ",".join(dict.fromkeys(g.worker.worker_id for g in self.generations if g.worker is not None))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Say where the request went and what was reused there.
+        """Return the headers that name the workers and count the cached tokens.
 
         A stream whose keep-alive comes before its prefill has only the index's promise, in whole blocks.
         """

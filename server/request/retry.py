@@ -135,7 +135,7 @@ class AttemptHistory:
 
 
 class RetryPolicy:
-    """Judges failed attempts, for every generation of this process.
+    """The rules for failed attempts, shared by every generation of this process.
 
     `refused`, `failed` and `lost` raise ApiError when the request shall not be tried again.
     """

@@ -118,7 +118,7 @@ def decode_json(body: bytes, decoder: Callable[[bytes], Any], *, inspected: bool
 
 
 class NotOffered:
-    """The value of a refused field: only null, false, "" and [] are taken, which say nothing."""
+    """The value of a refused field. Only null, false, "" and [] are accepted, since they say nothing."""
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -132,7 +132,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 class BodyDecoder(Generic[BodyT]):
-    """Decodes and checks the bodies of one route."""
+    """The decoder and the checks of one route's bodies."""
 
     def __init__(self, kind: type[BodyT], refused: Mapping[str, str]) -> None:
         """`refused`: the fields that are known and not offered, each with the reason."""
@@ -148,7 +148,7 @@ class BodyDecoder(Generic[BodyT]):
         return request
 
     async def read(self, body: bytes, max_text_bytes: TextLimit, param: str) -> BodyT:
-        """`decode`, with rests between the steps of a large body. `param` names the field that holds its text."""
+        """Decode with rests between the steps of a large body. `param` names the field that holds its text."""
         if not await inspect(body, max_text_bytes, param):
             return self.decode(body)
         request = self._decode_fields(body, inspected=True)

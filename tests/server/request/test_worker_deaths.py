@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from cache.types import Epoch
 from tests.server.gateway_app import gateway
@@ -20,8 +21,8 @@ from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Die, Script, ScriptedWorker
 from tests.server.sse_grammar import GrammarError, check_chat, events
 from tests.server.test_app import ANSWER, MESSAGES, chat, client, post
-from tests.waiting import HANG_S
-from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, Tokens
+from tests.waiting import HANG_S, until
+from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, TokenizerBundle, Tokens
 
 
 def gone_after(worker: ScriptedWorker, num_tokens: int) -> Script:
@@ -253,3 +254,41 @@ async def test_the_end_lost_with_its_worker(make: MakeWorker, has_finished: bool
         assert check_chat(raw) == [ANSWER]
         assert len(target.router.placements) == 1
         assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not has_finished)
+
+
+async def test_a_resumed_attempt_has_its_first_token_when_one_comes(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer
+) -> None:
+    """The tokens of the attempt before are none of its own: its prefill has yet to be done."""
+    reply = raw_tokenizer.encode("The capital of France is Paris.").ids
+    dying, healthy = (ScriptedWorker(bundle, worker_id, reply=reply) for worker_id in ("w0", "w1"))
+    may_die, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def die(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield dying.token(request, 0, reply[0])
+        await may_die.wait()
+        raise ConnectionError
+
+    async def prefill(request: GenerateRequest) -> AsyncIterator[Frame]:
+        frames = healthy.answer(request)
+        yield await anext(frames)
+        await may_go_on.wait()
+        async for frame in frames:
+            yield frame
+
+    dying.behave, healthy.behave = die, prefill
+    async with gateway(dying, healthy) as target:
+        answer = asyncio.create_task(post(target.url, chat()))
+        placements = target.router.placements
+        await until(lambda: placements and "first token" in placements[0].calls)
+        may_die.set()
+        await until(lambda: len(placements) == 2 and placements[1].calls)
+        second = placements[1]
+        assert second.calls == ["started 0"]
+        assert list(healthy.received[0].choices[0].output_ids) == reply[:1]
+        may_go_on.set()
+        status, _, raw = await answer
+        assert status == 200
+        assert json.loads(raw)["choices"][0]["message"]["content"] == "The capital of France is Paris."
+        assert second.calls == ["started 0", "first token", "close"]
