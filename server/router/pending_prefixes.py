@@ -8,19 +8,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cache.types import BlockHash, WorkerIncarnation
 
 
+@dataclass(slots=True, eq=False)
 class PendingPrefix:
     """The blocks of one request at one worker."""
 
-    __slots__ = ("hashes", "incarnation", "present")
-
-    def __init__(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> None:
-        self.incarnation = incarnation
-        self.hashes = hashes
-        self.present = True
+    incarnation: WorkerIncarnation
+    hashes: Sequence[BlockHash]
+    present: bool = True
 
 
 class PendingPrefixes:

@@ -95,8 +95,6 @@ class HttpConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    # --- the request ------------------------------------------------------------------------------------------------
-
     def send(self, body: bytes) -> None:
         assert self._transport is not None
         self._cancel_timer()
@@ -161,8 +159,6 @@ class HttpConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    # --- the protocol -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

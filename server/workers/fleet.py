@@ -111,8 +111,6 @@ class Fleet:
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
-    # --- for the router ---------------------------------------------------------------------------------------------
-
     def candidates(self, model: str, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return what a lookup found, and every other worker of the model that is not known to be gone."""
         now_s = self._clock()
@@ -176,8 +174,6 @@ class Fleet:
             for worker in self._workers.values()
             if model in (None, worker.member.model) and self._is_live(worker, now_s) and not worker.load.draining
         ]
-
-    # --- finding out ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Poll until cancelled."""

@@ -26,10 +26,6 @@ _URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,25
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 
 
-class AddressRefusedError(OSError):
-    """The address is outside of the workers' networks."""
-
-
 class WorkerNetworks:
     """The networks in which workers may be. Immutable."""
 
@@ -66,16 +62,16 @@ class WorkerNetworks:
         return None if self.allows(host) else f"{host} is outside of --worker-networks"
 
     async def addresses(self, host: str, port: int) -> list[AddressInfo]:
-        """Return the addresses that may be dialled for a host. Raises OSError, also when there is none."""
+        """Return the addresses that may be dialled for a host. Raises OSError, PermissionError when there is none."""
         allowed = [info for info in await resolve(host, port) if self.allows(str(info[4][0]))]
         if not allowed:
-            raise AddressRefusedError(errno.EACCES, f"{host} is outside of --worker-networks")
+            raise PermissionError(errno.EACCES, f"{host} is outside of --worker-networks")
         return allowed
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
-        """Open a socket for an address that aiohttp is about to dial. Raises AddressRefusedError."""
+        """Open a socket for an address that aiohttp is about to dial. Raises PermissionError."""
         if not self.allows(str(info[4][0])):
-            raise AddressRefusedError(errno.EACCES, f"{info[4][0]} is outside of --worker-networks")
+            raise PermissionError(errno.EACCES, f"{info[4][0]} is outside of --worker-networks")
         opened = socket.socket(info[0], info[1], info[2])
         opened.setblocking(False)
         return opened

@@ -13,7 +13,7 @@ from cache.types import Epoch, WorkerId
 from server.workers.client import WorkerClient, WorkerLost
 from server.workers.connection import ConnectionPool
 from server.workers.fleet import Fleet, NoIndex
-from server.workers.networks import AddressRefusedError, WorkerNetworks
+from server.workers.networks import WorkerNetworks
 from tests.worker.live_worker import serve
 from worker.engine.metrics import WorkerMetrics
 from worker.http.app import make_app
@@ -102,7 +102,7 @@ async def test_no_other_network_is_dialled(monkeypatch: pytest.MonkeyPatch) -> N
     client = WorkerClient("", networks)
     try:
         for host in ("127.0.0.1", "localhost"):
-            with pytest.raises(AddressRefusedError):
+            with pytest.raises(PermissionError, match="--worker-networks"):
                 await ConnectionPool(connect_timeout_s=1, networks=networks).post(f"http://{host}:9", b"")
             with pytest.raises(WorkerLost, match="--worker-networks"):
                 await client.bundle(f"http://{host}:9")
