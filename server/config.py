@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Final
 
+from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
 from server.text.parsing.formats import MARKERS, ToolFormat
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
@@ -88,6 +89,17 @@ class GatewayConfig(SharedConfig):
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if self.redis is None and not self.workers:
             raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
+
+    def reader_settings(self) -> ReaderSettings:
+        """Return how this gateway reads the shared index. Raises ValueError."""
+        return ReaderSettings(
+            prefix=self.redis_prefix,
+            num_shards=self.redis_shards,
+            deadline_s=self.lookup_deadline_s,
+            username=self.redis_username,
+            password=self.redis_password(),
+            cluster_secret=self.cluster_secret(),
+        )
 
     def ops_key(self) -> bytes | None:
         """Read --ops-key-file. Raises ValueError, also for an empty one."""

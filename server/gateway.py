@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import uvloop
 
-from cache.redis_index import ReaderSettings, RedisIndex
+from cache.redis_index import RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.app import Lifecycle, PublicApi, public_app
@@ -88,7 +88,9 @@ class Gateway:
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
         self._keys = _open_keys(config, self.metrics)
-        self._index = _open_index(config, self.metrics)
+        self._index: RedisIndex | NoIndex = NoIndex()
+        if config.redis is not None:
+            self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_event)
 
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
@@ -248,20 +250,6 @@ class Gateway:
             for listener in self._listeners:
                 listener.force()
         self.drain()
-
-
-def _open_index(config: GatewayConfig, metrics: GatewayMetrics) -> RedisIndex | NoIndex:
-    if config.redis is None:
-        return NoIndex()
-    settings = ReaderSettings(
-        prefix=config.redis_prefix,
-        num_shards=config.redis_shards,
-        deadline_s=config.lookup_deadline_s,
-        username=config.redis_username,
-        password=config.redis_password(),
-        cluster_secret=config.cluster_secret(),
-    )
-    return RedisIndex(config.redis, settings, count=metrics.index_event)
 
 
 def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:

@@ -77,43 +77,40 @@ class _RefusedError(Exception):
 class _Transport:
     """Holds a response's head back until its first part, as ASGI asks: one system call and one packet, not two."""
 
-    __slots__ = ("_cycle", "_head", "_is_open", "_transport")
+    __slots__ = ("_cycle", "_head", "_transport", "is_closing")
 
     def __init__(self, transport: Any, cycle: RequestResponseCycle) -> None:
         self._transport = transport
         self._cycle = cycle
-        self._head = b""
-        self._is_open = False
+        self._head: bytes | None = b""
+        """None once it is sent."""
+        self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        if self._is_open:
-            self._transport.write(data)
-        elif self._head:
-            self._is_open = True
-            self._transport.write(self._head + data)
-        elif self._cycle.response_started:
+        if self._head:
+            data = self._head + data
+            self._head = None
+        elif self._head is not None and self._cycle.response_started:  # else this is a 100 Continue
             self._head = data
-        else:  # 100 Continue
-            self._transport.write(data)
+            return
+        self._transport.write(data)
 
     def flush(self) -> None:
         """Send a head that no part has followed."""
-        if self._head and not self._is_open:
-            self._is_open = True
-            self._transport.write(self._head)
+        if self._head:
+            self.write(b"")
 
     def close(self) -> None:
         self.flush()
         self._transport.close()
 
-    def is_closing(self) -> bool:
-        closing: bool = self._transport.is_closing()
-        return closing
-
 
 class GatewayProtocol(HttpToolsProtocol):
-    """One connection. After an error its input is read and dropped: closing at once would reset the connection, and
-    the peer might never see the answer."""
+    """One connection.
+
+    After an error its input is read and dropped: an immediate close would reset the connection, and the peer might
+    never see the answer.
+    """
 
     max_header_bytes = 64 << 10
     header_timeout_s = 10.0
