@@ -50,6 +50,3 @@ class CostModel:
         bounded = min(1.0, usage)
         taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
         return self.kv_wait_weight * mean_residency_s * (taken + usage - bounded)
-
-    def cost_s(self, wait_s: float, prefill_s: float, recent_s: float, beta: float) -> float:
-        return wait_s + (1.0 + beta) * prefill_s + self.recent_weight * recent_s

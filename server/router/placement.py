@@ -22,8 +22,6 @@ from server.router.pending_prefixes import PendingPrefixes
 PUBLISH_DELAY_S: Final = 0.3
 """From a worker's first token until the index is sure to know the prompt's blocks."""
 PENDING_TTL_S: Final = 900.0
-_MIN_RELEASED_BLOCKS: Final = 1e-3
-"""Fewer released blocks, after decay, are too few to measure the residency."""
 
 
 class NoWorkerError(Exception):
@@ -155,8 +153,10 @@ class Placement:
         tracker = self._tracker
         if self._pending is not None and not self._saw_token:
             tracker.pending.remove(self._pending)
-        if self._estimate.close(self._active) and self._active.started_s is not None:
-            tracker.release(self._active.num_blocks, self._active.started_s)
+        active = self._active
+        if self._estimate.close(active) and active.started_s is not None:
+            now_s = tracker.clock()
+            tracker.residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
 
 
 class PlacementTracker:
@@ -178,7 +178,8 @@ class PlacementTracker:
         self.count_pending = count_pending
         self.pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
         self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
-        self._residency_s = DecayedRatio(self.cost.window_s)
+        self.residency_s = DecayedRatio(self.cost.window_s)
+        """How long requests that ended lately held a block."""
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
         """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
@@ -202,12 +203,3 @@ class PlacementTracker:
         """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
         estimate = self._estimates.get(worker_id)
         return None if estimate is None else estimate.hit_rate.at(self.clock(), min_denominator=1.0)
-
-    def mean_residency_s(self, now_s: float) -> float:
-        """Return how long requests that ended lately held a block; 0.0 while nothing is known."""
-        return self._residency_s.at(now_s, _MIN_RELEASED_BLOCKS) or 0.0
-
-    def release(self, num_blocks: int, started_s: float) -> None:
-        """Count the blocks of a request that has ended now."""
-        now_s = self.clock()
-        self._residency_s.add(num_blocks * (now_s - started_s), num_blocks, now_s)

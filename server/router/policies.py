@@ -52,9 +52,12 @@ class Headstart(Policy):
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         beta = fleet.cost.beta(fleet.recent_s, fleet.num_workers)
-        cost_s = fleet.cost.cost_s
+        recent_weight = fleet.cost.recent_weight
         costs_s = [
-            cost_s(worker.queue_s + worker.kv_wait_s, worker.prefill_s, worker.recent_s, beta + worker.num_displaced)
+            worker.queue_s
+            + worker.kv_wait_s
+            + (1.0 + (beta + worker.num_displaced)) * worker.prefill_s
+            + recent_weight * worker.recent_s
             + (worker.unseen_s * fleet.draw() if worker.unseen_s else 0.0)
             for worker in workers
         ]
@@ -64,7 +67,7 @@ class Headstart(Policy):
             costs_s[at] -= AFFINITY * request.num_prompt_tokens / workers[at].prefill_tokens_per_s
             # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
             least_recent_s = min(worker.recent_s for worker in workers)
-            costs_s[at] -= fleet.cost.recent_weight * (workers[at].recent_s - least_recent_s)
+            costs_s[at] -= recent_weight * (workers[at].recent_s - least_recent_s)
         return costs_s
 
 

@@ -23,6 +23,8 @@ _MIN_TOKENS_PER_S: Final = 1e-3
 """Reports come from Redis, where anybody may have written them: lower rates make sums of seconds infinite."""
 DEFAULT_PREFILL_TOKENS_PER_S: Final = 2000.0
 """For a fleet in which no worker has measured its rate."""
+MIN_RELEASED_BLOCKS: Final = 1e-3
+"""With fewer, after decay, the mean residency is unknown."""
 MAX_WAITING: Final = 1024
 """A worker with so many requests in its queue gets no more."""
 QUEUE_FULL: Final = "queue full"
@@ -59,7 +61,7 @@ class Scorer:
         now_s = self._tracker.clock()
         self._tracker.pending.expire(now_s)
         median_tokens_per_s = _median_rate(candidates)
-        mean_residency_s = self._tracker.mean_residency_s(now_s)
+        mean_residency_s = self._tracker.residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
         workers, unguarded = [], []
         for candidate, guard in zip(candidates, guards, strict=True):
             worker = self._view(request, candidate, median_tokens_per_s, mean_residency_s, now_s)
