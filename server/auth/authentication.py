@@ -34,7 +34,7 @@ class Authenticator(Protocol):
 
 
 class SingleTenant:
-    """Takes every request as one trusted tenant's: there are no API keys."""
+    """Takes every request as one trusted tenant's, where there are no API keys."""
 
     def __init__(self, cluster_secret: bytes) -> None:
         self._identity = tenant_identity(cluster_secret, DEFAULT_TENANT)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,44 +51,50 @@ class WatchedFiles:
         return stamps
 
 
-class _TlsFiles(WatchedFiles):
+class TlsFiles(WatchedFiles):
     """A context made of files. Open connections keep what they began with."""
 
-    def __init__(self, option: str, context: ssl.SSLContext, *paths: str) -> None:
-        """`option` names the files in messages. Raises ValueError."""
+    def __init__(
+        self, option: str, context: ssl.SSLContext, load: Callable[[ssl.SSLContext], None], *paths: str
+    ) -> None:
+        """`load` reads the files into a context; `option` names them in messages. Raises ValueError."""
         super().__init__(paths)
         self._option = option
+        self._load = load
         self.context = context
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            self._read_into(context)
-        except OSError as error:
+            load(context)
+        except OSError as error:  # ssl.SSLError is one
             raise ValueError(f"{option} {', '.join(paths)}: {error.strerror or error}") from None
 
     def reload(self) -> None:
         try:
-            self._read_into(ssl.SSLContext(self.context.protocol))  # half a pair must not get into the one in use
-            self._read_into(self.context)
+            self._load(ssl.SSLContext(self.context.protocol))  # half a pair must not get into the one in use
+            self._load(self.context)
         except OSError as error:
             log.error("%s was NOT reloaded, what was read before still counts: %s", self._option, error)
             return
         log.info("%s was reloaded", self._option)
 
-    def _read_into(self, context: ssl.SSLContext) -> None:
-        """Raises OSError, which ssl.SSLError is."""
-        raise NotImplementedError
 
-
-class ServerCertificate(_TlsFiles):
+class ServerCertificate(TlsFiles):
     """The certificate of a server: a PEM file with the chain to the CA, and one with its key."""
 
     def __init__(self, cert: str, key: str) -> None:
         """Raises ValueError."""
-        super().__init__("--tls-cert, --tls-key", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert, key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        super().__init__("--tls-cert, --tls-key", context, lambda each: each.load_cert_chain(cert, key), cert, key)
 
-    def _read_into(self, context: ssl.SSLContext) -> None:
-        cert, key = self.paths
-        context.load_cert_chain(cert, key)
+
+class WorkerCa(TlsFiles):
+    """The CA that signs workers' certificates. One that is removed from the file counts until the next start."""
+
+    def __init__(self, ca: str, name: str | None = None) -> None:
+        """`name`: the name in a worker's certificate, when that is not its address. Raises ValueError."""
+        context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.peer_name = name
+        super().__init__("--worker-ca", context, lambda each: each.load_verify_locations(ca), ca)
 
 
 class _NamedContext(ssl.SSLContext):
@@ -100,16 +106,3 @@ class _NamedContext(ssl.SSLContext):
         if self.peer_name is not None:
             options["server_hostname"] = self.peer_name
         return super().wrap_bio(incoming, outgoing, *args, **options)
-
-
-class WorkerCa(_TlsFiles):
-    """The CA that signs workers' certificates. One that is removed from the file counts until the next start."""
-
-    def __init__(self, ca: str, name: str | None = None) -> None:
-        """`name`: the name in a worker's certificate, when that is not its address. Raises ValueError."""
-        context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.peer_name = name
-        super().__init__("--worker-ca", context, ca)
-
-    def _read_into(self, context: ssl.SSLContext) -> None:
-        context.load_verify_locations(self.paths[0])
