@@ -75,7 +75,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""
-        self._console.print(f"headstart: {text}", soft_wrap=True)
+        self._print(f"headstart: {text}")
 
     def relay(self, name: str, line: str) -> None:
         """Print a line of a part, unless it is for programs."""
@@ -90,7 +90,13 @@ class Screen:
             else:
                 self.stage("measuring how fast the workers are")
         elif not (self._starting and _FOR_LOGS.match(line) and " cannot " not in line):
-            self._console.print(f"[{name}] {line}", soft_wrap=True)
+            self._print(f"[{name}] {line}")
+
+    def _print(self, text: str) -> None:
+        if self._starting:
+            self._console.print(text, soft_wrap=True)  # above the bar
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 class Supervisor:

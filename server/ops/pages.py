@@ -39,6 +39,7 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def page_routes() -> list[Route]:
+    """Return the routes of both pages and of their files."""
     files = StaticFiles(directory=FOLDER)
 
     async def answer(request: Request, name: str) -> Response:
@@ -64,7 +65,7 @@ def page_routes() -> list[Route]:
 
 
 class ChatApiMiddleware:
-    """Sends what lies under `CHAT_API` to the public app, in process, everything else on.
+    """Sends requests under `CHAT_API` to the public app, in process, and all others on.
 
     The request carries the key that the user typed: the ops port gives away nothing that the public port would not.
     """

@@ -19,7 +19,7 @@ from server.router.placement import RouteRequest
 
 MAX_MATCHES: Final = 2048
 MAX_BLOCKS: Final = 1 << 16
-"""Of all matches, shared blocks counted once a match: about 4 MB."""
+"""Blocks of all matches, shared ones counted once per match: about 4 MB."""
 MAX_INCARNATIONS: Final = 4096
 """Workers remembered per match."""
 MAX_ROWS: Final = 16
