@@ -102,10 +102,12 @@ class Choice:
         self.finish_reason: StopReason | None = None
         self.stop_reason: str | int | None = None
         self._detokenizer = Detokenizer(self._spec.model.tokenizer.token_bytes, self._spec.rules)
-        self._pending_ids: list[int] = []
-        """Tokens not decoded yet."""
-        self._undelivered_ids: list[int] | None = []
-        """None once the last delta was drained."""
+        self._num_decoded = 0
+        """Output tokens that have become text."""
+        self._num_delivered = 0
+        """Output tokens in drained deltas."""
+        self._ended = False
+        """The last delta was drained."""
         self._entries: list[TokenEntry] = []
         self._text = ""
 
@@ -118,21 +120,17 @@ class Choice:
 
     def take(self, frame: Tokens) -> bool:
         """Add tokens to an unfinished choice. True when a stop string among them has finished it."""
-        assert self._undelivered_ids is not None
         if not self._token_by_token:
             self.output_ids += frame.token_ids
-            self._undelivered_ids += frame.token_ids
-            self._pending_ids += frame.token_ids
-            if len(self._pending_ids) >= MAX_PENDING_IDS:
+            if len(self.output_ids) - self._num_decoded >= MAX_PENDING_IDS:
                 self._decode_pending()
             return False
         logprobs: Sequence[TokenLogprobs | None] = frame.logprobs or (None,) * len(frame.token_ids)
         for token_id, entry in zip(frame.token_ids, logprobs, strict=True):
             self.output_ids.append(token_id)
-            self._undelivered_ids.append(token_id)
             if entry is not None:
                 self._entries.append(TokenEntry(token_id, entry, self._detokenizer.num_chars))
-            self._text += self._detokenizer.feed((token_id,))
+            self._decode_pending()
             if self._detokenizer.stopped:
                 self._finish_at_stop_string()
                 return True
@@ -152,8 +150,8 @@ class Choice:
 
     def drain(self) -> ChoiceDelta | None:
         """Return what is new, or None. Log probabilities wait for their token's text."""
-        token_ids = self._undelivered_ids
-        if token_ids is None or not (token_ids or self.done):
+        token_ids = self.output_ids[self._num_delivered :]
+        if self._ended or not (token_ids or self.done):
             return None
         self._decode_pending()
         entries = self._entries
@@ -164,14 +162,16 @@ class Choice:
             self._entries = entries[ready:]
             entries = entries[:ready]
         text, self._text = self._text, ""
-        self._undelivered_ids = None if self.done else []
+        self._num_delivered = len(self.output_ids)
+        self._ended = self.done
         index = self._spec.first_index + self.index
         return ChoiceDelta(index, text, token_ids, entries, self.finish_reason, self.stop_reason)
 
     def _decode_pending(self) -> None:
-        if self._pending_ids:
-            self._text += self._detokenizer.feed(self._pending_ids)
-            self._pending_ids = []
+        pending_ids = self.output_ids[self._num_decoded :]
+        if pending_ids:
+            self._text += self._detokenizer.feed(pending_ids)
+            self._num_decoded = len(self.output_ids)
 
     def _finish(self, reason: StopReason, stop_token_id: int | None) -> None:
         self._decode_pending()

@@ -174,18 +174,22 @@ class Generation:
         self._history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
-                self._absorb(frame, stream, placement, trace)
+                if type(frame) is Tokens:
+                    self._take(frame, placement, trace)
+                else:
+                    self._absorb(frame, stream, placement)
             if deliver is not None and (deltas := self.drain()):
                 await deliver(deltas)
 
-    def _absorb(self, frame: Frame, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None) -> None:
-        if type(frame) is Tokens:
-            if self._history.stage is not Stage.ANSWERED:
-                self._first_token(placement, trace)
-            choice = self._choice(frame.choice)
-            if not choice.done and choice.take(frame):
-                self._stopped_here(choice, placement.worker)
-        elif isinstance(frame, Finished):
+    def _take(self, frame: Tokens, placement: Placement, trace: AttemptTrace | None) -> None:
+        if self._history.stage is not Stage.ANSWERED:
+            self._first_token(placement, trace)
+        choice = self._choice(frame.choice)
+        if choice.finish_reason is None and choice.take(frame):
+            self._stopped_here(choice, placement.worker)
+
+    def _absorb(self, frame: Frame, stream: GenerateStream, placement: Placement) -> None:
+        if isinstance(frame, Finished):
             choice = self._choice(frame.choice)
             if choice.done:
                 return
