@@ -11,7 +11,7 @@ from typing import Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
-from server.text.parsing.formats import MARKERS, ToolFormat
+from server.text.tool_formats import MARKERS, ToolFormat
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import (
     SharedConfig,

@@ -21,9 +21,9 @@ from cache.types import BlockHash
 from server.auth.identity import Identity
 from server.errors import ForbiddenError, NotFoundError
 from server.text.chat_template import ChatTemplate, TemplateError
-from server.text.parsing.formats import ToolFormat, format_of
-from server.text.parsing.messages import THINK
+from server.text.output_parser import THINK
 from server.text.tokenizer import Tokenizer, TokenizerError
+from server.text.tool_formats import ToolFormat, format_of
 from server.workers.client import WorkerClient, WorkerError
 from worker.wire import TokenizerBundle
 

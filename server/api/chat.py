@@ -26,7 +26,7 @@ from server.request.response import ResponseStream
 from server.request_context import stage
 from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt
-from server.text.parsing.messages import END_THINK, ChoiceMessage, OutputRules
+from server.text.output_parser import END_THINK, ChoiceMessage, OutputRules
 
 
 class ChatEndpoint(GenerateEndpoint):

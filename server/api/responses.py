@@ -36,8 +36,7 @@ from server.schema.requests import (
     TextOptions,
 )
 from server.text.detokenizer import TokenBytes
-from server.text.parsing.messages import OutputParser, OutputRules, call_id
-from server.text.parsing.reader import CallArguments, CallStart, Content, OutputDelta, Reasoning
+from server.text.output_parser import OutputDelta, OutputParser, OutputRules, call_id
 
 FIELD_NAMES: Final = {
     "messages": "input",
@@ -187,20 +186,20 @@ class OutputItems:
         self._logprobs += logprobs
         for delta in deltas:
             match delta:
-                case Content(text):
+                case "content", text:
                     part = self._open_part("message")
                     fresh, self._logprobs = self._logprobs, []
                     part["text"] += text
                     part["logprobs"] += fresh
                     self._emit("output_text.delta", content_index=0, delta=text, logprobs=fresh)
-                case Reasoning(text):
+                case "reasoning", text:
                     self._open_part("reasoning")["text"] += text
                     self._emit("reasoning_text.delta", content_index=0, delta=text)
-                case CallStart(name):
+                case "call", name:
                     self._logprobs = []
                     self.close("completed")
                     self._begin("function_call", name=name, call_id=call_id(), arguments="")
-                case CallArguments(text):
+                case "arguments", text:
                     self.items[-1]["arguments"] += text
                     self._emit("function_call_arguments.delta", delta=text)
 
@@ -283,9 +282,7 @@ class ResponsesFormatter(ResponseFormatter):
         return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
 
     def _add(self, delta: ChoiceDelta) -> None:
-        parsed = self._parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            parsed += self._parser.finish()
+        parsed = self._parser.feed(delta.text, last=delta.finish_reason is not None)
         self._output.add(parsed, self._logprobs(delta.entries))
         if delta.finish_reason is not None:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"

@@ -18,7 +18,7 @@ from typing import Any, Final
 from server.api.sampling import grammar_of, grammar_param
 from server.models import ServedModel
 from server.schema.requests import ChatRequest
-from server.text.parsing.messages import THINK, OutputRules, ReasoningStart
+from server.text.output_parser import THINK, OutputRules, ReasoningStart
 from worker.wire import Grammar
 
 _SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,40}"}

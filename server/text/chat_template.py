@@ -24,8 +24,8 @@ from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart
 from server.schema.requests import ChatRequest
 from server.text.control_tokens import Marker, RenderedPrompt, new_mark, remove_marks
-from server.text.parsing.formats import with_tools
 from server.text.template_sandbox import BoundedEnvironment, HeldTooLongError, RenderClock
+from server.text.tool_formats import with_tools
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_ARGUMENT_VALUES: Final = 20_000

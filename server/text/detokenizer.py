@@ -146,7 +146,7 @@ class Detokenizer:
             self._held = ""
             released = text[: end if self._rules.include_stop else start]
         else:
-            keep = _ambiguous_len(text, self._rules.stops)
+            keep = ambiguous_len(text, self._rules.stops)
             released = text[: len(text) - keep]
             self._held = text[len(text) - keep :]
         self.text_len += len(released)
@@ -165,8 +165,8 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
     return best
 
 
-def _ambiguous_len(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins a stop string."""
+def ambiguous_len(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that begins one of `stops` without completing it."""
     longest = 0
     for stop in stops:
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.parsing.formats import MAX_NAME_CHARS, format_of
-from server.text.parsing.messages import OutputParser, OutputRules
-from server.text.parsing.reader import CallArguments, CallStart, Content, JsonScanner, OutputDelta, Reasoning, call_of
+from server.text.output_parser import MAX_NAME_CHARS, JsonScanner, OutputParser, OutputRules, call_of
+from server.text.tool_formats import format_of
 
 HERMES = OutputRules(tools="hermes")
 LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))
@@ -19,22 +18,23 @@ LIST = OutputRules(tools="list")
 THINKING = OutputRules(reasoning="maybe", tools="hermes")
 
 
-def read(rules: OutputRules, parts: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """(reasoning, content, calls) of a text that arrives in parts."""
+def read(rules: OutputRules, parts: list[str], *, ends_later: bool = True) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return (reasoning, content, calls) of a text that arrives in parts. `ends_later`: the end comes without text."""
     parser = OutputParser(rules)
-    pieces: list[OutputDelta] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+    parts = [*parts, ""] if ends_later else parts
     reasoning = content = ""
     calls: list[tuple[str, str]] = []
-    for piece in pieces:
-        match piece:
-            case Content(text):
-                content += text
-            case Reasoning(text):
-                reasoning += text
-            case CallStart(name):
-                calls.append((name, ""))
-            case CallArguments(text):
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    for number, part in enumerate(parts, 1):
+        for delta in parser.feed(part, last=number == len(parts)):
+            match delta:
+                case "content", text:
+                    content += text
+                case "reasoning", text:
+                    reasoning += text
+                case "call", name:
+                    calls.append((name, ""))
+                case "arguments", text:
+                    calls[-1] = (calls[-1][0], calls[-1][1] + text)
     return reasoning, content, calls
 
 
@@ -59,6 +59,8 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     (LLAMA, '{"name": "other", "parameters": {}}', ("", '{"name": "other", "parameters": {}}', [])),
     (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g"', ("", '{"name": "g"', [("f", "{}")])),
     (LLAMA, '{"answer": 42}', ("", '{"answer": 42}', [])),
+    (LLAMA, '{"name": "f", "parameters": null}', ("", "", [("f", "null")])),
+    (MISTRAL, "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', ("", "x" * 300 + '{"a": 1}', [])),
     (LLAMA, " plain", ("", " plain", [])),
     (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS)] * 2)),
     (MISTRAL, f"ok[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g{{}}", ("", "ok", [("f", ARGUMENTS), ("g", "{}")])),
@@ -90,6 +92,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
 def test_at_once_and_character_by_character(case: int) -> None:
     rules, text, expected = CASES[case]
     assert read(rules, [text]) == expected
+    assert read(rules, [text], ends_later=False) == expected
     assert read(rules, list(text)) == expected
 
 
@@ -100,7 +103,8 @@ def test_any_cut_of_any_text(data: st.DataObject, case: int, cuts: list[int]) ->
     start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
     text = data.draw(st.sampled_from([text, text[:end], text[:start] + text[end:], text[start:end] * 2]))
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    assert read(rules, [text[a:b] for a, b in pairwise(edges)]) == read(rules, [text])
+    parts = [text[a:b] for a, b in pairwise(edges)]
+    assert read(rules, parts) == read(rules, parts, ends_later=False) == read(rules, [text])
 
 
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -130,15 +134,15 @@ def test_formats_of_templates() -> None:
 
 def test_arguments_in_quotes_that_are_cut_off_are_read_as_far_as_they_came() -> None:
     parser = OutputParser(HERMES)
-    pieces = [*parser.feed('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1'), *parser.finish()]
-    assert pieces == [CallStart("f"), CallArguments('{"a": 1')]
+    deltas = parser.feed('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1', last=True)
+    assert deltas == [("call", "f"), ("arguments", '{"a": 1')]
 
 
-def test_what_is_no_name_of_a_call_is_not_held_back_for_ever() -> None:
+def test_a_text_that_is_no_call_name_is_not_held_back() -> None:
     parser = OutputParser(MISTRAL)
-    assert parser.feed("[TOOL_CALLS]" + "x" * MAX_NAME_CHARS) == []
-    assert parser.feed("x") == [Content("x" * (MAX_NAME_CHARS + 1))]
+    assert parser.feed("[TOOL_CALLS]" + "x" * MAX_NAME_CHARS, last=False) == []
+    assert parser.feed("x", last=False) == [("content", "x" * (MAX_NAME_CHARS + 1))]
 
 
-def test_a_call_too_deep_to_be_read_is_none() -> None:
-    assert call_of('{"name":' * 100_000 + "1" + "}" * 100_000) == []
+def test_a_call_too_deep_to_parse_is_no_call() -> None:
+    assert call_of('{"name":' * 100_000 + "1" + "}" * 100_000) is None

@@ -1,0 +1,419 @@
+"""Read reasoning, content and tool calls out of a model's text as it arrives. How the text is cut does not matter.
+
+The parser is one generator, and each format is a part of it that reads like the format itself. A generator yields
+whenever it needs more text. A call's arguments are passed on as they arrive:
+
+    {"name": "f", "arguments":     {"city": ...     }}
+    head, held until complete      arguments        tail
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
+
+from server.text.detokenizer import ambiguous_len
+from server.text.tool_formats import MARKERS, ToolFormat
+
+THINK: Final = "<think>"
+END_THINK: Final = "</think>"
+MAX_NAME_CHARS: Final = 256
+_ID_ALPHABET: Final = string.ascii_letters + string.digits
+_ID_CHARS: Final = 9
+"""Mistral's templates insist on nine letters or digits."""
+
+_HEAD_KEYS: Final = ('"name"', '"type"', '"id"')
+_ARGUMENT_KEYS: Final = ("arguments", "parameters")
+_STRING: Final = r'"(?:[^"\\]|\\.)*"'
+_FIELDS: Final = re.compile(rf'"(name|type|id)"\s*:\s*({_STRING})\s*,')
+_HEAD: Final = re.compile(rf'\s*\{{((?:\s*"(?:name|type|id)"\s*:\s*{_STRING}\s*,)*)\s*({_STRING})\s*:\s*(?=\S)')
+"""The fields before the arguments, and the key whose value begins where it ends."""
+_HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
+_BARE_NAME: Final = re.compile(rf"([^{{]{{0,{MAX_NAME_CHARS}}})\{{")
+_JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+_SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
+
+ReasoningStart = Literal["none", "maybe", "inside"]
+
+
+class OutputDelta(NamedTuple):
+    """More text of one kind. A call's text is its name, its arguments are JSON."""
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRules:
+    """How to parse one request's text. With neither reasoning nor tools all of it is content."""
+
+    reasoning: ReasoningStart = "none"
+    """`maybe`: the text may begin with <think>. `inside`: the prompt ends with <think>."""
+    tools: ToolFormat | Literal["list"] | None = None
+    """`list`: a JSON list of calls, which a grammar enforces for tool_choice "required"."""
+    forced: str | None = None
+    """The one function that tool_choice names: the text is its arguments."""
+    tool_names: frozenset[str] = frozenset()
+    parallel: bool = True
+    """False: keep only the first call."""
+
+    @property
+    def plain(self) -> bool:
+        return self.reasoning == "none" and self.tools is None and self.forced is None
+
+    def markers(self) -> tuple[str, ...]:
+        """Return the special tokens that the detokenizer must show to this parser."""
+        found: tuple[str, ...] = () if self.reasoning == "none" else (THINK, END_THINK)
+        if self.tools is not None and self.tools != "list":
+            found += MARKERS[self.tools]
+        return found
+
+
+class JsonScanner:
+    """Find where a JSON value ends in arriving text. Checks structure only, not grammar."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth`: the number of brackets that are open already."""
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+        self._scalar: bool | None = None if depth == 0 else False
+        self.done = False
+
+    def feed(self, text: str) -> int:
+        """Return how many characters belong to the value; set `done` once it is complete.
+
+        The first call starts at the value's first character.
+        """
+        if self._scalar is None and text:
+            self._scalar = text[0] not in '"{['
+        if self._scalar:
+            end = _SCALAR_STOP.search(text)
+            self.done = end is not None
+            return end.start() if end else len(text)
+        start = int(self._escaped and bool(text))
+        self._escaped = self._escaped and not text
+        for stop in _JSON_STOP.finditer(text, start):
+            if stop[0][0] == "\\":
+                self._escaped = len(stop[0]) == 1
+                continue
+            if stop[0] == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if stop[0] in "{[" else -1
+            if self._depth <= 0 and not self._in_string:
+                self.done = True
+                return stop.end()
+        return len(text)
+
+
+HeadMatch = Literal["no", "partial"] | tuple[str, int]
+
+
+def match_head(text: str) -> HeadMatch:
+    """Return the call's name and where its arguments begin; "partial" while more text may still make it a call."""
+    head = _HEAD.match(text)
+    if head is None:
+        return "partial" if _HEAD_START.match(text) else "no"
+    name: str | None = None
+    for key, value in _FIELDS.findall(head[1]):
+        if key == "name":
+            try:
+                name = json.loads(value)
+            except ValueError:
+                return "no"
+    if head[2].strip('"') in _ARGUMENT_KEYS and name is not None:
+        return name, head.end()
+    is_unfinished_string = head[2] in _HEAD_KEYS and text[head.end()] == '"'
+    return "partial" if is_unfinished_string else "no"
+
+
+def call_of(text: str) -> tuple[str, str] | None:
+    """Return the name and arguments of a whole call object with its keys in any order; None when it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments: object = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
+    return value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _unquoted(text: str) -> str:
+    """Unwrap arguments that a model wrote as a JSON string holding JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, str) else text
+
+
+Reading = Generator[None, None, None]
+"""Reads on in the parser's text, and yields for more."""
+Asking = Generator[None, None, bool]
+"""Reads on, and answers a question."""
+
+
+class OutputParser:
+    """Parse one choice's text: reasoning first, then content and calls. White space around calls is not content."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        self.answer_start = 0
+        """Number of characters known to belong to reasoning."""
+        self._rules = rules
+        self._text = ""
+        """Arrived, and not read yet."""
+        self._ended = False
+        self._num_chars = 0
+        self._thinking = False
+        self._space = ""
+        """White space of the content, held until more content follows."""
+        self._num_calls = 0
+        self._deltas: list[OutputDelta] = []
+        self._reading = self._answer()
+
+    def feed(self, text: str, *, last: bool) -> list[OutputDelta]:
+        """Return what more text gives. Neighbours differ in kind. No text may follow the last."""
+        self._text += text
+        self._ended = last
+        self._num_chars += len(text)
+        next(self._reading, None)
+        if self._thinking:
+            self.answer_start = self._num_chars
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _answer(self) -> Reading:
+        """Read the whole text."""
+        yield from self._reasoning()
+        if self._rules.forced is not None:
+            yield from self._forced(self._rules.forced)
+        match self._rules.tools:
+            case "hermes":
+                yield from self._hermes()
+            case "llama3":
+                yield from self._llama3()
+            case "mistral":
+                yield from self._mistral()
+            case "list":
+                while (yield from self._skip()) == "[" and (yield from self._list()):
+                    pass
+        yield from self._rest(self._content)
+        if not self._num_calls:
+            self._emit("content", self._space)
+
+    def _reasoning(self) -> Reading:
+        start = self._rules.reasoning
+        self._thinking = start == "inside" or (start == "maybe" and (yield from self._begins(THINK)))
+        if self._thinking:
+            yield from self._until(END_THINK, partial(self._emit, "reasoning"))
+            self._thinking = False
+            self.answer_start = self._num_chars - len(self._text)
+            yield from self._skip()
+
+    def _forced(self, name: str) -> Reading:
+        while not (self._text or self._ended):
+            yield
+        self._emit("call", name)
+        yield from self._rest(partial(self._emit, "arguments"))
+
+    def _hermes(self) -> Reading:
+        while (yield from self._until("<tool_call>", self._content)):
+            if (yield from self._skip()) == "{":
+                yield from self._call()
+                yield from self._skip()
+                yield from self._begins("</tool_call>")
+
+    def _llama3(self) -> Reading:
+        """Accept a call only as the whole answer and with a known tool's name: other JSON is content."""
+        tag = "<|python_tag|>"
+        while True:
+            text = self._text.lstrip()
+            head = match_head(text.removeprefix(tag))
+            if (head == "partial" or tag.startswith(text)) and not self._ended:
+                yield
+            elif isinstance(head, tuple) and head[0] in self._rules.tool_names:
+                self._text = text.removeprefix(tag).lstrip()
+                yield from self._call()
+                yield from self._skip("; \t\r\n")
+            else:
+                return
+
+    def _mistral(self) -> Reading:
+        while (yield from self._until("[TOOL_CALLS]", self._content)):
+            if (yield from self._skip()) == "[":
+                if not (yield from self._list()):
+                    return
+                continue
+            while (head := _BARE_NAME.match(self._text)) is None:
+                if self._ended or len(self._text) > MAX_NAME_CHARS:
+                    return
+                yield
+            self._text = self._text[len(head[1]) :]
+            self._emit("call", head[1].replace("[ARGS]", "").strip())
+            yield from self._value(partial(self._emit, "arguments"))
+
+    def _list(self) -> Asking:
+        """Read a list of calls, from its bracket on. Return whether it is closed."""
+        self._text = self._text[1:]
+        while (char := (yield from self._skip(", \t\r\n"))) == "{":
+            yield from self._call()
+        if char == "]":
+            self._text = self._text[1:]
+        return char == "]"
+
+    def _call(self) -> Reading:
+        """Read one call object, from its brace on. An object that is no call is content."""
+        scanner, size = JsonScanner(), 0
+        while True:
+            size += scanner.feed(self._text[size:])
+            head = match_head(self._text[:size])
+            if head != "partial" or scanner.done or self._ended:
+                break
+            yield
+        parts: list[str] = []
+        if not isinstance(head, tuple):
+            yield from self._value(parts.append)
+            if (call := call_of("".join(parts))) is None:
+                self._content("".join(parts))
+            else:
+                self._emit("call", call[0])
+                self._emit("arguments", call[1])
+            return
+        self._emit("call", head[0])
+        self._text = self._text[head[1] :]
+        if self._text[0] == '"':
+            complete = yield from self._value(parts.append)
+            self._emit("arguments", _unquoted("".join(parts) + ("" if complete else '"')))
+        else:
+            yield from self._value(partial(self._emit, "arguments"))
+        yield from self._value(lambda tail: None, depth=1)
+
+    def _value(self, emit: Callable[[str], None], depth: int = 0) -> Asking:
+        """Pass on a JSON value as it arrives. Return whether it is complete."""
+        scanner = JsonScanner(depth)
+        while True:
+            size = scanner.feed(self._text)
+            emit(self._text[:size])
+            self._text = self._text[size:]
+            if scanner.done or self._ended:
+                return scanner.done
+            yield
+
+    def _until(self, marker: str, emit: Callable[[str], None]) -> Asking:
+        """Pass on the text before a marker, and drop the marker. Return False when the text ends without one."""
+        while True:
+            before, found, after = self._text.partition(marker)
+            size = len(before) if found or self._ended else len(before) - ambiguous_len(before, (marker,))
+            emit(before[:size])
+            self._text = after if found else before[size:]
+            if found or self._ended:
+                return bool(found)
+            yield
+
+    def _begins(self, marker: str) -> Asking:
+        """Drop a marker at the text's beginning, with white space before it. Return whether there was one."""
+        while True:
+            text = self._text.lstrip()
+            if text.startswith(marker):
+                self._text = text.removeprefix(marker)
+                return True
+            if self._ended or not marker.startswith(text):
+                return False
+            yield
+
+    def _skip(self, chars: str | None = None) -> Generator[None, None, str]:
+        """Drop white space, or these characters. Return the next one; "" when the text ends."""
+        while True:
+            self._text = self._text.lstrip(chars)
+            if self._text or self._ended:
+                return self._text[:1]
+            yield
+
+    def _rest(self, emit: Callable[[str], None]) -> Reading:
+        while True:
+            emit(self._text)
+            self._text = ""
+            if self._ended:
+                return
+            yield
+
+    def _content(self, text: str) -> None:
+        """Emit text, but where calls may follow hold its trailing white space."""
+        text = self._space + text
+        size = len(text) if self._rules.tools is None else len(text.rstrip())
+        self._space = text[size:]
+        self._emit("content", text[:size])
+
+    def _emit(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
+        if kind == "call":
+            self._num_calls += 1
+            self._space = ""
+        dropped = kind in ("call", "arguments") and self._num_calls > 1 and not self._rules.parallel
+        if dropped or not (text or kind == "call"):
+            return
+        if self._deltas and kind == self._deltas[-1].kind != "call":
+            text = self._deltas.pop().text + text
+        self._deltas.append(OutputDelta(kind, text))
+
+
+def call_id() -> str:
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARS))
+
+
+class ChoiceMessage:
+    """Write one choice's text as OpenAI's message, as it arrives or whole."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        self._parser = OutputParser(rules)
+        self._num_calls = 0
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def deltas(self, text: str, *, last: bool) -> list[dict[str, Any]]:
+        """Return the `delta` objects of a stream for more text."""
+        deltas: list[dict[str, Any]] = []
+        for kind, part in self._parser.feed(text, last=last):
+            match kind:
+                case "content":
+                    deltas.append({"content": part})
+                case "reasoning":
+                    deltas.append({"reasoning_content": part})
+                case "call":
+                    function = {"name": part, "arguments": ""}
+                    call = {"index": self._num_calls, "id": call_id(), "type": "function", "function": function}
+                    deltas.append({"tool_calls": [call]})
+                    self._num_calls += 1
+                case "arguments":
+                    call = {"index": self._num_calls - 1, "function": {"arguments": part}}
+                    deltas.append({"tool_calls": [call]})
+        return deltas
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """Return the message of a complete text, with its content, reasoning and calls."""
+        content = reasoning = ""
+        calls: list[dict[str, Any]] = []
+        for delta in self.deltas(text, last=True):
+            content += delta.get("content", "")
+            reasoning += delta.get("reasoning_content", "")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    del call["index"]
+                    calls.append(call)
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message
