@@ -145,6 +145,10 @@ class Serve:
     def client(self, **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=HANG_S, **options)
 
+    def model(self) -> str:
+        """Return the name of the model."""
+        return str(httpx.get(f"{self.url}/v1/models", timeout=HANG_S).json()["data"][0]["id"])
+
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=HANG_S, **options)
 

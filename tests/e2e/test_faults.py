@@ -28,7 +28,7 @@ def serve(tiny_model: Path) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def model(serve: Serve) -> str:
-    return next(iter(serve.client().models.list())).id
+    return serve.model()
 
 
 class Load:

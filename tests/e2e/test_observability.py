@@ -41,7 +41,7 @@ def serve(collector: Collector, tiny_model: Path) -> Iterator[Serve]:
 
 
 def ask(serve: Serve, trace_id: str, *, sampled: bool = True, **fields: object) -> httpx.Response:
-    model = next(iter(serve.client().models.list())).id
+    model = serve.model()
     headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-0{int(sampled)}", "tracestate": "vendor=1"}
     body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0}
     return serve.post("/v1/chat/completions", body | {"ignore_eos": True} | fields, headers=headers)

@@ -98,7 +98,7 @@ def test_does_not_depend_on_the_prefix_cache(
 ) -> None:
     options = ["--num-workers", "1", "--threads", "1", "--worker-args", "--kv-cache-memory 1G"]
     with Serve("--prefix-cache", other_cache, *options) as serve:
-        model = next(iter(serve.client().models.list())).id
+        model = serve.model()
         with ThreadPoolExecutor(4) as pool:
             shorter = prompts[: round(OTHERS * len(prompts))]
             others = list(pool.map(lambda ids: answer_ids(serve, model, ids), shorter))
