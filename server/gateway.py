@@ -82,8 +82,7 @@ class Gateway:
         self._config = config
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()
-        self.metrics = GatewayMetrics()
-        self.lifecycle = Lifecycle()
+        self.metrics, self.lifecycle = GatewayMetrics(), Lifecycle()
         self._tracing = open_tracing(SERVICE, config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
@@ -118,9 +117,8 @@ class Gateway:
             observer=decisions,
         )
 
-        self.watch = StallWatch(
-            self._client, self.fleet.workers, silent_s=config.stall_s, interval_s=config.stall_s / 5
-        )
+        interval_s = min(1.0, config.stall_s / 5)
+        self.watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s, interval_s=interval_s)
         self.requests = RequestServices(
             gateway_id=gateway_id,
             router=self.router,
@@ -158,12 +156,24 @@ class Gateway:
             num_streamed_tokens=lambda: self.endpoint.num_streamed_tokens,
             prefix_tree=prefix_tree,
         )
-        self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
         self.feed = Feed(overview, decisions)
-        self.ops = ops_app(
+        self.ops = self._ops_app(api, overview)
+        self.http_limits = HttpLimits(
+            max_header_bytes=config.max_header_bytes,
+            header_timeout_s=config.header_timeout_s,
+            body_timeout_s=config.body_timeout_s,
+            max_connections=config.max_connections,
+            drain_grace_s=config.drain_grace_s,
+        )
+        self._listeners: tuple[Listener, ...] = ()
+
+    def _ops_app(self, api: PublicApi, overview: Overview) -> Application:
+        config = self._config
+        self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
+        return ops_app(
             OpsServices(
                 api=api,
-                of_tenant=partial(tenant_identity, secret),
+                of_tenant=partial(tenant_identity, config.cluster_secret()),
                 overview=overview,
                 feed=self.feed,
                 client=self._client,
@@ -174,14 +184,6 @@ class Gateway:
                 has_tenants=self._keys is not None,
             )
         )
-        self.http_limits = HttpLimits(
-            max_header_bytes=config.max_header_bytes,
-            header_timeout_s=config.header_timeout_s,
-            body_timeout_s=config.body_timeout_s,
-            max_connections=config.max_connections,
-            drain_grace_s=config.drain_grace_s,
-        )
-        self._listeners: tuple[Listener, ...] = ()
 
     async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
         """Serve until drained. A listener that fails ends the process."""
@@ -191,10 +193,9 @@ class Gateway:
         known = HostNames(ops_socket.getsockname()[0], (config.ops_host, *config.ops_hosts))
         ops = Listener(KnownHostsMiddleware(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
         self._listeners = (public, ops)
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        self.metrics.follow_tasks(loop)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        self.metrics.follow_tasks(asyncio.get_running_loop())
         _freeze_gc()
         scheme = "http" if tls is None else "https"
         log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
