@@ -1,5 +1,5 @@
-// What lies between the matrix products of a decode step in bfloat16 on a CPU: RMS norm, rotary embedding, argmax, and
-// attention over the pages of the KV cache. torch needs some 25 calls a layer for it; here each is one call and one loop.
+// Kernels between the matrix products of a decode step in bfloat16 on a CPU: RMS norm, rotary embedding, argmax, and
+// attention over the pages of the KV cache. torch needs some 25 calls a layer for them; here each is one call, one loop.
 //
 // worker/kernels/cpu.py compiles this file once per instruction set and loads it with ctypes. `#pragma omp` runs on the
 // threads of torch's own libgomp: a second pool would fight with them for the cores.
@@ -139,7 +139,7 @@ struct Decodes {  // the rows of a step
 //
 //   tile     scores = queries . keys            sums *= 2 ** (old highest - highest)
 //            sums += 2 ** (scores - highest) * values
-//   at last  sums / total, narrowed
+//   end      sums / total, narrowed
 //
 // L words are one vector. The last vector of a head may overlap the one before it; what it repeats has a query of zero.
 template <int L> class Head {
@@ -208,7 +208,7 @@ template <int L> class Head {
     }
   }
 
-  // rows_[i]: where key first + i lies in a pool, in elements. The last key stands for those beyond it.
+  // Sets rows_[i] to the position of key first + i in a pool, in elements. The last key stands for those beyond it.
   void find_rows(const int64_t *block_table, int64_t first, int64_t stop) {
     const int64_t stride = shape_.num_kv_heads * shape_.head_dim;
     int64_t block = first / shape_.block_size, inside = first % shape_.block_size;
@@ -427,9 +427,9 @@ void argmax(const Bf16 *states, int64_t *out, int64_t num_rows, int64_t size, in
   });
 }
 
-// Stores a key and a value for each row where its last position lies, then attends from its query.
+// Stores a key and a value for each row at its last position, then attends from its query.
 //
-// query, key and value: rows of heads side by side, strides of rows in elements; keys and values (num_blocks, block_size,
+// query, key and value: rows of adjacent heads, row strides in elements; keys and values (num_blocks, block_size,
 // kv_heads, head_dim); out (num_rows, heads * head_dim).
 void attend(const Shape *shape, const Decodes *decodes, const Bf16 *query, int64_t query_stride, const Bf16 *key,
             int64_t key_stride, const Bf16 *value, int64_t value_stride, Bf16 *keys, Bf16 *values, Bf16 *out,

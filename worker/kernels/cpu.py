@@ -27,7 +27,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 64
-"""Rows of a norm or rotation that one thread handles; more are shared out to all threads."""
+"""Rows of a norm or rotation that one thread handles. All threads share more."""
 _MIN_HEAD_DIM: Final = 8
 _SOURCE: Final = Path(__file__).with_name("cpu.cpp")
 _MARCH: Final = (
@@ -213,7 +213,7 @@ def _load_or_build(march: str) -> Kernels:
             try:
                 return Kernels(file)
             except OSError as error:
-                logger.warning("%s is broken, and built again: %s", file, error)
+                logger.warning("%s cannot be loaded, so it is compiled: %s", file, error)
         build(march, file)
         return Kernels(file)  # stays mapped when the temporary folder goes
 

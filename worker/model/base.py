@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Models with one decoder. What their files do not say about them stands here."""
+    """Models that share a decoder, with the traits that their files leave out."""
 
     decoder: Callable[[Checkpoint, ModelConfig, LoadOptions, Progress], Decoder]
     """Loads the weights. Raises ModelError."""

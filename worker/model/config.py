@@ -1,4 +1,4 @@
-"""What a model is: errors while it loads, how it is held in memory, and the shape of its decoder in any file format.
+"""Model errors, load options, and the shape of a decoder in any file format.
 
 ModelError (ValueError)
   +-- CheckpointError     files are missing, broken, or not what they claim to be
@@ -35,7 +35,7 @@ class LoadOptions:
     """How a model is held in memory."""
 
     dtype: str = "float32"
-    """Of activations and dense weights."""
+    """The dtype of activations and dense weights."""
     device: str = "cpu"
     weights: WeightForm = "dense"
     deterministic: bool = False

@@ -14,7 +14,7 @@ from worker.model.linear import Linear, OneDnnLinear
 
 
 class RmsNorm(Protocol):
-    """x (num_tokens, hidden_size) -> the same shape and dtype, not in place."""
+    """(num_tokens, hidden_size) -> the same shape and dtype, not in place"""
 
     def __call__(self, states: Tensor) -> Tensor: ...
 
@@ -74,7 +74,7 @@ class Mlp(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """What one call reads."""
+        """Bytes of weights that one call reads."""
 
 
 class PlainMlp:

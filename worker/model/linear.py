@@ -38,7 +38,7 @@ class Linear(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """What one product reads."""
+        """Bytes of weights that one product reads."""
 
 
 class DenseLinear:

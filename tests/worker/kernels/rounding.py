@@ -1,4 +1,4 @@
-"""What bfloat16 may differ by from the same mathematics in float32."""
+"""The tolerance of bfloat16 against the same mathematics in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands after --model, and what is said of it when it cannot be loaded."""
+"""Checkpoints as --model names them, and the errors of those that cannot be loaded."""
 
 from __future__ import annotations
 

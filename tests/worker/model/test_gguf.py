@@ -36,7 +36,7 @@ def test_logits_match_the_model_that_was_written(family: str, architecture: str,
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_stored_types_are_dequantised(kind: str, tmp_path: Path) -> None:
-    """What is loaded is exactly what the file holds, q and k put back in order."""
+    """Loaded values are exactly those of the file, with q and k put back in order."""
     reference = write_family("smollm2", tmp_path / "hf", hidden_size=96, intermediate_size=64)
     quantisation = gguf.GGMLQuantizationType[kind]
     write_gguf(tmp_path / "model.gguf", reference, "llama", kind=quantisation)

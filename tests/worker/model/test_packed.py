@@ -1,4 +1,4 @@
-"""Weights kept in 4 and 8 bits: exactly what the file says, and the dense twin for large batches."""
+"""Weights kept in 4 and 8 bits: exactly those of the file, and the dense form for large batches."""
 
 from __future__ import annotations
 
