@@ -54,8 +54,9 @@ async def prompt_tokens(
     """
     keep = request.truncate_prompt_tokens
     room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
-    if model.prompt_bytes is not None and len(text) > TEXT_ROOM * model.prompt_bytes:
-        message = f"The prompt has {len(text)} characters, and {TEXT_ROOM * model.prompt_bytes} at most are taken."
+    longest = model.prompt_bytes
+    if longest is not None and len(text) > TEXT_ROOM * longest:
+        message = f"The prompt has {len(text)} characters, and {TEXT_ROOM * longest} at most are taken."
         raise ContextLengthError(message, param=param)
     try:
         ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)

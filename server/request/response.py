@@ -96,7 +96,7 @@ class ResponseStream:
 
     def worker_ids(self) -> str:
         """Name the workers that took the prompts, each once."""
-        return ",".join(dict.fromkeys(g.worker.worker_id for g in self.generations if g.worker is not None))
+        return ",".join(dict.fromkeys([g.worker.worker_id for g in self.generations if g.worker is not None]))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that name the workers and count the cached tokens.
