@@ -34,6 +34,7 @@ class Finding(NamedTuple):
 
 
 def findings(options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield the checks in the order in which a worker starts."""
     yield Finding("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
     asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked if options.device == "auto" else options.device)

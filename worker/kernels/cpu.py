@@ -42,10 +42,14 @@ _BUILD_ERRORS: Final = (OSError, subprocess.SubprocessError)
 
 
 class _Norm(ctypes.Structure):
+    """`Norm` of cpu.cpp."""
+
     _fields_ = (("weight", ctypes.c_void_p), ("size", ctypes.c_int64), ("offset", ctypes.c_float))
 
 
 class _Shape(ctypes.Structure):
+    """`Shape` of cpu.cpp."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
         ("scale", ctypes.c_float),
@@ -206,6 +210,7 @@ def _load() -> Kernels | None:
 
 
 def _load_or_build(march: str) -> Kernels:
+    """Load the kernels from the user's cache folder, compiled if need be. Raise OSError or SubprocessError."""
     compiler = subprocess.run([_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory() as temporary:
         file = _cache_folder(Path(temporary)) / _file_name(march, compiler)

@@ -25,6 +25,8 @@ from worker.model.rope import Rotation, make_rope, rope_table
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
+    """The norms and products of one layer."""
+
     input_norm: RmsNorm
     qkv: Linear
     qk_norm: Tensor | None
