@@ -43,11 +43,11 @@ class Identity:
     limits: KeyLimits = NO_LIMITS
     key_digest: bytes = field(default=b"", repr=False)
     """The digest of the key, under which its usage is counted. Empty without API keys."""
+    tag: str = field(init=False, repr=False)
+    """The name by which workers tell tenants apart; it reveals nothing else about them."""
 
-    @property
-    def tag(self) -> str:
-        """The name by which workers tell tenants apart; it reveals nothing else about them."""
-        return blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest())
 
     def may_use(self, *names: str) -> bool:
         """Return whether the key may use a model with any of these names."""
