@@ -28,14 +28,7 @@ from worker.engine.inflight import InFlightBatches
 from worker.engine.load import LoadReporter, PrefillRate, debug_state
 from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import (
-    EngineDeadError,
-    EngineOutput,
-    EventListener,
-    RefusedError,
-    RequestKey,
-    StepLog,
-)
+from worker.engine.protocol import EngineDeadError, EngineOutput, EventListener, RefusedError, RequestKey, StepLog
 from worker.engine.step import Runner
 from worker.grammar import GrammarCompiler, GrammarError
 from worker.scheduler.request import Constraint, failed_by, new_request
@@ -142,7 +135,6 @@ class EngineCore:
             aging_s = self._scheduler.limits.aging_s
             try:
                 made = new_request(request, key, arrival_s=arrival_s, aging_s=aging_s, constraints=prepared)
-                made.step_log = steps
                 outputs = self._scheduler.submit(made)
             except Exception as error:  # one request must not end the others
                 extra = about(request.request_id, request.traceparent)
@@ -150,6 +142,8 @@ class EngineCore:
                 outputs = [EngineOutput(key, failed_by(error))]
             else:
                 self._reporter.assign(made)
+                if steps is not None:
+                    self._in_flight.step_logs[made] = steps
             self._outputs.put(outputs)
 
         def refuse(error: BaseException) -> None:

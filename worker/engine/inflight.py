@@ -24,7 +24,7 @@ from worker.engine.mailbox import OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, StepLog, StepRecord
 from worker.engine.step import Launch, Raised, Runner, SamplingRow, SequenceResult, SequenceStep, Step
-from worker.scheduler.plan import PlannedChunk, StepPlan
+from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import Failed, SamplingParams
@@ -51,6 +51,8 @@ class InFlightBatches:
     metrics: WorkerMetrics
     outputs: OutputBuffer
     watchdog: StepWatchdog
+    step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
+    """Logs of the traced requests."""
     _batches: deque[_Batch] = field(default_factory=deque, init=False)
     _returned_s: float = field(default=0.0, init=False)
 
@@ -64,15 +66,22 @@ class InFlightBatches:
         return first is not None and first.plan.num_prefill_tokens > 0 and not first.launch.is_done()
 
     def launch(self, plan: StepPlan, begun_s: float) -> None:
-        """Launch a step while nothing is in flight; scheduling began at `begun_s`."""
-        assert not self._batches, "a step is in flight"
-        self._launch(plan, begun_s, self.watchdog.begin_step())
+        """Launch a step, behind the one in flight if there is one; scheduling began at `begun_s`."""
+        started_s = time.monotonic() if self._batches else self.watchdog.begin_step()
+        launch: Launch[list[SequenceResult]]
+        try:
+            launch = self.runner.launch(plan.step())
+        except Exception as error:
+            launch = Raised(error)
+        self._batches.append(_Batch(plan, launch, started_s))
+        self._observe_start(plan, started_s - begun_s)
+        self.reporter.starts.note(len(plan.started), len(self.scheduler.waiting), begun_s)
 
     def launch_async(self) -> None:
         """Launch the step behind the only one in flight, if the scheduler can plan it without that one's tokens."""
         begun_s = time.monotonic()
         if len(self._batches) == 1 and (plan := self.scheduler.schedule_ahead()) is not None:
-            self._launch(plan, begun_s, time.monotonic())
+            self.launch(plan, begun_s)
 
     def process_result(self) -> None:
         """Wait for the first step in flight, if any, and apply its results. Raises EngineDeadError."""
@@ -112,16 +121,6 @@ class InFlightBatches:
                 allocation.free()
         self.watchdog.end_step()
 
-    def _launch(self, plan: StepPlan, begun_s: float, started_s: float) -> None:
-        launch: Launch[list[SequenceResult]]
-        try:
-            launch = self.runner.launch(plan.step())
-        except Exception as error:
-            launch = Raised(error)
-        self._batches.append(_Batch(plan, launch, started_s))
-        self._observe_start(plan, started_s - begun_s)
-        self.reporter.starts.note(len(plan.started), len(self.scheduler.waiting), begun_s)
-
     def _observe_start(self, plan: StepPlan, schedule_s: float) -> None:
         metrics, num_prefill_tokens, num_decodes = self.metrics, plan.num_prefill_tokens, plan.num_decodes
         for request in plan.started:
@@ -129,9 +128,8 @@ class InFlightBatches:
             metrics.queue_s.observe(request.started_s - request.arrival_s)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.cached_tokens.inc(request.num_cached_tokens)
-            if request.step_log is not None:
-                request.step_log.begun_s = request.started_s
-                request.step_log.num_cached_tokens = request.num_cached_tokens
+            if (log := self.step_logs.get(request)) is not None:
+                log.begun_s, log.num_cached_tokens = request.started_s, request.num_cached_tokens
         metrics.batch_size.observe(len(plan.chunks))
         if num_prefill_tokens:
             metrics.batch_tokens.labels("prefill").observe(num_prefill_tokens)
@@ -147,11 +145,26 @@ class InFlightBatches:
         plan, returned_s = batch.plan, time.monotonic()
         started_s = max(batch.started_s, self._returned_s)  # it may have queued behind the one before
         interval_s, self._returned_s = returned_s - self._returned_s, returned_s
-        _log_step(plan, started_s, returned_s)
+        self._log_step(plan, started_s, returned_s)
         self.outputs.put(self.scheduler.update(plan, results, returned_s))
         self.metrics.count_step(plan.num_prefill_tokens, plan.num_decodes, returned_s - started_s, interval_s)
         self.reporter.measure(plan, returned_s - started_s, returned_s)
         self.metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
+
+    def _log_step(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:
+        """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
+        for request, log in list(self.step_logs.items()):
+            if request.key not in self.scheduler.requests:
+                del self.step_logs[request]
+                continue
+            chunks = [plan.chunks[sequence] for sequence in request.sequences if sequence in plan.chunks]
+            if not chunks:
+                continue
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            record = StepRecord(begun_s, ended_s, num_tokens, len(plan.chunks), plan.num_tokens)
+            (log.prefill if any(chunk.is_prefill for chunk in chunks) else log.decode).add(record)
+            if log.first_token_s is None and any(chunk.stop == len(chunk.sequence.token_ids) for chunk in chunks):
+                log.first_token_s = ended_s
 
     def _discard(self) -> None:
         """Wait for the steps behind one that raised. Their results are void."""
@@ -161,9 +174,8 @@ class InFlightBatches:
 
     def _run_one_by_one(self, plan: StepPlan, error: Exception) -> None:
         """Run each request of a failed step alone, and fail those that raise again. Raises EngineDeadError."""
-        logger.warning(
-            "a step of %d requests raised; they are run one by one", len(plan.chunks), exc_info=_trace(error)
-        )
+        text = "a step of %d sequences raised; its requests are run one by one"
+        logger.warning(text, len(plan.chunks), exc_info=_trace(error))
         traceback.clear_frames(error.__traceback__)  # they hold the tensors for which the device had no room
         failed: list[tuple[Request, Exception]] = []
         any_returned = False
@@ -174,16 +186,15 @@ class InFlightBatches:
             try:
                 results = self.runner.run(part.step())
             except Exception as cause:
+                extra = about(wire.request_id, wire.traceparent)
                 text = "request %s: its step raised twice: %s"
-                logger.error(
-                    text, wire.request_id, cause, exc_info=_trace(cause), extra=about(wire.request_id, wire.traceparent)
-                )
+                logger.error(text, wire.request_id, cause, exc_info=_trace(cause), extra=extra)
                 traceback.clear_frames(cause.__traceback__)
                 failed.append((request, cause))
             else:
                 any_returned = True
                 returned_s = time.monotonic()
-                _log_step(part, started_s, returned_s)
+                self._log_step(part, started_s, returned_s)
                 self._deliver(self.scheduler.update(part, results, returned_s))
         if not any_returned:
             self._probe_or_blame(request for request, _ in failed)
@@ -208,20 +219,6 @@ class InFlightBatches:
         """Deliver at once: the next part may end the process."""
         self.outputs.put(outputs)
         self.outputs.flush()
-
-
-def _log_step(plan: StepPlan, begun_s: float, ended_s: float) -> None:
-    """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
-    traced: dict[StepLog, list[PlannedChunk]] = {}
-    for chunk in plan.chunks.values():
-        if (log := chunk.sequence.request.step_log) is not None:
-            traced.setdefault(log, []).append(chunk)
-    for log, chunks in traced.items():
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        record = StepRecord(begun_s, ended_s, num_tokens, len(plan.chunks), plan.num_tokens)
-        log.add(record, is_prefill=any(chunk.is_prefill for chunk in chunks))
-        if log.first_token_s is None and any(chunk.stop == len(chunk.sequence.token_ids) for chunk in chunks):
-            log.first_token_s = ended_s
 
 
 def _trace(error: Exception) -> Exception | None:

@@ -1,4 +1,4 @@
-"""What the engine thread reports: cache events, load and the state of its queues.
+"""The reports of the engine thread: cache events, load and the state of its queues.
 
 The load is the prefill seconds that the worker owes, to which gateway, and how fast it works them off. Seconds are
 tokens over the measured prefill rate. A request counts from its arrival to its first token, with the tokens that it

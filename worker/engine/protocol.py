@@ -1,4 +1,4 @@
-"""What `worker.http` and the publisher need of an engine. Imports neither torch nor the scheduler.
+"""The engine as `worker.http` and the publisher see it. Imports neither torch nor the scheduler.
 
 Another engine (an adapter next to a vLLM server, say) serves this worker's HTTP API by implementing `Engine`.
 """
@@ -16,7 +16,7 @@ from cache.types import Epoch
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 MAX_RECORDED_STEPS: Final = 64
-"""Steps of each kind that a StepLog records; it counts the rest."""
+"""Steps of each kind that a StepLog records."""
 
 RequestKey = NewType("RequestKey", int)
 """Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
@@ -54,27 +54,28 @@ class StepRecord(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class RecordedSteps:
+    """Counts steps, and records the first of them."""
+
+    num_steps: int = 0
+    records: list[StepRecord] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        self.num_steps += 1
+        if len(self.records) < MAX_RECORDED_STEPS:
+            self.records.append(record)
+
+
+@dataclass(slots=True, eq=False)
 class StepLog:
     """Steps of a traced request. The engine only appends: the log is complete after the request's last frame."""
 
-    prefills: list[StepRecord] = field(default_factory=list)
-    decodes: list[StepRecord] = field(default_factory=list)
-    num_prefills: int = 0
-    num_decodes: int = 0
+    prefill: RecordedSteps = field(default_factory=RecordedSteps)
+    decode: RecordedSteps = field(default_factory=RecordedSteps)
     begun_s: float | None = None
     """When the request left the queue."""
     first_token_s: float | None = None
     num_cached_tokens: int = 0
-
-    def add(self, record: StepRecord, *, is_prefill: bool) -> None:
-        """Count the step, and record it if it is one of the first."""
-        if is_prefill:
-            self.num_prefills += 1
-        else:
-            self.num_decodes += 1
-        records = self.prefills if is_prefill else self.decodes
-        if len(records) < MAX_RECORDED_STEPS:
-            records.append(record)
 
 
 class EventListener(Protocol):
@@ -96,7 +97,7 @@ class Engine(Protocol):
 
     @property
     def bundle(self) -> TokenizerBundle:
-        """What a gateway needs to tokenise for this engine."""
+        """The tokenizer and template, for gateways."""
 
     @property
     def load(self) -> WorkerLoad:

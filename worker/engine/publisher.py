@@ -2,9 +2,8 @@
 
     engine thread: offer(events, load) -> inbox -> [event loop] held, stored, removed -> IndexWriter -> Redis
 
-The engine appends events and load and goes on; it never waits for Redis. The task nets what has come in (a block stored
-and dropped between two publishes is never sent), and renews the lease without news. `held` mirrors the pool, so a
-rewrite after any doubt asks nothing of the engine; the pool's size bounds it, also while Redis is away.
+The engine never waits for Redis. A block that is stored and dropped between two publishes is never sent. `held` mirrors
+the pool, so a rewrite after any doubt asks nothing of the engine; the pool's size bounds it, also while Redis is away.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,16 +60,12 @@ class Changes:
         cleared = False
         for event in events:
             match event:
-                case Stored(block_hash):
-                    entry = index_entry(block_hash)
-                    if entry not in self.held:
-                        self.held[entry] = None
-                        _move(entry, self._removed, self._stored)
-                case Removed(block_hash):
-                    entry = index_entry(block_hash)
-                    if entry in self.held:
-                        del self.held[entry]
-                        _move(entry, self._stored, self._removed)
+                case Stored(block_hash) if (entry := index_entry(block_hash)) not in self.held:
+                    self.held[entry] = None
+                    _move(entry, self._removed, self._stored)
+                case Removed(block_hash) if (entry := index_entry(block_hash)) in self.held:
+                    del self.held[entry]
+                    _move(entry, self._stored, self._removed)
                 case Cleared():
                     self.clear()
                     cleared = True
@@ -135,7 +131,6 @@ class Publisher:
         self._load = WorkerLoad()
         self._inbox: deque[tuple[Sequence[BlockEvent], WorkerLoad] | WorkerMember] = deque()
         self._wake = asyncio.Event()
-        self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pruned_s = 0.0
         self._rewritten_s = -math.inf
@@ -170,13 +165,9 @@ class Publisher:
     def _put(self, item: tuple[Sequence[BlockEvent], WorkerLoad] | WorkerMember) -> None:
         self._inbox.append(item)
         loop = self._loop
-        if self._woken or loop is None:
-            return
-        self._woken = True
-        try:
-            loop.call_soon_threadsafe(self._wake.set)
-        except RuntimeError:  # the loop has closed: the process ends
-            logger.debug("the publisher has ended")
+        if loop is not None and not self._wake.is_set():
+            with suppress(RuntimeError):  # the loop has closed: the process ends
+                loop.call_soon_threadsafe(self._wake.set)
 
     async def run(self) -> None:
         """Publish until cancelled or closed."""
@@ -208,7 +199,9 @@ class Publisher:
             self._apply_inbox()
             if not await self._publish():
                 return False
-            await self._prune()
+            if time.monotonic() - self._pruned_s >= self._settings.prune_s:
+                self._pruned_s = time.monotonic()
+                await self._writer.prune()
         except Exception as error:
             self._count("failed")
             if not self._failure:
@@ -223,8 +216,7 @@ class Publisher:
         return True
 
     def _apply_inbox(self) -> None:
-        """Apply what the engine has offered. Resets `_woken` first, so that a later offer wakes this task."""
-        self._woken = False
+        """Apply what the engine has offered. Clears `_wake` first, so that a later offer wakes this task."""
         self._wake.clear()
         while self._inbox:
             item = self._inbox.popleft()
@@ -262,15 +254,7 @@ class Publisher:
         """
         heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, heartbeat_s - minimum_s)):
                 if not self._writer.in_doubt:
                     await self._wake.wait()
-        except TimeoutError:
-            pass
-
-    async def _prune(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._pruned_s >= self._settings.prune_s:
-            self._pruned_s = now_s
-            await self._writer.prune()

@@ -25,7 +25,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(slots=True, eq=False)
 class SamplerCache:
-    """What a runner caches for a request, or a choice, across steps. Opaque to the scheduler."""
+    """A runner's cache for a request, or a choice, across steps. Opaque to the scheduler."""
 
     value: object | None = None
 

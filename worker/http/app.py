@@ -1,9 +1,7 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
-    POST /generate /abort       GET /state /bundle                    msgpack, for gateways
-    POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
-
-`/generate` is pure ASGI: it awaits the disconnect next to the stream, and aborts the request however it ends.
+POST /generate /abort       GET /state /bundle                    msgpack, for gateways
+POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
 
 from __future__ import annotations
@@ -12,14 +10,14 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgpack
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,7 +26,6 @@ from cache.records import WorkerState
 from worker.common.sockets import HostNames
 from worker.engine.protocol import EngineDeadError, RefusedError
 from worker.http.service import WorkerService
-from worker.http.streams import Stream
 from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
@@ -73,31 +70,40 @@ def make_app(
             Route("/drain", endpoint=endpoints.drain, methods=["POST"]),
             Route("/purge", endpoint=endpoints.purge, methods=["POST"]),
         ],
-        exception_handlers={RefusedError: _on_refused, EngineDeadError: _on_engine_dead},
+        exception_handlers=dict.fromkeys((RefusedError, WireError, EngineDeadError, ClientDisconnect), _on_error),
     )
     return GatewayOnly(app, token) if token else ProgramsOnly(app, host, advertise_url)
 
 
-class GatewayOnly:
+class _Guard:
+    """Middleware that refuses requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failed = self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if failed is None else _refusal_response(failed))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Failed | None:
+        raise NotImplementedError
+
+
+class GatewayOnly(_Guard):
     """Middleware that asks for `Authorization: Bearer TOKEN`, except on OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
+        super().__init__(app)
         self._expected = b"Bearer " + token.encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_gateway(scope):
-            failed = Failed("unauthorized", "the token of the cluster secret is needed", retryable=True)
-            await _refusal_response(failed)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _is_gateway(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> Failed | None:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(shown) == 1 and hmac.compare_digest(shown[0], self._expected)
+        if scope["path"] in OPEN_PATHS or (len(shown) == 1 and hmac.compare_digest(shown[0], self._expected)):
+            return None
+        return Failed("unauthorized", "the token of the cluster secret is needed", retryable=True)
 
 
-class ProgramsOnly:
+class ProgramsOnly(_Guard):
     """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
 
     Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and
@@ -109,50 +115,34 @@ class ProgramsOnly:
 
     def __init__(self, app: ASGIApp, bound: str, advertise_url: str | None) -> None:
         """`bound` is the value of --host."""
-        self._app = app
+        super().__init__(app)
         advertised = urlsplit(advertise_url or "").hostname or "localhost"
         self._hosts = HostNames(bound, (socket.gethostname(), bound, advertised))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
-        if problem is None:
-            await self._app(scope, receive, send)
-        else:
-            await _refusal_response(Failed("forbidden", problem, retryable=True))(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> str | None:
-        if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
-            return "a worker does not speak to pages"
+    def _refusal(self, scope: Scope) -> Failed | None:
+        headers = Headers(scope=scope)
         host = headers.get("host")
-        if host is None or not _BROWSER_HEADERS.intersection(headers.keys()) or host in self._hosts:
+        if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+            problem = "a worker does not speak to pages"
+        elif host is None or not _BROWSER_HEADERS.intersection(headers.keys()) or host in self._hosts:
             return None
-        return f"this worker does not answer to the Host {host!r:.300}: {_ADVICE}"
+        else:
+            problem = f"this worker does not answer to the Host {host!r:.300}: {_ADVICE}"
+        return Failed("forbidden", problem, retryable=True)
 
 
 class GenerateEndpoint:
-    """POST /generate: a refusal, or 200 and frames until End or Failed."""
+    """POST /generate: a refusal, or 200 and frames until End or Failed.
+
+    A pure ASGI application: it awaits the disconnect next to the stream, and aborts the request however it ends.
+    """
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await read_body(receive)
-            stream = await self._service.submit(unpack_request(body))
-        except ClientGone:
-            return
-        except WireError as error:
-            await _invalid(str(error))(scope, receive, send)
-        except RefusedError as refused:
-            await _refusal_response(refused.failed)(scope, receive, send)
-        else:
-            try:
-                await self._relay(stream, receive, send)
-            finally:
-                self._service.release(stream)
-
-    @staticmethod
-    async def _relay(stream: Stream, receive: Receive, send: Send) -> None:
+        body = await read_body(Request(scope, receive))
+        stream = await self._service.submit(unpack_request(body))
         watch = asyncio.create_task(_disconnected(receive))
         watch.add_done_callback(lambda _: stream.close())
         try:
@@ -161,29 +151,20 @@ class GenerateEndpoint:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._service.release(stream)
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
 
 
-class ClientGone(Exception):
-    """The client left before its request was whole."""
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Read the whole body. Raises ClientGone, and RefusedError past MAX_BODY_BYTES."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
+async def read_body(request: Request) -> bytes:
+    """Read the whole body. Raises ClientDisconnect, and RefusedError past MAX_BODY_BYTES."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
             raise RefusedError(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    return bytes(body)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -199,17 +180,17 @@ class _Endpoints:
 
     async def abort(self, request: Request) -> Response:
         try:
-            message = msgpack.unpackb(await read_body(request.receive))
+            message = msgpack.unpackb(await read_body(request))
             request_id, choice = message["request_id"], message.get("choice")
         except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
-            return _invalid(f"not an abort: {error}")
-        return _msgpack(msgpack.packb({"found": self._service.abort(request_id, choice)}))
+            raise WireError(f"not an abort: {error}") from error
+        return _msgpack({"found": self._service.abort(request_id, choice)})
 
     async def state(self, request: Request) -> Response:
-        return _msgpack(pack(WorkerState(self._service.engine.member, self._service.engine.load)))
+        return _msgpack(WorkerState(self._service.engine.member, self._service.engine.load))
 
     async def bundle(self, request: Request) -> Response:
-        return _msgpack(pack(self._service.engine.bundle))
+        return _msgpack(self._service.engine.bundle)
 
     async def live(self, request: Request) -> Response:
         return _health(await self._service.liveness())
@@ -240,22 +221,21 @@ def _health(problem: str | None, index_problem: str | None = None) -> Response:
     return JSONResponse({"status": "unavailable", "reason": problem, **detail}, status_code=503)
 
 
-def _msgpack(body: Any) -> Response:
-    return Response(body, media_type=CONTENT_TYPE)
-
-
-def _invalid(message: str) -> Response:
-    return _refusal_response(Failed("invalid_request", message, retryable=False))
+def _msgpack(message: object) -> Response:
+    return Response(pack(message), media_type=CONTENT_TYPE)
 
 
 def _refusal_response(failed: Failed) -> Response:
     return Response(pack_frame(failed), STATUS_OF.get(failed.code, 500), media_type=CONTENT_TYPE)
 
 
-async def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError)
-    return _refusal_response(error.failed)
-
-
-async def _on_engine_dead(request: Request, error: Exception) -> Response:
-    return _refusal_response(Failed("worker_lost", str(error), retryable=True))
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case RefusedError():
+            return _refusal_response(error.failed)
+        case WireError():
+            return _refusal_response(Failed("invalid_request", str(error), retryable=False))
+        case EngineDeadError():
+            return _refusal_response(Failed("worker_lost", str(error), retryable=True))
+        case _:
+            return Response(status_code=400)  # the client left before its request was whole

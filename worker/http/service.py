@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from worker.common.tracing import Tracing
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventListener, RefusedError
+from worker.engine.protocol import Engine, EngineDeadError, EventListener, RefusedError
 from worker.http.streams import OutputDispatcher, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
 from worker.wire import Failed, GenerateRequest
@@ -36,17 +36,15 @@ class WorkerService:
         self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventListener | None = None
     ) -> None:
         """Start the engine and take requests. A dead engine fails every stream; then `on_death` runs."""
-        loop = asyncio.get_running_loop()
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
 
-        def deliver(outputs: list[EngineOutput]) -> None:
-            loop.call_soon_threadsafe(self.streams.dispatch, outputs)
-
-        def die(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self._fail_streams)
-            loop.call_soon_threadsafe(on_death)
+        def die() -> None:
+            self.draining = True
+            self.streams.fail_all(Failed("worker_lost", "the engine died", retryable=True))  # other workers take over
+            on_death()
 
         self._engine = engine
-        engine.start(deliver, die, listener)
+        engine.start(lambda outputs: call_soon(self.streams.dispatch, outputs), lambda error: call_soon(die), listener)
 
     @property
     def engine(self) -> Engine:
@@ -90,11 +88,6 @@ class WorkerService:
             engine.abort(stream.key, choice)
         return len(streams)
 
-    def _fail_streams(self) -> None:
-        """Fail every stream of a dead engine, so that other workers take over."""
-        self.draining = True
-        self.streams.fail_all(Failed("worker_lost", "the engine died", retryable=True))
-
     def drain(self) -> None:
         """Refuse new requests and say so in the registry. Open ones go on."""
         if self.draining:
@@ -134,7 +127,7 @@ class WorkerService:
         failed: Failed | None
         if self.draining:
             failed = Failed("draining", "the worker is draining", retryable=True)
-        elif request.epoch and request.epoch != epoch:
+        elif request.epoch not in ("", epoch):
             message = f"epoch: the request was routed to {request.epoch}, this is {epoch}"
             failed = Failed("wrong_epoch", message, retryable=True)
         else:

@@ -25,7 +25,7 @@ MAX_COALESCED_FRAMES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait for the engine."""
+    """Limits of the queue in front of the engine."""
 
     max_waiting_requests: int = 1024
     max_queued_tokens: int = 1 << 20
@@ -38,6 +38,9 @@ class QueueLimits:
 class _TenantShare:
     num_requests: int = 0
     num_tokens: int = 0
+
+
+_NO_SHARE: Final = _TenantShare()
 
 
 class QueueAccounting:
@@ -65,25 +68,24 @@ class QueueAccounting:
 
     def wait_s(self, tenant: str, start_interval_s: float) -> float:
         """Estimate the wait of a new request of the tenant."""
-        share = self._shares.get(tenant)
-        num_tenants = len(self._shares) + (share is None)
-        num_own = 0 if share is None else share.num_requests
+        num_tenants = len(self._shares) + (tenant not in self._shares)
+        num_own = self._shares.get(tenant, _NO_SHARE).num_requests
         return start_interval_s * min(self.num_requests, (num_own + 1) * num_tenants)
 
     def refusal(self, request: GenerateRequest, start_interval_s: float) -> Failed | None:
         """Return why the request may not join the queue now, and when to retry; None: it may."""
-        limits, share, num_tenants = self._limits, self._shares.get(request.tenant), len(self._shares)
+        limits, num_tenants = self._limits, len(self._shares)
+        share = self._shares.get(request.tenant, _NO_SHARE)
         wait_s = self.wait_s(request.tenant, start_interval_s)
-        if share is not None and num_tenants * share.num_requests >= limits.max_waiting_requests:
+        too_late = request.deadline_s is not None and wait_s > request.deadline_s
+        if share.num_requests and num_tenants * share.num_requests >= limits.max_waiting_requests:
             reason = f"{share.num_requests} requests wait already"
-        elif share is not None and (
-            num_tenants * (share.num_tokens + len(request.prompt_ids)) > limits.max_queued_tokens
+        elif (
+            share.num_requests and num_tenants * (share.num_tokens + len(request.prompt_ids)) > limits.max_queued_tokens
         ):
             reason = f"{share.num_tokens} tokens wait already"
-        elif self.num_requests and wait_s > limits.max_queue_s:
-            reason = f"the queue takes {wait_s:.1f} s"
-        elif request.deadline_s is not None and self.num_requests and wait_s > request.deadline_s:
-            reason = f"the queue takes {wait_s:.1f} s, which is past the request's deadline"
+        elif self.num_requests and (too_late or wait_s > limits.max_queue_s):
+            reason = f"the queue takes {wait_s:.1f} s" + (", which is past the request's deadline" if too_late else "")
         else:
             return None
         return Failed("queue_full", reason, retryable=True, retry_after_s=wait_s or None)
@@ -160,8 +162,7 @@ class OutputDispatcher:
 
     def fail_all(self, failed: Failed) -> None:
         """End every stream with this frame: the engine is dead."""
-        for stream in list(self._open.values()):
-            self._put(stream, failed)
+        self.dispatch([EngineOutput(key, failed) for key in self._open])
 
     async def wait_empty(self) -> None:
         """Return once no stream is open."""
@@ -172,17 +173,15 @@ class OutputDispatcher:
         """Hand each stream its part of a step's outputs."""
         for key, frame in outputs:
             stream = self._open.get(key)
-            if stream is not None:  # its client is still there
-                self._put(stream, frame)
-
-    def _put(self, stream: Stream, frame: Frame) -> None:
-        stream.put(frame)
-        match frame:
-            case Started():
-                self._start(stream)
-            case End() | Failed():
-                stream.last = frame
-                self._end(stream)
+            if stream is None:  # its client has left
+                continue
+            stream.put(frame)
+            match frame:
+                case Started():
+                    self._start(stream)
+                case End() | Failed():
+                    stream.last = frame
+                    self._end(stream)
 
     def _start(self, stream: Stream) -> None:
         if not stream.started:

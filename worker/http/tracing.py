@@ -9,11 +9,10 @@ generate                       parent: the gateway's attempt, by the request's t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from worker.common.tracing import Tracing, as_parent, mark_failed
-from worker.engine.protocol import StepLog, StepRecord
+from worker.engine.protocol import RecordedSteps, StepLog
 from worker.wire import End, Failed, GenerateRequest
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class StreamTrace:
             "headstart.choices": len(request.choices),
             "headstart.resumed_tokens": sum(len(choice.output_ids) for choice in request.choices),
         }
-        span = tracing.begin("generate", {key: text for key, text in carrier.items() if text}, attributes)
+        span = tracing.begin("generate", carrier, attributes)
         return None if span is None else cls(tracing.tracer, span)
 
     def end(self, last: End | Failed | None) -> None:
@@ -53,9 +52,9 @@ class StreamTrace:
         self._part("queue", parent, self._begun_s, log.begun_s or now_s)
         if log.begun_s is not None:
             prefilled_s = log.first_token_s or now_s
-            self._part("prefill", parent, log.begun_s, prefilled_s, log.prefills, log.num_prefills)
-            if log.num_decodes:
-                self._part("decode", parent, prefilled_s, now_s, log.decodes, log.num_decodes)
+            self._part("prefill", parent, log.begun_s, prefilled_s, log.prefill)
+            if log.decode.num_steps:
+                self._part("decode", parent, prefilled_s, now_s, log.decode)
         self._span.set_attribute("headstart.cached_tokens", log.num_cached_tokens)
         if isinstance(last, Failed):
             mark_failed(self._span, last.code)
@@ -64,18 +63,12 @@ class StreamTrace:
         self._span.end(self._at(now_s))
 
     def _part(
-        self,
-        name: str,
-        parent: Context,
-        begun_s: float,
-        ended_s: float,
-        steps: Sequence[StepRecord] = (),
-        num_steps: int | None = None,
+        self, name: str, parent: Context, begun_s: float, ended_s: float, steps: RecordedSteps | None = None
     ) -> None:
         span = self._tracer.start_span(name, parent, start_time=self._at(begun_s))
-        if num_steps is not None:
-            span.set_attribute("headstart.steps", num_steps)
-        for step in steps:
+        if steps is not None:
+            span.set_attribute("headstart.steps", steps.num_steps)
+        for step in () if steps is None else steps.records:
             attributes: dict[str, int | float] = {
                 "duration_s": step.ended_s - step.begun_s,
                 "tokens": step.num_tokens,

@@ -17,7 +17,7 @@ from typing import Protocol
 from cache.block_table import Allocation
 from cache.hashing import extend_chain
 from cache.types import BlockHash
-from worker.engine.protocol import RequestKey, StepLog
+from worker.engine.protocol import RequestKey
 from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
 from worker.wire import (
     Failed,
@@ -95,8 +95,6 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
-    step_log: StepLog | None = None
-    """Written by the engine when the request is traced."""
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
