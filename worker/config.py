@@ -113,11 +113,6 @@ def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
     return 512, 2048 if dtype == "bfloat16" else None
 
 
-def num_ranks_on(gpu: int, num_gpus: int, local_world_size: int) -> int:
-    """Count the workers of this machine on one GPU, when ranks go to GPUs in turn."""
-    return len(range(gpu, local_world_size, num_gpus))
-
-
 def parser() -> argparse.ArgumentParser:
     """Build the parser. Every option sets the field of WorkerConfig that has its name, and has its default."""
     p = argparse.ArgumentParser(

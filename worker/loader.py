@@ -15,7 +15,7 @@ from cache.allocators import make_allocator
 from cache.hashing import Namespace
 from cache.records import WorkerMember, signed
 from cache.types import BlockId, WorkerId
-from worker.config import WorkerConfig, default_step_tokens, num_ranks_on
+from worker.config import WorkerConfig, default_step_tokens
 from worker.engine.engine import EngineCore, new_epoch
 from worker.engine.load import PrefillRate
 from worker.engine.metrics import WorkerMetrics
@@ -46,7 +46,12 @@ def build_engine(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     report("loading the model")
-    model = load_model(config.model, _load_options(config), _layer_progress(report))
+
+    def on_layer(done: int, total: int) -> None:
+        if 10 * done // max(1, total) > 10 * (done - 1) // max(1, total):  # every tenth of the layers
+            report(f"loading layer {done} of {total}")
+
+    model = load_model(config.model, _load_options(config), on_layer)
     num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
@@ -89,24 +94,13 @@ def build_engine(
 
 
 def bound_primitives() -> None:
-    """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number. Only before the first.
+    """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number. Call it before the first.
 
-    They keep one for every number of rows and weight shape, hundreds of KB each, and 1,024 by default: a worker grew
-    by 400 MB over its first thousands of requests. Decodes need a few per batch size; those of prefills, whose lengths
-    rarely return, are dropped.
+    They keep one for every number of rows and weight shape, hundreds of KB each, and 1,024 by default. Decodes need a
+    few per batch size; the lengths of prefills rarely return.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and ideep's
         os.environ.setdefault(name, "128")
-
-
-def _layer_progress(report: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Return a function that reports every tenth of the layers."""
-
-    def on_layer(done: int, total: int) -> None:
-        if 10 * done // max(1, total) > 10 * (done - 1) // max(1, total):
-            report(f"loading layer {done} of {total}")
-
-    return on_layer
 
 
 def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
@@ -138,7 +132,7 @@ def num_sharing(config: WorkerConfig) -> int:
     if config.device not in ("auto", "cuda"):
         return config.local_world_size
     num_gpus = max(1, torch.cuda.device_count())
-    return num_ranks_on(config.local_rank % num_gpus, num_gpus, config.local_world_size)
+    return len(range(config.local_rank % num_gpus, config.local_world_size, num_gpus))
 
 
 def _load_options(config: WorkerConfig) -> LoadOptions:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -71,14 +71,6 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the worker drains first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Worker:
     """Owns the parts of the process, from the socket to the engine."""
 
@@ -106,7 +98,8 @@ class Worker:
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server = _Server(self._uvicorn_config())
+        server = uvicorn.Server(self._uvicorn_config())
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # we drain first
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="http")
         life = asyncio.create_task(self._live(sock), name="worker")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -200,12 +193,10 @@ class Worker:
         drained = asyncio.create_task(self._service.drained(self._config.drain_grace_s))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait((drained, stopped), return_when=asyncio.FIRST_COMPLETED)
-        await _cancelled(drained)
-        await _cancelled(stopped)
+        await _cancelled(drained, stopped)
         if self._publisher is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RETIRE_S):
-                    await self._publisher.close()
+                await asyncio.wait_for(self._publisher.close(), _RETIRE_S)
 
     def _on_engine_death(self) -> None:
         """End the process, so that its supervisor starts a new worker."""
@@ -231,9 +222,10 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
-async def _cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _say(text: str) -> None:

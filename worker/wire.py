@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar
 
 import msgpack
 import msgspec
@@ -107,7 +107,7 @@ def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
     if (num_ids := lengths["bad_words"]) > MAX_BAD_WORD_IDS:
         return f"bad_words: {num_ids} tokens in all, and at most {MAX_BAD_WORD_IDS} are taken; leave some out"
     if (num_ids := sum(lengths.values())) * num_choices > MAX_LISTED_IDS:
-        names = sorted((name for name, length in lengths.items() if length), key=lambda name: -lengths[name])
+        names = [name for name in sorted(lengths, key=lengths.__getitem__, reverse=True) if lengths[name]]
         return (
             f"{', '.join(names)}: {num_ids} ids times n = {num_choices} choices exceed {MAX_LISTED_IDS};"
             " shorten the lists or lower n (or best_of)"
@@ -253,9 +253,7 @@ def pack_request(request: GenerateRequest) -> bytes:
     prompt_ids = array("I", request.prompt_ids)
     if sys.byteorder == "big":
         prompt_ids.byteswap()
-    message = msgspec.structs.asdict(request)
-    message["prompt_ids"] = prompt_ids.tobytes()
-    return _encode(message)
+    return _encode(msgspec.structs.asdict(request) | {"prompt_ids": prompt_ids.tobytes()})
 
 
 def unpack_request(data: bytes) -> GenerateRequest:
@@ -270,8 +268,7 @@ def unpack_request(data: bytes) -> GenerateRequest:
         prompt_ids.frombytes(message["prompt_ids"])
         if sys.byteorder == "big":
             prompt_ids.byteswap()
-        message["prompt_ids"] = ()
-        request = msgspec.convert(message, GenerateRequest)
+        request = msgspec.convert(message | {"prompt_ids": ()}, GenerateRequest)
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, RecursionError) as error:
@@ -291,9 +288,10 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
 
     __slots__ = ("_len", "_parts")
 
-    def __init__(self) -> None:
+    def __init__(self, positions: Sequence[TokenLogprobs | None] = ()) -> None:
         self._parts: list[bytes] = []
         self._len = 0
+        self.extend(positions)
 
     def extend(self, positions: Sequence[TokenLogprobs | None]) -> None:
         for start in range(0, len(positions), _POSITIONS_AT_ONCE):
@@ -307,11 +305,7 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
         for part in self._parts:
             yield from _decode_positions(part)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+    def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __eq__(self, other: object) -> bool:
@@ -406,9 +400,5 @@ def _frame(message: Any) -> Frame:
     match message:
         case (int(tag), *_) if 0 <= tag < len(_FRAMES):
             frame = msgspec.convert(message, _FRAMES[tag])
-            if type(frame) is PromptLogprobs:
-                packed = PackedPositions()
-                packed.extend(frame.positions)
-                return PromptLogprobs(packed)
-            return frame
+            return PromptLogprobs(PackedPositions(frame.positions)) if type(frame) is PromptLogprobs else frame
     raise WireError(f"not a frame: {message!r:.80}")

@@ -81,7 +81,7 @@ class EngineCore:
         self._outputs = OutputBuffer(metrics)
         self._reporter = LoadReporter(scheduler, rate, metrics)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
-        self._on_death: Callable[[BaseException], None] = lambda error: None
+        self._on_death: Callable[[BaseException], object] = lambda error: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._dead: BaseException | None = None
@@ -95,8 +95,8 @@ class EngineCore:
 
     def start(
         self,
-        deliver: Callable[[list[EngineOutput]], None],
-        on_death: Callable[[BaseException], None],
+        deliver: Callable[[list[EngineOutput]], object],
+        on_death: Callable[[BaseException], object],
         listener: EventListener | None = None,
     ) -> None:
         self._outputs.deliver = deliver

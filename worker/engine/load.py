@@ -106,19 +106,18 @@ class LoadReporter:
 
     def measure(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
         """Take the duration of a step that ended at `now_s`. Steps that mostly decode do not measure prefill."""
-        num_tokens = plan.num_tokens
-        if 2 * plan.num_prefill_tokens > num_tokens:
-            self.rate.add(num_tokens, duration_s, now_s)
-
-    def report(self) -> None:
-        """Report events and load at once."""
-        self._report(self._scheduler.allocator.take_events())
+        if 2 * plan.num_prefill_tokens > plan.num_tokens:
+            self.rate.add(plan.num_tokens, duration_s, now_s)
 
     def report_if_due(self) -> None:
         """Report if the pool has changed, or the last report is REPORT_INTERVAL_S old."""
         events = self._scheduler.allocator.take_events()
         if events or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
             self._report(events)
+
+    def report(self) -> None:
+        """Report events and load at once."""
+        self._report(self._scheduler.allocator.take_events())
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """Drop the pool's pending events, since it is empty, and report as `member`."""

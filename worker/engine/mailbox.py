@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from worker.engine.metrics import WorkerMetrics
@@ -70,13 +71,11 @@ class Mailbox:
 
     def run(self, *, wait_s: float | None = 0.0) -> None:
         """Run every queued command. With none queued, wait `wait_s` for the first; None waits without limit."""
-        try:
+        with suppress(queue.Empty):
             command, _ = self._commands.get(block=wait_s != 0.0, timeout=wait_s)
             while True:
                 command()
                 command, _ = self._commands.get_nowait()
-        except queue.Empty:
-            return
 
     def close(self, error: BaseException) -> None:
         """Refuse all queued and later commands with `error`."""
@@ -94,7 +93,7 @@ class OutputBuffer:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._outputs: list[EngineOutput] = []
-        self.deliver: Callable[[list[EngineOutput]], None] = lambda outputs: None
+        self.deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
         """Set when the engine starts. Returns at once."""
 
     def put(self, outputs: list[EngineOutput]) -> None:

@@ -105,8 +105,8 @@ class Engine(Protocol):
 
     def start(
         self,
-        deliver: Callable[[list[EngineOutput]], None],
-        on_death: Callable[[BaseException], None],
+        deliver: Callable[[list[EngineOutput]], object],
+        on_death: Callable[[BaseException], object],
         listener: EventListener | None = None,
     ) -> None:
         """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
