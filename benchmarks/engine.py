@@ -3,8 +3,8 @@
 The floor is the time that the model's fused weights take in matrix-vector products alone, warm, in the same process:
 what a decode step of one sequence cannot go below by scheduling or kernels around the products. Weights that lie in a
 better layout, or in fewer bits, can. Rounds of floor, step and packed step alternate, and the best of each counts: on
-a busy machine that is what they would take undisturbed. Decode is also compared
-with the device's copy rate of memory, and prefill with its rate of a large matrix product, both of the same run.
+a busy machine that is what they would take undisturbed. Decode is also
+compared with the device's copy rate of memory, and prefill with its rate of a large matrix product.
 
 A GPU without the network: `headstart bench engine --shape llama-8b --device cuda`.
 """
