@@ -54,8 +54,6 @@ class ServedModel:
     created: int
     fingerprint: str
     """The namespace's, as its workers announce it."""
-    allows_control_tokens: bool = False
-    """True if control tokens that clients write are control tokens."""
     _roots: dict[bytes, BlockHash] = field(default_factory=dict)
 
     @property
@@ -122,7 +120,6 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
         tool_format=options.tool_format or format_of(bundle.chat_template or "") or "hermes",
         thinks=THINK in (bundle.chat_template or "") if options.thinks is None else options.thinks,
         created=int(time.time()),
-        allows_control_tokens=options.control_tokens_in_content,
     )
 
 

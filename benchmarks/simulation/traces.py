@@ -185,10 +185,10 @@ class ToolChatTrace:
     def __init__(self, path: Path) -> None:
         from benchmarks.gateway_load.processes import make_bundle
         from benchmarks.replay_load.workload import Shape, load
-        from server.text.chat_template import template_environment
+        from server.text.chat_template import TemplateEnvironment
 
         bundle, tokenizer = make_bundle()
-        template = template_environment().from_string(bundle.chat_template or "")
+        template = TemplateEnvironment().from_string(bundle.chat_template or "")
         numbers = count()
         self._sessions: list[list[TraceRequest]] = []
         for conversation in load(path, Shape()):

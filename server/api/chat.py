@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.api import sampling
@@ -56,7 +56,7 @@ async def chat_spec(
         model,
         limit=request.token_limit,
         param="messages",
-        client_offsets=client_offsets(rendered, model),
+        client_offsets=rendered.client_offsets,
     )
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
@@ -82,11 +82,6 @@ async def chat_spec(
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
     )
     return spec, rules
-
-
-def client_offsets(rendered: RenderedPrompt, model: ServedModel) -> Collection[int] | None:
-    """Return where control tokens of clients are text; None where they are control tokens."""
-    return None if model.allows_control_tokens else rendered.client_offsets
 
 
 async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPrompt:

@@ -80,7 +80,7 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
         num_tokens += len(prompt_ids)
         _check_batch_tokens(num_tokens, params, model)
         if request.echo:
-            echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids, skip_special=False))
+            echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids))
         limit = request.max_tokens or None
         max_tokens = sampling.token_budget(model, len(prompt_ids), limit, default=default_tokens, param="prompt")
         sampling.check_min_tokens(request, max_tokens)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from server.api.chat import client_offsets, render_chat
+from server.api.chat import render_chat
 from server.api.formatting import encode_json, token_text
 from server.api.sampling import in_vocabulary
 from server.auth.identity import Identity
@@ -55,7 +55,7 @@ class TokenizeApi:
             chat = await CHAT.read(encode_json(fields), lambda: None, "messages")
             model = self._models.allowed(chat.model, identity)
             rendered = await render_chat(chat, model)
-            ids = await _encode(rendered.text, model, "messages", client_offsets=client_offsets(rendered, model))
+            ids = await _encode(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
             with_texts = bool(fields.get("return_token_strs"))
         else:
             del fields
@@ -80,7 +80,7 @@ class TokenizeApi:
             message = f"tokens holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts."
             raise InvalidRequestError(message, param="tokens")
         in_vocabulary(request.tokens, model.bundle.vocab_size, "tokens")
-        return encode_json({"prompt": model.tokenizer.decode(request.tokens, skip_special=False)})
+        return encode_json({"prompt": model.tokenizer.decode(request.tokens)})
 
     def _model(self, name: str | None, identity: Identity) -> ServedModel:
         """Return the model named, or the only one that this key may use."""

@@ -1,13 +1,15 @@
 """Render a model's own chat template in jinja2's immutable sandbox: messages in, the prompt's text out.
 
-The template comes with the model's files and is code. It can neither reach Python's objects nor change its input; its
-time and its output are bounded. A request can pass known switches, never a template.
+The template comes with the model's files and is code. It can neither reach Python's objects nor change its input. The
+sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. So every loop checks the clock at each
+turn, and products are bounded. A request can pass known switches, never a template.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from datetime import datetime
@@ -17,26 +19,30 @@ import jinja2
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import InvalidRequestError
 from server.event_loop import Steps, at_once, paced
 from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart
 from server.schema.requests import ChatRequest
-from server.text.control_tokens import Marker, RenderedPrompt, new_mark, remove_marks
-from server.text.template_sandbox import BoundedEnvironment, HeldTooLongError, RenderClock
+from server.text.control_tokens import Marker, RenderedPrompt, new_mark
 from server.text.tool_formats import with_tools
 
+MAX_RENDER_S: Final = 5.0
+MAX_HOLD_S: Final = 0.03
+"""Time that a template may hold the event loop without writing text."""
+MAX_PRODUCT: Final = 1 << 20
+"""Characters or items in a product, bits in a power."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_ARGUMENT_VALUES: Final = 20_000
 """JSON values in the tool calls of all messages."""
-MAX_HOLD_S: Final = 0.03
-"""Time that a template may hold the event loop without writing text."""
 ALLOWED_KWARGS: Final = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
 )
 """Switches that public templates read. Any other name could shadow a variable of the template."""
 
+_CHECK: Final = "headstart_check_clock"
 _CONTINUATION_MARK: Final = "\u2063headstart-continue\u2063"
 
 
@@ -69,13 +75,68 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def template_environment() -> BoundedEnvironment:
-    """Return the sandbox with the filters, tags and globals that chat templates use."""
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox with the filters, tags and globals that chat templates use."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Raise TemplateRuntimeError for a product that is too large."""
+        integers = isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and integers and left.bit_length() * abs(right) > MAX_PRODUCT:
+            raise jinja2.TemplateRuntimeError("a power is too large")
+        for text, times in ((left, right), (right, left)):
+            if isinstance(text, str | list | tuple) and isinstance(times, int) and len(text) * times > MAX_PRODUCT:
+                raise jinja2.TemplateRuntimeError("a product is too long")
+        return super().call_binop(context, operator, left, right)
+
+    def bounded(self, tree: jinja2.nodes.Template) -> jinja2.Template:
+        """Compile a template whose loops check the clock. Its variables include those of a `RenderClock`."""
+        for loop in tree.find_all(jinja2.nodes.For):
+            check = jinja2.nodes.Call(jinja2.nodes.Name(_CHECK, "load"), [], [], None, None)
+            loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
+        template = self.from_string(tree)
+        template.globals = dict(template.globals)  # renderings copy it: a plain dict is quick to copy
+        return template
+
+
+class HeldTooLongError(Exception):
+    """The template wrote nothing for too long."""
+
+
+class RenderClock:
+    """Limits the time of one rendering. Every loop of the template checks it."""
+
+    def __init__(self, max_s: float = MAX_RENDER_S, hold_s: float = float("inf")) -> None:
+        """`hold_s`: the longest time between two calls of `rest`."""
+        self._left_s, self._hold_s = max_s, hold_s
+        self.begin()
+
+    def begin(self) -> None:
+        self._begun_s = time.monotonic()
+
+    def rest(self) -> Steps[None]:
+        """Pause the clock while others use the event loop."""
+        self._left_s -= time.monotonic() - self._begun_s
+        yield
+        self.begin()
+
+    def variables(self) -> dict[str, Any]:
+        return {_CHECK: self._check}
+
+    def _check(self) -> None:
+        """Raise TemplateRuntimeError after `max_s`, HeldTooLongError after `hold_s`."""
+        running_s = time.monotonic() - self._begun_s
+        if running_s > self._left_s:
+            raise jinja2.TemplateRuntimeError(f"it took more than {MAX_RENDER_S:g} s")
+        if running_s > self._hold_s:
+            raise HeldTooLongError
 
 
 class ChatTemplate:
@@ -83,12 +144,12 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         try:
-            environment = template_environment()
-            self._template = environment.bounded_template(source)
-            constants = [node.value for node in environment.parse(source).find_all(jinja2.nodes.Const)]
+            environment = TemplateEnvironment()
+            tree = environment.parse(source)
+            constants = [node.value for node in tree.find_all(jinja2.nodes.Const)]
+            self._template = environment.bounded(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
-        self.source = source
         self._constants = [value for value in constants if isinstance(value, str)]
         self._marker: Marker | None = None
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
@@ -122,7 +183,6 @@ class ChatTemplate:
             return await asyncio.get_running_loop().run_in_executor(executor, self.render, request)
 
     def _rendering(self, request: ChatRequest, clock: RenderClock) -> Steps[RenderedPrompt]:
-        mark = new_mark()
         yield from _check_arguments(request)
         messages = []
         for number, message in enumerate(request.messages, 1):
@@ -131,7 +191,9 @@ class ChatTemplate:
                 yield
         tools = _tools(request)
         kwargs = _template_kwargs(request)
+        mark = ""
         if self._marker is not None:
+            mark = new_mark()
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
@@ -151,16 +213,14 @@ class ChatTemplate:
             text = yield from self._run(variables, clock, mark)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
-        rendered = yield from remove_marks(mark, text)
-        if not continued:
-            return rendered
-        before = rendered.before(_CONTINUATION_MARK)
-        if before is None:
-            refusal = "this model's template cannot continue a message."
-            raise InvalidRequestError(refusal, param="continue_final_message")
-        return before
+        if continued:
+            text, found, _ = text.rpartition(_CONTINUATION_MARK)
+            if not found:
+                refusal = "this model's template cannot continue a message."
+                raise InvalidRequestError(refusal, param="continue_final_message")
+        return RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
 
-    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str | None = None) -> Steps[str]:
+    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str = "") -> Steps[str]:
         """Return the text with its marks, which do not count towards its length."""
         parts: list[str] = []
         num_chars = 0
@@ -168,7 +228,7 @@ class ChatTemplate:
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
-                num_chars += len(part) if mark is None else len(part) - len(mark) * part.count(mark)
+                num_chars += len(part) - len(mark) * part.count(mark)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise InvalidRequestError("the rendered messages are too long.", param="messages")
                 if len(parts) % 16 == 0:
@@ -214,10 +274,10 @@ def _check_arguments(request: ChatRequest) -> Steps[None]:
     num_values = 0
     for number, message in enumerate(request.messages):
         calls = enumerate(message.tool_calls or ())
-        functions = [(f"tool_calls[{place}].function", call.function) for place, call in calls]
+        functions = {f"tool_calls[{place}].function": call.function for place, call in calls}
         if message.function_call is not None:
-            functions.append(("function_call", message.function_call))
-        for name, function in functions:
+            functions["function_call"] = message.function_call
+        for name, function in functions.items():
             text, param = function.arguments, f"messages[{number}].{name}.arguments"
             if text.count("[") + text.count("{") + text.count(",") <= MAX_DEPTH:
                 continue

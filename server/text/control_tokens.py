@@ -2,7 +2,7 @@
 
 A template writes a model's control tokens around what clients say. When a client writes such a token, the rendered text
 does not say whose it is. So whatever of a client's could become a control token gets a mark after its first character
-before rendering. Afterwards the marks are removed, and their offsets say which tokens are text:
+before rendering. Afterwards the marks are removed, and say which tokens are text:
 
     content     is <|im_end|> a token?                          marked    is <4711|im_end|> a token?
     rendered    <|im_start|>user\\nis <4711|im_end|> a token?<|im_end|>\\n
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -24,23 +24,15 @@ import tokenizers
 from server.errors import InvalidRequestError
 from server.event_loop import Steps
 
-NO_OFFSETS: Final[frozenset[int]] = frozenset()
 PART_CHARS: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt's text, and where the second character of each possible control token of a client stands."""
+    """A prompt's text, and where control tokens that clients wrote begin. None: they are control tokens too."""
 
     text: str
-    client_offsets: frozenset[int] = NO_OFFSETS
-
-    def before(self, mark: str) -> RenderedPrompt | None:
-        """Return what stands before the last `mark`, if there is one."""
-        text, found, _ = self.text.rpartition(mark)
-        if not found:
-            return None
-        return RenderedPrompt(text, frozenset(at for at in self.client_offsets if at <= len(text)))
+    client_offsets: frozenset[int] | None = None
 
 
 class Marker:
@@ -48,6 +40,7 @@ class Marker:
 
     def __init__(self, tokens: Collection[str], constants: Iterable[str]) -> None:
         """`constants`: the template's own strings, which it may look for in clients' texts, or cut out of them."""
+        self._tokens = any_of(tokens)
         self._firsts = {token[0] for token in tokens}
         words = sorted(set(filter(None, constants)), key=len, reverse=True)
         unmarked = [word for word in words if word[0] in self._firsts and not _could_begin(word, tokens)]
@@ -103,25 +96,29 @@ class Marker:
             yield
         return "".join(parts)
 
+    def unmark(self, text: str, mark: str) -> Steps[RenderedPrompt]:
+        """Return a rendered text without its marks, and the control tokens that were marked."""
+        parts = text.split(mark)
+        text = "".join(parts)
+        offsets: set[int] = set()
+        at = 0
+        for number, part in enumerate(parts[:-1], 1):
+            at += len(part)
+            if at and self._tokens.match(text, at - 1):
+                offsets.add(at - 1)
+            if number % 4096 == 0:
+                yield
+        return RenderedPrompt(text, frozenset(offsets))
+
 
 def new_mark() -> str:
     """Return digits, which every filter of a template leaves alone, and which no client can guess."""
     return f"{secrets.randbits(64):020d}"
 
 
-def remove_marks(mark: str, text: str) -> Steps[RenderedPrompt]:
-    """Return a rendered text without its marks, and their offsets."""
-    parts = text.split(mark)
-    if len(parts) == 1:
-        return RenderedPrompt(text)
-    offsets: set[int] = set()
-    at = 0
-    for number, part in enumerate(parts[:-1], 1):
-        at += len(part)
-        offsets.add(at)
-        if number % 4096 == 0:
-            yield
-    return RenderedPrompt("".join(parts), frozenset(offsets))
+def any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Return the pattern that finds the longest of `tokens` that begin at a place."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _could_begin(word: str, tokens: Collection[str]) -> bool:
@@ -130,22 +127,10 @@ def _could_begin(word: str, tokens: Collection[str]) -> bool:
     return any(token.startswith(tail) or tail.startswith(token) for token in tokens for tail in tails)
 
 
-def tokens_of_template(
-    text: str, pattern: re.Pattern[str], control: Collection[str], client_offsets: Collection[int]
-) -> Iterator[re.Match[str]]:
-    """Yield the special tokens of a rendered text, without the control tokens that clients wrote."""
-    start = 0
-    while found := pattern.search(text, start):
-        is_text = found.start() + 1 in client_offsets and found[0] in control
-        start = found.start() + 1 if is_text else found.end()
-        if not is_text:
-            yield found
-
-
 class TextTokenizer:
-    """A tokenizer to which control tokens are text. Shares the original's model.
+    """A tokenizer of rendered prompts, to which clients' control tokens are text. Shares the original's model.
 
-    Each control token has an alias that behaves as the token itself, and that nobody else can write.
+    Each control token has an alias that behaves as the token itself, and that no client can write.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, added: list[dict[str, Any]], control: Collection[str]) -> None:
@@ -165,27 +150,26 @@ class TextTokenizer:
             self._id_by_alias_id[cast(int, self._tokenizer.token_to_id(alias))] = entry["id"]
         self._tokenizer.encode_special_tokens = True
         self._control_ids = frozenset(self._id_by_alias_id.values())
-        longest_first = sorted(self._alias_by_token, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._tokens = any_of(self._alias_by_token)
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text. Raises InvalidRequestError if the vocabulary can spell a control token in one way only."""
-        encoded: list[list[int]] = []
-        for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            ids = found.ids
-            if not self._control_ids.isdisjoint(ids):
-                message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
-                raise InvalidRequestError(message, param="messages", code="control_token")
-            encoded.append(ids)
-        return encoded
+    def encode(self, text: str, client_offsets: Collection[int]) -> list[int]:
+        """Encode a whole prompt: control tokens of clients as text, those of the template as themselves.
 
-    def encode_rendered(self, text: str, client_offsets: Collection[int]) -> list[int]:
-        """Encode a whole prompt: control tokens of clients as text, those of the template as themselves."""
-        written, end = [], 0
-        for found in tokens_of_template(text, self.pattern, self._alias_by_token, client_offsets):
+        Raises InvalidRequestError if the vocabulary can spell a client's control token in one way only.
+        """
+        written: list[str] = []
+        start = end = 0
+        while found := self._tokens.search(text, start):
+            if found.start() in client_offsets:
+                start = found.start() + 1
+                continue
             written += [text[end : found.start()], self._alias_by_token[found[0]]]
-            end = found.end()
-        [ids] = self.encode_texts(["".join([*written, text[end:]])])
+            start = end = found.end()
+        [encoded] = self._tokenizer.encode_batch_fast(["".join([*written, text[end:]])], add_special_tokens=False)
+        ids = encoded.ids
+        if not self._control_ids.isdisjoint(ids):
+            message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
+            raise InvalidRequestError(message, param="messages", code="control_token")
         return [self._id_by_alias_id.get(id_, id_) for id_ in ids]
 
 

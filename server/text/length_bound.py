@@ -2,10 +2,9 @@
 
     bytes of the text <= shrink of the normalizer x bytes of the longest token x tokens
 
-This holds only where some token stands for every character. A component that drops characters, or gives any number of
-them one token, has no bound: an unknown token for a whole word (WordPiece) or a run of characters (`fuse_unk`), a
-`Removed` split, a charsmap. White space, and bytes that a byte-level vocabulary lacks (SmolLM2's has no 0x04), are not
-counted where they may be dropped.
+This holds only where some token stands for every character: in byte-level BPE, and where each byte has a token. Any
+component that is not known to keep all characters means no bound. White space next to a token that strips it, and bytes
+that a byte-level vocabulary lacks (SmolLM2's has no 0x04), are not counted.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from typing import Any, Final
 
 from server.text.detokenizer import BYTE_ALPHABET
 
-_SHRINK: Final = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
-"""Bytes before over bytes after, at most: four bytes become one (U+1D400 to A)."""
-_WHOLE: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
+NFC_SHRINK: Final = 4
+"""Bytes before over bytes after, at most; 3 in the Unicode of today (U+212A becomes K)."""
+_KEEPS_TEXT: Final = frozenset({"ByteLevel", "Digits", "Metaspace"})
 """Pre-tokenizers that drop nothing."""
-_DROP_SPACE: Final = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
 _WINDOW_CHARS: Final = 1 << 16
 
 
@@ -61,27 +59,22 @@ def num_bytes(text: str) -> int:
 
 def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
     """Return the bound for a tokenizer.json; None where no bound is sound."""
-    shrink, counts_space = 1, True
+    shrink = 1
     for step in _flat(layout.get("normalizer"), "normalizers"):
         factor = _shrink(step)
         if factor is None:
             return None
         shrink *= factor
-        counts_space &= step.get("type") != "Strip"
-    byte_level = False
-    for step in _flat(layout.get("pre_tokenizer"), "pretokenizers"):
-        kind = step.get("type")
-        byte_level |= kind == "ByteLevel"
-        if kind in _DROP_SPACE:
-            counts_space = False
-        elif kind not in _WHOLE and not (kind in ("Split", "Punctuation") and step.get("behavior") != "Removed"):
-            return None
+    steps = _flat(layout.get("pre_tokenizer"), "pretokenizers")
+    if not all(map(_keeps_text, steps)):
+        return None
+    byte_level = any(step["type"] == "ByteLevel" for step in steps)
     longest = _longest_token(layout["model"], byte_level=byte_level)
     if longest is None:
         return None
     added = list(layout.get("added_tokens", ()))
-    counts_space &= not any(token["lstrip"] or token["rstrip"] for token in added)
-    contents = [unicodedata.normalize(form, token["content"]) for token in added for form in ("NFC", "NFKD")]
+    counts_space = not any(token["lstrip"] or token["rstrip"] for token in added)
+    contents = [unicodedata.normalize(form, token["content"]) for token in added for form in ("NFC", "NFD")]
     longest = max([longest, 4, *map(num_bytes, contents), *(num_bytes(token["content"]) for token in added)])
     lost = bytes(byte for char, byte in BYTE_ALPHABET.items() if char not in layout["model"]["vocab"])
     return LengthBound(longest * shrink, counts_space, lost if byte_level else b"")
@@ -96,13 +89,19 @@ def _flat(step: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any
 
 
 def _shrink(step: Mapping[str, Any]) -> int | None:
+    match step:
+        case {"type": "NFC"}:
+            return NFC_SHRINK
+        case {"type": "Prepend"}:
+            return 1
+        case {"type": "Replace", "pattern": {"String": str(before)}, "content": str(after)} if before and after:
+            return -(-num_bytes(before) // num_bytes(after))
+    return None
+
+
+def _keeps_text(step: Mapping[str, Any]) -> bool:
     kind = step.get("type")
-    if kind == "Strip":
-        return 1  # strips white space, which is then not counted
-    if kind != "Replace":
-        return _SHRINK.get(str(kind))
-    pattern, content = step["pattern"].get("String"), step["content"]
-    return -(-len(pattern.encode()) // len(content.encode())) if pattern and content else None
+    return kind in _KEEPS_TEXT or (kind in ("Split", "Punctuation") and step.get("behavior") != "Removed")
 
 
 def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:
@@ -114,7 +113,5 @@ def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:
     if byte_level:
         return max(map(len, tokens)) if kind == "BPE" else None
     if not (model.get("byte_fallback") and all(f"<0x{byte:02X}>" in tokens for byte in range(256))):
-        alone = kind == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
-        if not alone:
-            return None
-    return max(len(token.encode()) for token in tokens)
+        return None
+    return max(map(num_bytes, tokens))

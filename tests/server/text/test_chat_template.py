@@ -122,7 +122,7 @@ def test_switches_pass_and_variables_do_not() -> None:
     ],
 )
 def test_work_without_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.text.template_sandbox.RenderClock.__init__.__defaults__", (0.2, float("inf")))
+    monkeypatch.setattr("server.text.chat_template.RenderClock.__init__.__defaults__", (0.2, float("inf")))
     with pytest.raises(InvalidRequestError, match="template"):
         template(source).render(request(USER))
 
