@@ -1,23 +1,5 @@
 """Every error that a client can get, and the one place that turns an exception into one.
 
-    ApiError
-    |-- InvalidRequestError   400   bad JSON, type, range; `param` names the field
-    |   |-- ContextLengthError  400   prompt + max_tokens do not fit the model's context
-    |-- AuthenticationError   401
-    |-- ForbiddenError        403
-    |-- NotFoundError         404   unknown route or model
-    |-- MethodNotAllowedError 405
-    |-- BodyTooLargeError     413
-    |-- MediaTypeError        415
-    |-- HeaderTooLargeError   431
-    |-- OverloadedError       429   capacity exists but is contended
-    |-- InternalError         500   our bug, or a poison request: clients must not retry
-    |-- WorkerLostError       503   the worker died and no other could take over
-    |-- UnavailableError      503   no worker can serve
-    |   |-- ShuttingDownError   503   the gateway stops, and its grace is over
-    |-- DeadlineError         504
-    +-- HttpVersionError      505
-
 Source: the OpenAI specification's `Error` schema: message, type, param and code are all required.
 """
 
@@ -36,6 +18,7 @@ _NO_ROUTE: Final = (
     "/v1/models, /tokenize, /detokenize and /version."
 )
 JSON_HEADERS: Final = (b"content-type", b"application/json")
+_REQUEST_ERROR: Final = "invalid_request_error"
 
 
 class ApiError(Exception):
@@ -44,8 +27,14 @@ class ApiError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
-    should_retry: ClassVar[bool | None] = None
-    """The value of `x-should-retry`; None leaves it to the client's own rule."""
+    default_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = (JSON_HEADERS,)
+
+    def __init_subclass__(cls, status: int = 0, type: str = "", code: str = "", header: str = "") -> None:
+        """`header` is one that every such answer has; what is not given is inherited."""
+        cls.status, cls.type, cls.default_code = status or cls.status, type or cls.type, code or cls.default_code
+        if header:
+            name, _, value = header.encode().partition(b": ")
+            cls.default_headers = (*cls.default_headers, (name, value))
 
     def __init__(
         self,
@@ -70,106 +59,82 @@ class ApiError(Exception):
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [JSON_HEADERS, *self.extra_headers]
+        headers = [*self.default_headers, *self.extra_headers]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
             headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(self.retry_after_s * 1e3))))
-        if self.should_retry is not None:
-            headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
         return headers
 
 
-class InvalidRequestError(ApiError):
-    status = 400
-    type = "invalid_request_error"
+class InvalidRequestError(ApiError, status=400, type=_REQUEST_ERROR):
+    """Bad JSON, a wrong type or a value out of range; `param` names the field."""
 
 
-class ContextLengthError(InvalidRequestError):
-    default_code = "context_length_exceeded"
+class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
+    """The prompt and `max_tokens` do not fit the model's context."""
 
 
-class AuthenticationError(ApiError):
-    status = 401
-    type = "invalid_request_error"
-    default_code = "invalid_api_key"
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        return [*super().headers(), (b"www-authenticate", b"Bearer")]
+class AuthenticationError(
+    ApiError, status=401, type=_REQUEST_ERROR, code="invalid_api_key", header="www-authenticate: Bearer"
+):
+    """The key is missing or wrong."""
 
 
-class ForbiddenError(ApiError):
-    status = 403
-    type = "permission_error"
+class ForbiddenError(ApiError, status=403, type="permission_error"):
+    """The key may not do this."""
 
 
-class NotFoundError(ApiError):
-    status = 404
-    type = "invalid_request_error"
+class NotFoundError(ApiError, status=404, type=_REQUEST_ERROR):
+    """An unknown route or model."""
 
 
-class MethodNotAllowedError(ApiError):
-    status = 405
-    type = "invalid_request_error"
-    default_code = "method_not_allowed"
+class MethodNotAllowedError(ApiError, status=405, type=_REQUEST_ERROR, code="method_not_allowed"):
+    """The route takes other methods."""
 
 
-class BodyTooLargeError(ApiError):
-    status = 413
-    type = "invalid_request_error"
-    default_code = "request_too_large"
+class BodyTooLargeError(ApiError, status=413, type=_REQUEST_ERROR, code="request_too_large"):
+    """The body is larger than the port takes."""
 
 
-class MediaTypeError(ApiError):
-    status = 415
-    type = "invalid_request_error"
-    default_code = "unsupported_media_type"
+class MediaTypeError(ApiError, status=415, type=_REQUEST_ERROR, code="unsupported_media_type"):
+    """The body is not plain JSON."""
 
 
-class HeaderTooLargeError(ApiError):
-    status = 431
-    type = "invalid_request_error"
-    default_code = "headers_too_large"
+class HeaderTooLargeError(ApiError, status=431, type=_REQUEST_ERROR, code="headers_too_large"):
+    """The head is larger than the port takes."""
 
 
-class OverloadedError(ApiError):
-    status = 429
-    type = "rate_limit_error"
-    default_code = "rate_limit_exceeded"
-    should_retry = True
+class OverloadedError(
+    ApiError, status=429, type="rate_limit_error", code="rate_limit_exceeded", header="x-should-retry: true"
+):
+    """Capacity exists but is contended."""
 
 
-class InternalError(ApiError):
-    status = 500
-    default_code = "internal_error"
-    should_retry = False
+class InternalError(ApiError, code="internal_error", header="x-should-retry: false"):
+    """Our bug, or a poison request: clients must not retry."""
 
 
-class WorkerLostError(ApiError):
-    status = 503
-    default_code = "worker_lost"
+class WorkerLostError(ApiError, status=503, code="worker_lost"):
+    """The worker died and no other could take over."""
 
 
-class UnavailableError(ApiError):
-    status = 503
-    default_code = "service_unavailable"
+class UnavailableError(ApiError, status=503, code="service_unavailable"):
+    """No worker can serve."""
 
 
-class ShuttingDownError(UnavailableError):
-    default_code = "shutting_down"
+class ShuttingDownError(UnavailableError, code="shutting_down"):
+    """The gateway stops, and its grace is over."""
 
     def __init__(self) -> None:
         super().__init__("This gateway stops before the answer is whole: ask again.", retry_after_s=1.0)
 
 
-class DeadlineError(ApiError):
-    status = 504
-    default_code = "timeout"
+class DeadlineError(ApiError, status=504, code="timeout"):
+    """The request ran into its deadline."""
 
 
-class HttpVersionError(ApiError):
-    status = 505
-    type = "invalid_request_error"
-    default_code = "http_version_not_supported"
+class HttpVersionError(ApiError, status=505, type=_REQUEST_ERROR, code="http_version_not_supported"):
+    """Neither HTTP/1.1 nor HTTP/1.0."""
 
 
 def as_api_error(error: BaseException) -> ApiError:

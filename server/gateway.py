@@ -89,7 +89,7 @@ class Gateway:
         self._keys = _open_keys(config, self.metrics)
         self._index: RedisIndex | NoIndex = NoIndex()
         if config.redis is not None:
-            self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_event)
+            self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_events.inc)
 
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
@@ -112,7 +112,7 @@ class Gateway:
             self.fleet,
             gateway_id,
             policy=config.policy,
-            on_stage=self.metrics.routed,
+            on_stage=self.metrics.route_s.observe,
             on_match=prefix_tree.add,
             observer=decisions,
         )
@@ -209,7 +209,8 @@ class Gateway:
     async def _lifespan(self, app: Application) -> AsyncIterator[None]:
         """Run the background tasks, which start again when they fail; close what is open at the end."""
         tasks = [
-            asyncio.create_task(keep_running(name, work, self.metrics.task_failed)) for name, work in self._background()
+            asyncio.create_task(keep_running(name, work, self.metrics.task_failures.inc))
+            for name, work in self._background()
         ]
         try:
             yield
@@ -256,7 +257,7 @@ class Gateway:
 def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:
     """Raises KeyFileError."""
     if config.api_keys is not None:
-        keys = KeyFile(Path(config.api_keys), on_reload=metrics.keys_reloaded)
+        keys = KeyFile(Path(config.api_keys), on_reload=metrics.key_reloads.inc)
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
     if not is_loopback(config.host):

@@ -91,7 +91,7 @@ class GenerateEndpoint(ABC):
         lease = lease_of(scope)
         if lease is not None:
             lease.take("tokens", num_prompt_tokens)
-        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.prompt_tokens.inc(by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         generations, pace = [], Pace()
         for spec in request.specs:
@@ -109,7 +109,7 @@ class GenerateEndpoint(ABC):
             context.num_output_tokens = response.num_output_tokens
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
-            self._metrics.output_tokens.inc(context.num_output_tokens)
+            self._metrics.output_tokens.inc(by=context.num_output_tokens)
             if lease is not None:
                 lease.add_tokens(context.num_output_tokens)
 
@@ -163,7 +163,7 @@ class GenerateEndpoint(ABC):
             failure = as_api_error(error)
             if failure is not error:
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
-            self._metrics.dropped(failure.code or failure.type)
+            self._metrics.drops.inc(failure.code or failure.type)
             if context.trace is not None:
                 context.trace.fail(failure)
             await writer.write(formatter.error_event(failure), more=False)

@@ -105,7 +105,7 @@ class KeyFile(WatchedFiles):
 
     interval_s = 1.0
 
-    def __init__(self, path: Path, *, on_reload: Callable[[bool], None] = lambda ok: None) -> None:
+    def __init__(self, path: Path, *, on_reload: Callable[[str], None] = lambda outcome: None) -> None:
         """Raises KeyFileError."""
         super().__init__([path])
         self._on_reload = on_reload
@@ -130,11 +130,11 @@ class KeyFile(WatchedFiles):
             entries = load_keys(path)
         except KeyFileError as error:
             log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
-            self._on_reload(False)
+            self._on_reload("rejected")
             return
         self._entries = _by_digest(entries)
         log.info("%d API keys reloaded from %s", len(self), path)
-        self._on_reload(True)
+        self._on_reload("loaded")
 
 
 def _by_digest(entries: Iterable[KeyEntry]) -> list[tuple[bytes, KeyEntry]]:

@@ -91,14 +91,15 @@ class RequestMiddleware:
             failure = as_api_error(error)
             if isinstance(failure, InternalError) and failure is not error:
                 log.exception("%s: unexpected error", context.request_id)
-            metrics.dropped(failure.code or failure.type)
+            metrics.drops.inc(failure.code or failure.type)
             if context.status:  # the answer has begun
                 raise
             await send_error(failure, send_with_headers)
         finally:
             metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s
-            metrics.answered(context.route, context.status, elapsed_s)
+            metrics.answers.inc(context.route, context.status)
+            metrics.request_s.observe(elapsed_s, context.route)
             if context.trace is not None:
                 context.trace.end(context)
             if self._access_log and (context.route != "other" or context.status >= 400):

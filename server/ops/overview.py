@@ -10,7 +10,6 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
-from prometheus_client import Counter, Gauge, Histogram
 
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
@@ -136,15 +135,15 @@ class Overview:
         return Totals(
             at_s=time.monotonic(),
             num_decisions=num_decisions,
-            prompt_tokens=_value(metrics.prompt_tokens),
-            cached_tokens=_value(metrics.cached_tokens),
-            output_tokens=_value(metrics.output_tokens) + self.num_streamed_tokens(),
+            prompt_tokens=metrics.prompt_tokens.sum(),
+            cached_tokens=metrics.cached_tokens.sum(),
+            output_tokens=metrics.output_tokens.sum() + self.num_streamed_tokens(),
             in_flight=metrics.num_in_flight,
-            ttft_counts=_buckets(metrics.ttft_s)[1],
+            ttft_counts=metrics.ttft_s.cumulative(),
         )
 
     def traffic(self) -> Traffic:
-        return Traffic(_buckets(self.metrics.ttft_s)[0])
+        return Traffic(self.metrics.ttft_s.bounds)
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:
@@ -215,17 +214,6 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> floa
             return lower + (bound - lower) * (rank - below) / (count - below)
         lower, below = bound, count
     return lower
-
-
-def _value(metric: Counter | Gauge) -> float:
-    """Return the value of a metric without labels."""
-    return float(next(iter(metric.collect())).samples[0].value)
-
-
-def _buckets(histogram: Histogram) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return upper bounds and cumulative counts of a histogram without labels."""
-    samples = [s for s in next(iter(histogram.collect())).samples if s.name.endswith("_bucket")]
-    return tuple(float(s.labels["le"]) for s in samples), tuple(s.value for s in samples)
 
 
 def _natural(name: str) -> tuple[str, int]:

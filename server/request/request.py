@@ -136,7 +136,7 @@ class Generation:
         services.retry.admit(spec)
         self._reservation = services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
         if (same := services.retokenisation.continued(self._hashes)) is not None:
-            services.metrics.continued(same=same)
+            services.metrics.continued.inc("same" if same else "other")
 
     def _account(self) -> None:
         """Release the reservation, and remember the answer for the conversation's next turn."""

@@ -156,7 +156,7 @@ class RetryPolicy:
     def refused(self, history: AttemptHistory, worker: WorkerMember, refusal: WorkerRefused) -> None:
         """Judge a refusal: the worker has begun nothing."""
         spec = history.spec
-        self._metrics.refused(refusal.status)
+        self._metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if refusal.failed.code == "queue_full":
             self.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
         if refusal.failed.code == "wrong_epoch":

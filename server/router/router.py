@@ -55,7 +55,7 @@ class Router:
         policy: str = "headstart",
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
-        on_stage: Callable[[str, float], None] = lambda stage, elapsed_s: None,
+        on_stage: Callable[[float, str], None] = lambda elapsed_s, stage: None,
         on_match: Callable[[RouteRequest, WorkerMember, int], None] = lambda request, member, num_cached_tokens: None,
         observer: RouterObserver | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Router:
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model)
         found_s = self._clock()
-        self._on_stage("lookup", found_s - begun_s)
+        self._on_stage(found_s - begun_s, "lookup")
         observer = self._observer
         if observer is not None and not observer.wants(found_s):
             observer = None
@@ -98,7 +98,7 @@ class Router:
         if not decision.best:
             raise _no_worker(decision)
         placement = self._scorer.place(decision)
-        self._on_stage("choose", self._clock() - found_s)
+        self._on_stage(self._clock() - found_s, "choose")
         if observer is not None:
             observer.decided(decision, placement, index_answered=found is not None)
         return placement

@@ -123,7 +123,7 @@ def test_empty_key_file_refuses_all(tmp_path: Path) -> None:
 def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(entry("old"))
-    outcomes: list[bool] = []
+    outcomes: list[str] = []
     keys = KeyFile(path, on_reload=outcomes.append)
     keys.reload_if_changed()
     assert outcomes == []
@@ -131,14 +131,14 @@ def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.ERROR):
         keys.reload_if_changed()
         keys.reload_if_changed()
-    assert outcomes == [False]
+    assert outcomes == ["rejected"]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert keys.find(b"old") is not None
     new = tmp_path / "new.toml"
     new.write_text(entry("new"))
     os.replace(new, path)
     keys.reload_if_changed()
-    assert outcomes == [False, True]
+    assert outcomes == ["rejected", "loaded"]
     assert keys.find(b"old") is None
     assert keys.find(b"new") is not None
     path.unlink()
