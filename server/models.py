@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 from cache.hashing import Namespace
@@ -43,7 +44,6 @@ class ServedModel:
     """One model, ready to turn requests into tokens."""
 
     name: str
-    namespace: Namespace
     bundle: TokenizerBundle
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -54,7 +54,8 @@ class ServedModel:
     created: int
     fingerprint: str
     """The namespace's, as its workers announce it."""
-    _roots: dict[bytes, BlockHash] = field(default_factory=dict)
+    root: Callable[[bytes], BlockHash]
+    """Return a tenant's root of the hash chain by its salt, from a cache: it takes a few microseconds to make."""
 
     @property
     def max_model_len(self) -> int:
@@ -65,15 +66,6 @@ class ServedModel:
         """Return the most bytes a prompt that fits can have; None when there is no bound."""
         bound = self.tokenizer.bound
         return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
-
-    def root(self, salt: bytes) -> BlockHash:
-        """Return the tenant's root of the hash chain, from a cache: it takes a few microseconds to make."""
-        root = self._roots.get(salt)
-        if root is None:
-            if len(self._roots) >= MAX_ROOTS:
-                self._roots.clear()
-            root = self._roots[salt] = self.namespace.root(salt=salt)
-        return root
 
 
 def namespace_of(bundle: TokenizerBundle) -> Namespace:
@@ -112,7 +104,6 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
     namespace = namespace_of(bundle)
     return ServedModel(
         name=bundle.model,
-        namespace=namespace,
         fingerprint=namespace.fingerprint,
         bundle=bundle,
         tokenizer=tokenizer,
@@ -120,6 +111,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
         tool_format=options.tool_format or format_of(bundle.chat_template or "") or "hermes",
         thinks=THINK in (bundle.chat_template or "") if options.thinks is None else options.thinks,
         created=int(time.time()),
+        root=lru_cache(MAX_ROOTS)(lambda salt: namespace.root(salt=salt)),
     )
 
 
@@ -157,12 +149,9 @@ class Models:
 
     def max_text_bytes(self) -> int | None:
         """Return the most bytes that strings of any useful body hold; None when there is no bound."""
-        longest = 0
-        for model in self._by_name.values():
-            if model.prompt_bytes is None:
-                return None
-            longest = max(longest, model.prompt_bytes)
-        return ESCAPED_BYTES * longest + OTHER_TEXT_BYTES if longest else None
+        bounds = [model.prompt_bytes for model in self._by_name.values()]
+        known = [bound for bound in bounds if bound is not None]
+        return ESCAPED_BYTES * max(known) + OTHER_TEXT_BYTES if known and len(known) == len(bounds) else None
 
     def max_batch_text_bytes(self) -> int | None:
         """Return `max_text_bytes` for a body with many prompts. Decoded text may take four times its bytes."""
@@ -196,14 +185,9 @@ class Models:
         except Exception as error:  # also what a strange bundle makes a library raise
             kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}
             self._failed_until_s = kept | {key: now_s + 5.0}
-            log.error(
-                "worker %s at %s: its model %s is not usable: %s",
-                member.worker_id,
-                member.url,
-                member.model,
-                error,
-                exc_info=None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error,
-            )
+            cause = None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error
+            message = "worker %s at %s: its model %s is not usable: %s"
+            log.error(message, member.worker_id, member.url, member.model, error, exc_info=cause)
             return None
         self._by_name[member.model] = model
         self._seen_s[member.model] = now_s

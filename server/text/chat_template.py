@@ -249,7 +249,7 @@ class ChatTemplate:
             role = "system"
         elif role == "function":  # the deprecated spelling of a tool's answer
             role = "tool"
-        fields: dict[str, Any] = {"role": role, "content": message_text(message.content)}
+        fields: dict[str, Any] = {"role": role, "content": _text(message.content)}
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 fields[name] = value
@@ -262,7 +262,7 @@ class ChatTemplate:
         return fields
 
 
-def message_text(content: str | Sequence[TextPart] | None) -> str:
+def _text(content: str | Sequence[TextPart] | None) -> str:
     """Join text parts by line ends: text-only templates want one string."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -292,17 +292,14 @@ def _check_arguments(request: ChatRequest) -> Steps[None]:
 
 
 def _call(id_: str, function: FunctionCall) -> dict[str, Any]:
-    written = {"name": function.name, "arguments": _arguments(function.arguments)}
-    return {"id": id_, "type": "function", "function": written}
-
-
-def _arguments(text: str) -> object:
-    """Parse OpenAI's JSON string: templates print arguments as JSON themselves."""
+    """Parse OpenAI's JSON string of arguments: templates print arguments as JSON themselves."""
     try:
-        value = json.loads(text)
+        arguments = json.loads(function.arguments)
     except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = function.arguments
+    return {"id": id_, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:

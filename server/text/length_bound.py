@@ -36,25 +36,12 @@ class LengthBound:
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that the text has at least."""
-        return -(-self._num_bytes(text) // self.token_bytes)
-
-    def _num_bytes(self, text: str) -> int:
-        if self.counts_space and not self.lost:
-            return num_bytes(text)
         total = 0
         for start in range(0, len(text), _WINDOW_CHARS):
             part = text[start : start + _WINDOW_CHARS]
             part = part if self.counts_space else "".join(part.split())
             total += len(part.encode("utf-8", "replace").translate(None, self.lost))
-        return total
-
-
-def num_bytes(text: str) -> int:
-    """Count a text's bytes in UTF-8, without a copy of a long text."""
-    if text.isascii():
-        return len(text)
-    starts = range(0, len(text), _WINDOW_CHARS)
-    return sum(len(text[start : start + _WINDOW_CHARS].encode("utf-8", "replace")) for start in starts)
+        return -(-total // self.token_bytes)
 
 
 def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
@@ -74,8 +61,9 @@ def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
         return None
     added = list(layout.get("added_tokens", ()))
     counts_space = not any(token["lstrip"] or token["rstrip"] for token in added)
-    contents = [unicodedata.normalize(form, token["content"]) for token in added for form in ("NFC", "NFD")]
-    longest = max([longest, 4, *map(num_bytes, contents), *(num_bytes(token["content"]) for token in added)])
+    written = [token["content"] for token in added]
+    contents = written + [unicodedata.normalize("NFC", content) for content in written]
+    longest = max([longest, 4, *map(_num_bytes, contents)])
     lost = bytes(byte for char, byte in BYTE_ALPHABET.items() if char not in layout["model"]["vocab"])
     return LengthBound(longest * shrink, counts_space, lost if byte_level else b"")
 
@@ -95,7 +83,7 @@ def _shrink(step: Mapping[str, Any]) -> int | None:
         case {"type": "Prepend"}:
             return 1
         case {"type": "Replace", "pattern": {"String": str(before)}, "content": str(after)} if before and after:
-            return -(-num_bytes(before) // num_bytes(after))
+            return -(-_num_bytes(before) // _num_bytes(after))
     return None
 
 
@@ -114,4 +102,8 @@ def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:
         return max(map(len, tokens)) if kind == "BPE" else None
     if not (model.get("byte_fallback") and all(f"<0x{byte:02X}>" in tokens for byte in range(256))):
         return None
-    return max(map(num_bytes, tokens))
+    return max(map(_num_bytes, tokens))
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, cast
 
-MAX_CHUNKS: Final = 200_000
 MAX_CACHED_BYTES: Final = 48 << 20
-"""Of chunks with their ids. Past either bound the cache starts over."""
+"""Bound on chunks with their ids. Past it the cache starts over."""
 MAX_CHUNK_CHARS: Final = 48
 """Longer chunks are unlikely to come again, and are not kept."""
 WINDOW_CHARS: Final = 8192
@@ -28,7 +27,6 @@ WINDOW_CHARS: Final = 8192
 _ENTRY_BYTES: Final = 200
 """A string, a list and their place in the table; an id takes 40 more."""
 _BOUNDARY: Final = re.compile(r"\S(?= )")
-_NUM_PROBES: Final = 48
 _SPLIT_PATTERNS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -54,16 +52,13 @@ def windows(text: str, num_chars: int = WINDOW_CHARS) -> Iterator[str]:
 
 
 class PretokenCache:
-    """Ids by chunk. Thread-safe: two threads that add a chunk at once add the same ids."""
+    """Ids by chunk."""
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
         self._ids: dict[str, Sequence[int]] = {}
         """Keys: of a space and a word, the word; of any other chunk, the chunk and a space."""
         self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._ids)
 
     def ids(self, text: str) -> list[int]:
         """Encode an ASCII text; cut a long one into `windows` first."""
@@ -95,7 +90,7 @@ class PretokenCache:
     def _keep(self, key: str, ids: Sequence[int]) -> None:
         if len(key) > MAX_CHUNK_CHARS:
             return
-        if len(self._ids) >= MAX_CHUNKS or self.num_bytes >= MAX_CACHED_BYTES:
+        if self.num_bytes >= MAX_CACHED_BYTES:
             self._ids = {}
             self.num_bytes = 0
         self._ids[key] = ids
@@ -152,4 +147,4 @@ def _probes() -> list[str]:
         "  \t\n\r\v\f",
         "\0\x1b\x1f\x7f",
     )
-    return ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 120))) for _ in range(_NUM_PROBES)]
+    return ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 120))) for _ in range(48)]

@@ -215,11 +215,6 @@ def _cutter(layout: dict[str, Any]) -> tuple[dict[str, int], re.Pattern[str] | N
     added = [token for token in layout.get("added_tokens", ()) if not token["normalized"]]
     ids = {token["content"]: token["id"] for token in added}
     strips = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
-    if not ids or strips or _depends_on_place(layout):
-        return ids, None
-    return ids, any_of(ids)
-
-
-def _depends_on_place(layout: dict[str, Any]) -> bool:
-    """Find a Metaspace with prepend_scheme `first`, which treats a text's first segment in another way."""
-    return '"first"' in json.dumps([layout.get("pre_tokenizer"), layout.get("normalizer")])
+    # a Metaspace with prepend_scheme `first` treats a text's first segment in another way
+    depends_on_place = '"first"' in json.dumps([layout.get("pre_tokenizer"), layout.get("normalizer")])
+    return ids, None if not ids or strips or depends_on_place else any_of(ids)

@@ -281,7 +281,7 @@ AROUND = st.sampled_from([INLINE_CHARS, WINDOW_CHARS, 2 * WINDOW_CHARS, PART_CHA
 
 @st.composite
 def long_texts(draw: st.DrawFn) -> str:
-    """Of more than a part; what could be a token, and what is none, lies about where parts and windows end."""
+    """Make a text longer than a part, with tokens and near tokens where parts and windows end."""
     text = "".join(unit * min(times, 4096 // max(1, len(unit))) for unit, times in draw(LONG))
     filler = draw(st.sampled_from(["a", "word ", " ", "<", "< ", "é ", "中", "a<"]))
     for at in draw(st.lists(AROUND, max_size=2, unique=True).map(sorted)):

@@ -15,7 +15,6 @@ from server.text.pretoken_cache import (
     _SPLIT_PATTERNS,
     MAX_CACHED_BYTES,
     MAX_CHUNK_CHARS,
-    MAX_CHUNKS,
     Encode,
     PretokenCache,
     pretoken_cache,
@@ -108,13 +107,13 @@ def test_a_tokenizer_whose_tokens_cross_spaces_has_no_cache() -> None:
     assert pretoken_cache(layout_of("gpt2"), lengths) is None, "the probes tell"
 
 
-def test_the_number_of_chunks_is_bounded() -> None:
+def test_a_full_cache_starts_over_and_long_chunks_are_not_kept() -> None:
     cache = PretokenCache(lengths)
     assert cache.ids("a" * (MAX_CHUNK_CHARS + 1) + " " + "b" * (MAX_CHUNK_CHARS + 1)) == [MAX_CHUNK_CHARS + 1, 50]
-    assert len(cache) == 0
-    cache._ids |= {str(number): [number] for number in range(MAX_CHUNKS)}
+    assert len(cache._ids) == 0
+    cache.num_bytes = MAX_CACHED_BYTES
     assert cache.ids("one more") == [3, 5]
-    assert len(cache) == 2
+    assert (len(cache._ids), cache.num_bytes) == (2, 480)
 
 
 def test_no_chunk_begins_after_white_space() -> None:
@@ -157,4 +156,4 @@ def test_the_bytes_of_chunks_are_bounded() -> None:
     for number in range(60):
         cache.ids(chr(97 + number % 26) * (number // 26 + 1))
     assert cache.num_bytes <= MAX_CACHED_BYTES + 5 * 100_000 * 40
-    assert len(cache) < 16
+    assert len(cache._ids) < 16
