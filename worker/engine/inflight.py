@@ -177,28 +177,28 @@ class InFlightBatches:
         text = "a step of %d sequences raised; its requests are run one by one"
         logger.warning(text, len(plan.chunks), exc_info=_trace(error))
         traceback.clear_frames(error.__traceback__)  # they hold the tensors for which the device had no room
-        failed: list[tuple[Request, Exception]] = []
+        failed: dict[Request, Exception] = {}
         any_returned = False
         for part in self.scheduler.retries(plan):
             request = next(iter(part.chunks)).request
-            wire = request.wire
             started_s = self.watchdog.begin_step()
             try:
                 results = self.runner.run(part.step())
             except Exception as cause:
-                extra = about(wire.request_id, wire.traceparent)
+                request_id = request.wire.request_id
+                extra = about(request_id, request.wire.traceparent)
                 text = "request %s: its step raised twice: %s"
-                logger.error(text, wire.request_id, cause, exc_info=_trace(cause), extra=extra)
+                logger.error(text, request_id, cause, exc_info=_trace(cause), extra=extra)
                 traceback.clear_frames(cause.__traceback__)
-                failed.append((request, cause))
+                failed[request] = cause
             else:
                 any_returned = True
                 returned_s = time.monotonic()
                 self._log_step(part, started_s, returned_s)
                 self._deliver(self.scheduler.update(part, results, returned_s))
         if not any_returned:
-            self._probe_or_blame(request for request, _ in failed)
-        for request, blamed in failed:
+            self._probe_or_blame(failed)
+        for request, blamed in failed.items():
             self._deliver(self.scheduler.fail(request, failed_by(blamed)))
 
     def _probe_or_blame(self, requests: Iterable[Request]) -> None:

@@ -1,8 +1,5 @@
 """The contract between scheduler and runner: input and output of one step, which mixes prefill chunks and decodes.
 
-Every sequence brings tokens to compute. The KV of each goes to its slot, and its query attends to all earlier tokens of
-its sequence through the block table.
-
     tokens of a sequence   |<- computed: start ->|<- token_ids of this step ->|<- later ->|
     KV                      read via block_table   written to slots
 

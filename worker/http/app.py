@@ -107,14 +107,12 @@ class ProgramsOnly(_Guard):
     """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
 
     Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and
-    `Accept-Language` always; gateways send none of them. A page whose own name leads to this machine (DNS rebinding)
-    reads with `Accept-Language` alone, but under a foreign Host. Gateways may use any name of a worker.
-
-    Known are `localhost`, this machine's name, `bound`, the host of `advertise_url`, and addresses that it is bound to.
+    `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name leads
+    to this machine (DNS rebinding) reads with `Accept-Language` alone, but under a foreign Host.
     """
 
     def __init__(self, app: ASGIApp, bound: str, advertise_url: str | None) -> None:
-        """`bound` is the value of --host."""
+        """Know `localhost`, this machine, `bound` (the value of --host) and the host of `advertise_url`."""
         super().__init__(app)
         advertised = urlsplit(advertise_url or "").hostname or "localhost"
         self._hosts = HostNames(bound, (socket.gethostname(), bound, advertised))
@@ -132,10 +130,7 @@ class ProgramsOnly(_Guard):
 
 
 class GenerateEndpoint:
-    """POST /generate: a refusal, or 200 and frames until End or Failed.
-
-    A pure ASGI application: it awaits the disconnect next to the stream, and aborts the request however it ends.
-    """
+    """POST /generate as pure ASGI: a refusal, or 200 and frames until End or Failed. A disconnect aborts."""
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service

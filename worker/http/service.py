@@ -1,18 +1,22 @@
-"""The worker behind its HTTP API: it loads, serves, drains and ends. Owned by the event loop."""
+"""The worker behind its HTTP API: it loads, serves, drains and ends. Owned by the event loop.
+
+The engine delivers a whole step's outputs at once, so the event loop wakes once a step, not once a token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 
 from worker.common.tracing import Tracing
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError, EventListener, RefusedError
-from worker.http.streams import OutputDispatcher, QueueLimits, Stream
+from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventListener, RefusedError, RequestKey
+from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
-from worker.wire import Failed, GenerateRequest
+from worker.wire import End, Failed, GenerateRequest, Started
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +28,18 @@ class WorkerService:
         self, metrics: WorkerMetrics, tracing: Tracing | None = None, queue_limits: QueueLimits | None = None
     ) -> None:
         self.metrics = metrics
-        self.streams = OutputDispatcher(queue_limits or QueueLimits())
+        self.queue = QueueAccounting(queue_limits or QueueLimits())
+        """The open requests whose prefill has not begun."""
         self.progress = "starting"
         self.draining = False
         self.index_problem: Callable[[], str | None] = lambda: None
         """Returns why the shared index does not know this worker's blocks, or None."""
         self._tracing = tracing
         self._engine: Engine | None = None
+        self._streams: dict[RequestKey, Stream] = {}
+        self._keys = itertools.count()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     def start(
         self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventListener | None = None
@@ -40,11 +49,12 @@ class WorkerService:
 
         def die() -> None:
             self.draining = True
-            self.streams.fail_all(Failed("worker_lost", "the engine died", retryable=True))  # other workers take over
+            lost = Failed("worker_lost", "the engine died", retryable=True)  # other workers take over
+            self._dispatch([EngineOutput(key, lost) for key in self._streams])
             on_death()
 
         self._engine = engine
-        engine.start(lambda outputs: call_soon(self.streams.dispatch, outputs), lambda error: call_soon(die), listener)
+        engine.start(lambda outputs: call_soon(self._dispatch, outputs), lambda error: call_soon(die), listener)
 
     @property
     def engine(self) -> Engine:
@@ -55,7 +65,7 @@ class WorkerService:
 
     @property
     def num_open(self) -> int:
-        return len(self.streams)
+        return len(self._streams)
 
     async def submit(self, request: GenerateRequest) -> Stream:
         """Queue the request. The caller reads the stream and gives it back to `release`. Raises RefusedError."""
@@ -68,7 +78,10 @@ class WorkerService:
         except RefusedError as refused:
             self.metrics.refusals.labels(refused.failed.code).inc()
             raise
-        stream = self.streams.open(request)
+        stream = Stream(RequestKey(next(self._keys)), request)
+        self._streams[stream.key] = stream
+        self._is_empty.clear()
+        self.queue.add(request)
         if self._tracing is not None:
             stream.trace = StreamTrace.begin(self._tracing, request)
         engine.submit(stream.key, request, prepared, None if stream.trace is None else stream.trace.steps)
@@ -76,17 +89,22 @@ class WorkerService:
 
     def release(self, stream: Stream) -> None:
         """Close a stream whose reader has gone, and abort what the engine still computes for it."""
-        if self.streams.close(stream):
+        if stream.key in self._streams:
+            self._end(stream)
             self.engine.abort(stream.key)
         if stream.trace is not None:
             stream.trace.end(stream.last)
 
     def abort(self, request_id: str, choice: int | None) -> int:
-        """Abort by the gateway's id; return the number of requests found."""
-        engine, streams = self.engine, self.streams.by_request_id(request_id)
-        for stream in streams:
-            engine.abort(stream.key, choice)
-        return len(streams)
+        """Abort by the gateway's id; return the number of requests found.
+
+        Two where a gateway repeats a request before its old connection is seen broken.
+        """
+        engine = self.engine
+        keys = [key for key, stream in self._streams.items() if stream.request.request_id == request_id]
+        for key in keys:
+            engine.abort(key, choice)
+        return len(keys)
 
     def drain(self) -> None:
         """Refuse new requests and say so in the registry. Open ones go on."""
@@ -103,7 +121,8 @@ class WorkerService:
             return
         try:
             async with asyncio.timeout(grace_s):
-                await self.streams.wait_empty()
+                while self._streams:
+                    await self._is_empty.wait()
         except TimeoutError:
             logger.warning("%d requests are given up after %.0f s", self.num_open, grace_s)
             with contextlib.suppress(EngineDeadError):  # its streams have failed already
@@ -134,6 +153,32 @@ class WorkerService:
             failed = engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):
             # A resumed request has waited its turn elsewhere, and its client reads already.
-            failed = self.streams.queue.refusal(request, engine.load.start_interval_s)
+            failed = self.queue.refusal(request, engine.load.start_interval_s)
         if failed is not None:
             raise RefusedError(failed)
+
+    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+        """Hand each stream its part of a step's outputs."""
+        for key, frame in outputs:
+            stream = self._streams.get(key)
+            if stream is None:  # its client has left
+                continue
+            stream.put(frame)
+            match frame:
+                case Started():
+                    self._start(stream)
+                case End() | Failed():
+                    stream.last = frame
+                    self._end(stream)
+
+    def _start(self, stream: Stream) -> None:
+        if not stream.started:
+            stream.started = True
+            self.queue.remove(stream.request)
+
+    def _end(self, stream: Stream) -> None:
+        self._start(stream)
+        stream.close()
+        del self._streams[stream.key]
+        if not self._streams:
+            self._is_empty.set()

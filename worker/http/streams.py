@@ -1,6 +1,4 @@
-"""The open requests on the HTTP side: outputs in from the engine thread, bytes out to the gateways.
-
-The engine delivers a whole step's outputs at once, so the event loop wakes once a step, not once a token.
+"""The stream of one request to its gateway, and the limits of the queue in front of the engine.
 
 A queue is worth having only while it drains in time. Each tenant with requests in it has an equal share of its limits:
 a flood fills its own share, and the next tenant finds room. The wait of a new request is estimated as round robin
@@ -12,13 +10,12 @@ a flood fills its own share, and the next tenant finds room. The wait of a new r
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import dataclass
 from typing import Final
 
-from worker.engine.protocol import EngineOutput, RequestKey
+from worker.engine.protocol import RequestKey
 from worker.http.tracing import StreamTrace
-from worker.wire import End, Failed, Frame, GenerateRequest, Started, pack_frame
+from worker.wire import End, Failed, Frame, GenerateRequest, pack_frame
 
 MAX_COALESCED_FRAMES: Final = 4096
 
@@ -125,72 +122,3 @@ class Stream:
         """End the stream; `take` still returns the buffered frames."""
         self.ended = True
         self._wake.set()
-
-
-class OutputDispatcher:
-    """Owns the open streams and hands each its outputs. Used by the event loop."""
-
-    def __init__(self, limits: QueueLimits) -> None:
-        self.queue = QueueAccounting(limits)
-        """The open streams whose prefill has not begun."""
-        self._open: dict[RequestKey, Stream] = {}
-        self._keys = itertools.count()
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(self, request: GenerateRequest) -> Stream:
-        """Open a stream for a request, which counts as waiting."""
-        stream = Stream(RequestKey(next(self._keys)), request)
-        self._open[stream.key] = stream
-        self._empty.clear()
-        self.queue.add(request)
-        return stream
-
-    def close(self, stream: Stream) -> bool:
-        """End a stream from this side. True: the engine still computes it, and needs an abort."""
-        if self._open.get(stream.key) is not stream:
-            return False
-        self._end(stream)
-        return True
-
-    def by_request_id(self, request_id: str) -> list[Stream]:
-        """Find streams, two where a gateway repeats a request before its old connection is seen broken."""
-        return [stream for stream in self._open.values() if stream.request.request_id == request_id]
-
-    def fail_all(self, failed: Failed) -> None:
-        """End every stream with this frame: the engine is dead."""
-        self.dispatch([EngineOutput(key, failed) for key in self._open])
-
-    async def wait_empty(self) -> None:
-        """Return once no stream is open."""
-        while self._open:
-            await self._empty.wait()
-
-    def dispatch(self, outputs: list[EngineOutput]) -> None:
-        """Hand each stream its part of a step's outputs."""
-        for key, frame in outputs:
-            stream = self._open.get(key)
-            if stream is None:  # its client has left
-                continue
-            stream.put(frame)
-            match frame:
-                case Started():
-                    self._start(stream)
-                case End() | Failed():
-                    stream.last = frame
-                    self._end(stream)
-
-    def _start(self, stream: Stream) -> None:
-        if not stream.started:
-            stream.started = True
-            self.queue.remove(stream.request)
-
-    def _end(self, stream: Stream) -> None:
-        self._start(stream)
-        stream.close()
-        del self._open[stream.key]
-        if not self._open:
-            self._empty.set()
