@@ -51,7 +51,11 @@ def build_engine(
         if 10 * done // max(1, total) > 10 * (done - 1) // max(1, total):  # every tenth of the layers
             report(f"loading layer {done} of {total}")
 
-    model = load_model(config.model, _load_options(config), on_layer)
+    device = device_of(config)
+    dtype = config.dtype or ("float32" if device == "cpu" and config.weights == "dense" else "bfloat16")
+    weights = cast(Literal["dense", "packed"], config.weights)
+    options = LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
+    model = load_model(config.model, options, on_layer)
     num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
@@ -133,13 +137,6 @@ def num_sharing(config: WorkerConfig) -> int:
         return config.local_world_size
     num_gpus = max(1, torch.cuda.device_count())
     return len(range(config.local_rank % num_gpus, config.local_world_size, num_gpus))
-
-
-def _load_options(config: WorkerConfig) -> LoadOptions:
-    device = device_of(config)
-    dtype = config.dtype or ("float32" if device == "cpu" and config.weights == "dense" else "bfloat16")
-    weights = cast(Literal["dense", "packed"], config.weights)
-    return LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
 
 
 def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:

@@ -11,8 +11,6 @@ from typing import Final, Literal
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final = ("text", "json")
-STDERR: Final = 2
-TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logging(level: str, kind: LogFormat, add_ids: Callable[[logging.LogRecord], bool] | None = None) -> None:
@@ -21,22 +19,21 @@ def configure_logging(level: str, kind: LogFormat, add_ids: Callable[[logging.Lo
     A full disk, or a pipe without a reader, costs log lines and nothing else.
     """
     logging.raiseExceptions = False
-    if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
-        os.set_blocking(STDERR, False)
+    stderr = 2
+    if stat.S_ISFIFO(os.fstat(stderr).st_mode):
+        os.set_blocking(stderr, False)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(TEXT) if kind == "text" else json_formatter())
-    if kind == "json" and add_ids is not None:
-        handler.addFilter(add_ids)
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if kind == "json":  # time, level, logger, message, the record's `extra` fields, and any traceback
+        from pythonjsonlogger.json import JsonFormatter
+
+        names = {"levelname": "level", "name": "logger"}
+        formatter = JsonFormatter("%(levelname)s %(name)s %(message)s", rename_fields=names, timestamp="time")
+        if add_ids is not None:
+            handler.addFilter(add_ids)
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-
-
-def json_formatter() -> logging.Formatter:
-    """Return a formatter of time, level, logger, message, the record's `extra` fields, and any traceback."""
-    from pythonjsonlogger.json import JsonFormatter
-
-    names = {"levelname": "level", "name": "logger"}
-    return JsonFormatter("%(levelname)s %(name)s %(message)s", rename_fields=names, timestamp="time")
 
 
 def about(request_id: str, traceparent: str = "") -> dict[str, str]:

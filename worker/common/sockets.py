@@ -59,7 +59,9 @@ class HostNames:
         self._names = {"localhost"} | {name.lower().rstrip(".") for name in names}
 
     def __contains__(self, host: str) -> bool:
-        name = host_name(host)
+        """Tell for a Host header, with or without a port."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        name = name.lower().rstrip(".")
         if name in self._names:
             return True
         address, bound = _address(name), self._bound
@@ -68,12 +70,6 @@ class HostNames:
         if bound is None or bound.is_unspecified:  # a name may stand for any address of this machine
             return True
         return address == bound or (address.is_loopback and bound.is_loopback)
-
-
-def host_name(host: str) -> str:
-    """Return a Host header without its port, in lower case."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name.lower().rstrip(".")
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
