@@ -44,8 +44,9 @@ class BatchAdmission:
         """Admit waiting sequences in the order given, and plan the first chunk of each.
 
         Stops at the first that does not fit, so that a large request is not overtaken for ever. A sequence lets others
-        pass while a running one computes its prefix. As many of its choices join as there are slots for. While another
-        tenant waits, a request gets at most half of the slots, and one that holds more yields what lets the other in.
+        pass while a running one computes its prefix, or its tenant holds too many slots. As many of its choices join as
+        there are slots for. While another tenant waits, a request gets at most half of the slots, and one that holds
+        more yields what lets the other in.
         """
         min_admitted = self._min_admitted()
         if min_admitted is not None and len(self._waiting) < min_admitted:
@@ -70,6 +71,8 @@ class BatchAdmission:
                     load.add(earlier.sequence, earlier.num_choices)
             num_fitting = load.num_tokens_left // sequence.request.max_total_tokens
             num_choices = min(num_choices, load.num_slots_left, num_fitting)
+            if num_choices <= 0 and load.holder is not None and load.holder.wire.tenant == sequence.tenant:
+                continue  # its own tenant has the slots: others behind it may take them
             if budget.left == 0 or num_choices <= 0:
                 break
             granted = self._allocate(sequence, budget, load)
@@ -156,11 +159,10 @@ class BatchAdmission:
 
         Returns its sequences, last first, and how many choices of each have to yield; empty if none can help.
         """
-        max_slots = self._limits.max_contested_slots
-        holder = next((request for request, num_held in load.num_slots.items() if num_held > max_slots), None)
+        holder = load.holder
         if holder is None or holder.wire.tenant == candidate.tenant:
             return []
-        num_spare = load.num_slots[holder] - max_slots
+        num_spare = load.num_slots[holder] - self._limits.max_contested_slots
         slots_short = num_choices - load.num_slots_left
         tokens_short = candidate.request.max_total_tokens - load.num_tokens_left
         blocks_short = self._num_blocks_short(candidate, load)
@@ -283,6 +285,12 @@ class _BatchLoad:
     @property
     def num_slots_left(self) -> int:
         return self._limits.max_num_seqs - self.num_choices
+
+    @property
+    def holder(self) -> Request | None:
+        """The request that holds more slots than it may while another tenant waits."""
+        max_slots = self._limits.max_contested_slots
+        return next((request for request, num_held in self.num_slots.items() if num_held > max_slots), None)
 
     @property
     def num_tokens_left(self) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.worker.device_streams import LateStream
@@ -202,6 +202,13 @@ arrivals = st.lists(
     num_blocks=st.sampled_from([16, 24, 400]),
     prefix_cache=st.sampled_from(["hash", "radix", "off"]),
     runs_ahead=st.booleans(),
+)
+@example(  # tenant a's next request must not stand between the slots that a holds and tenant c
+    arrivals=[(0, "a", 1, 1, 1), (6, "a", 2, 10, 1), (12, "a", 1, 1, 1), (12, "c", 2, 3, 1), (13, "c", 1, 1, 1)],
+    max_num_seqs=3,
+    num_blocks=400,
+    prefix_cache="hash",
+    runs_ahead=True,
 )
 def test_no_request_holds_more_than_half_while_others_wait(
     arrivals, max_num_seqs: int, num_blocks: int, prefix_cache, runs_ahead: bool
