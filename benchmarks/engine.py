@@ -171,7 +171,7 @@ def _environment(model: LoadedModel, options: argparse.Namespace) -> dict[str, o
     found: dict[str, object] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "model": model.name,
+        "model": model.checkpoint.name,
         "dtype": options.dtype,
         "device": options.device,
         "block_size": options.block_size,

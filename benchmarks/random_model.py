@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from worker.model.base import ModelFamily, QuantisedTensor
+from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import ModelConfig
 from worker.model.huggingface import config_from_hf
 from worker.model.load import LoadedModel, LoadOptions
@@ -50,8 +50,8 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 _STD: Final = 0.02
 
 
-class RandomCheckpoint:
-    """A `worker.model.base.Checkpoint` of no file. Its tensors are made where and as `options` want them."""
+class RandomCheckpoint(Checkpoint):
+    """No file. Its tensors are made where and as `options` want them."""
 
     path = Path()
     revision = "random"
@@ -86,12 +86,6 @@ class RandomCheckpoint:
         kind = name.removesuffix(".weight").rpartition(".")[2]
         made: dict[str, Any] = {"dtype": options.torch_dtype, "device": options.device}
         return torch.randn(sizes[kind], **made).mul_(_STD) if kind in sizes else torch.ones(hidden, **made)
-
-    def quantised(self, name: str) -> QuantisedTensor | None:
-        return None
-
-    def rope_factors(self) -> Tensor | None:
-        return None
 
 
 @torch.inference_mode()

@@ -68,8 +68,8 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
         fields = _from_folder(checkpoint.path)
     return TokenizerBundle(
         fingerprint=_fingerprint(**fields),
-        model=model.name,
-        revision=model.revision,
+        model=checkpoint.name,
+        revision=checkpoint.revision,
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         block_size=block_size,

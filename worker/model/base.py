@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,47 +27,42 @@ class QuantisedTensor:
     shape: tuple[int, int]
 
 
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
     """Weights by their Hugging Face names, whatever the file format. Tensors are read when asked for."""
 
-    @property
-    def path(self) -> Path:
-        """The GGUF file, or the folder of a Hugging Face checkpoint."""
+    path: Path
+    """The GGUF file, or the folder of a Hugging Face checkpoint."""
+    name: str
+    revision: str
+    """A commit, or a digest of the files: equal files have equal revisions on every machine."""
+    model_type: str
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def revision(self) -> str:
-        """A commit, or a digest of the files: equal files have equal revisions on every machine."""
-
-    @property
-    def model_type(self) -> str: ...
-
+    @abstractmethod
     def config(self, family: ModelFamily) -> ModelConfig:
         """Read the shape of the decoder. Raise ModelError."""
 
+    @abstractmethod
     def has(self, name: str) -> bool: ...
 
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Read a tensor, dequantised. Raise CheckpointError when there is none of this name."""
 
     def quantised(self, name: str) -> QuantisedTensor | None:
         """Read the stored blocks of a matrix. None: it is not quantised."""
+        return None
 
     def rope_factors(self) -> Tensor | None:
         """Return (head_dim / 2) divisors of the rotary frequencies if the file has them (GGUF of Llama 3)."""
+        return None
 
 
 class Decoder(Protocol):
     """A causal language model over a paged KV cache: tensors in, tensors out. It never sees a request."""
 
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether a CUDA graph can record it: it does nothing on the host that a replay would not repeat."""
+    config: ModelConfig
+    is_recordable: bool
+    """A CUDA graph can record it: it does nothing on the host that a replay would not repeat."""
 
     @property
     def weight_bytes(self) -> int:

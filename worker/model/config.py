@@ -67,18 +67,14 @@ class RopeConfig:
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
-    factor: float = 1.0  # linear, llama3, yarn
     original_max_len: int = 0  # llama3, yarn
+    factor: float = 1.0  # linear, llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: derived from factor
     truncate: bool = True  # yarn
-
-    def __post_init__(self) -> None:
-        if self.kind in ("llama3", "yarn") and self.original_max_len < 1:
-            raise CheckpointError(f"rope_parameters.original_max_position_embeddings is missing, {self.kind} needs it")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """GGUF files: metadata as a ModelConfig, tensors by their Hugging Face names.
 
-Files of architecture `llama` interleave the two halves of each head in the rows of q and k, as another convention of
-rotary embedding needs them. The stored blocks are put back in order before anything is dequantised.
+Files of architecture `llama` interleave the two halves of each head in the rows of q and k. The stored blocks are put
+back in order before anything is dequantised.
 """
 
 from __future__ import annotations
@@ -15,21 +15,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.model.base import ModelFamily, QuantisedTensor
-from worker.model.config import CheckpointError, ModelConfig, RopeConfig, RopeKind, UnsupportedModel
-from worker.model.huggingface import digest_files
+from worker.model.base import Checkpoint, ModelFamily, QuantisedTensor
+from worker.model.config import CheckpointError, ModelConfig, UnsupportedModel
+from worker.model.huggingface import config_from_hf, digest_files
 
 _UNQUANTISED: Final = frozenset({"F32", "F16", "BF16", "F64"})
 _ARCHITECTURES: Final = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _INTERLEAVED: Final = frozenset({"llama"})
 """Architectures whose rows of q and k llama.cpp interleaves."""
+_REQUIRED_FIELDS: Final = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+"""By the field of config.json: the key of the metadata, after the architecture."""
+_OPTIONAL_FIELDS: Final = {
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
+}
+_ROPE_FIELDS: Final = {
+    "rope_theta": "freq_base",
+    "rope_type": "scaling.type",
+    "factor": "scaling.factor",
+    "original_max_position_embeddings": "scaling.original_context_length",
+}
 _QUANTISATION_SUFFIX: Final = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 
 
-class GGUFCheckpoint:
-    """A `worker.model.base.Checkpoint` over one GGUF file."""
-
-    __slots__ = ("_names", "_reader", "_tensors", "metadata", "name", "path", "revision")
+class GGUFCheckpoint(Checkpoint):
+    """One GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,6 +57,7 @@ class GGUFCheckpoint:
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise CheckpointError(f"{path} is no readable GGUF file: {error}") from error
         self.metadata = Metadata(self._reader)
+        self.model_type = str(self.metadata["general.architecture"])
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if self.metadata.get("split.count", 1) != 1:
             raise UnsupportedModel(f"{path} is one part of a split GGUF: merge it with gguf-split first")
@@ -47,12 +66,27 @@ class GGUFCheckpoint:
         self._names = gguf.get_tensor_name_map(architecture, num_layers)
         self.revision = digest_files([path])
 
-    @property
-    def model_type(self) -> str:
-        return str(self.metadata["general.architecture"])
-
     def config(self, family: ModelFamily) -> ModelConfig:
-        return _config(self.model_type, self.metadata, family, has_lm_head="output.weight" in self._tensors)
+        """Translate the metadata to the fields of config.json, and read these."""
+        if self._field("expert_count"):
+            raise UnsupportedModel("mixture-of-experts models in GGUF are not supported; use the model's safetensors")
+        raw = {name: self.metadata[f"{self.model_type}.{key}"] for name, key in _REQUIRED_FIELDS.items()}
+        raw |= {name: self._field(key) for name, key in _OPTIONAL_FIELDS.items()}
+        raw["model_type"] = self.model_type
+        raw["vocab_size"] = len(self.metadata["tokenizer.ggml.tokens"])
+        raw["tie_word_embeddings"] = "output.weight" not in self._tensors
+        raw["rope_parameters"] = {name: self._field(f"rope.{key}") for name, key in _ROPE_FIELDS.items()}
+        if raw["rope_parameters"]["rope_type"] == "none":
+            raw["rope_parameters"]["rope_type"] = "default"
+        if raw["sliding_window"]:
+            raw |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * int(raw["num_hidden_layers"])}
+        config = config_from_hf(raw, family)
+        if (num_rotated := self._field("rope.dimension_count")) not in (None, config.head_dim):
+            raise UnsupportedModel(f"rope.dimension_count is {num_rotated}, the head size {config.head_dim}")
+        return config
+
+    def _field(self, key: str) -> Any:
+        return self.metadata.get(f"{self.model_type}.{key}")
 
     def has(self, name: str) -> bool:
         return self._gguf_name(name) in self._tensors
@@ -122,46 +156,3 @@ class Metadata:
 def name_of_file(path: Path) -> str:
     """`SmolLM2-135M-Instruct.Q4_1.gguf` -> `SmolLM2-135M-Instruct`"""
     return _QUANTISATION_SUFFIX.sub("", path.stem)
-
-
-def _config(architecture: str, metadata: Metadata, family: ModelFamily, *, has_lm_head: bool) -> ModelConfig:
-    if metadata.get(f"{architecture}.expert_count", 0):
-        raise UnsupportedModel("mixture-of-experts models in GGUF are not supported; use the model's safetensors")
-
-    def field(key: str, default: Any = None) -> Any:
-        full = f"{architecture}.{key}"
-        return metadata[full] if default is None else metadata.get(full, default)
-
-    num_heads, hidden_size = int(field("attention.head_count")), int(field("embedding_length"))
-    num_layers, max_len = int(field("block_count")), int(field("context_length"))
-    head_dim = int(field("attention.key_length", hidden_size // num_heads))
-    if int(field("rope.dimension_count", head_dim)) != head_dim:
-        raise UnsupportedModel(f"{architecture}.rope.dimension_count differs from the head size {head_dim}")
-    window = int(field("attention.sliding_window", 0))
-    return ModelConfig(
-        model_type=architecture,
-        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        hidden_size=hidden_size,
-        intermediate_size=int(field("feed_forward_length")),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=int(field("attention.head_count_kv", num_heads)),
-        head_dim=head_dim,
-        rms_norm_eps=float(np.float32(field("attention.layer_norm_rms_epsilon"))),
-        rope=_rope(architecture, metadata, max_len),
-        max_model_len=max_len,
-        tie_embeddings=not has_lm_head,
-        qk_norm=family.qk_norm,
-        sliding_windows=(window,) * num_layers if window else (),
-    )
-
-
-def _rope(architecture: str, metadata: Metadata, max_len: int) -> RopeConfig:
-    theta = float(metadata.get(f"{architecture}.rope.freq_base", 10_000.0))
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    factor = float(metadata.get(f"{architecture}.rope.scaling.factor", 1.0))
-    kinds: dict[str, RopeKind] = {"none": "default", "linear": "linear", "yarn": "yarn"}
-    if kind not in kinds:
-        raise UnsupportedModel(f"{architecture}.rope.scaling.type {kind!r}: only none, linear and yarn are known")
-    original = int(metadata.get(f"{architecture}.rope.scaling.original_context_length", max_len))
-    return RopeConfig(theta=theta, kind=kinds[kind], factor=factor, original_max_len=original)

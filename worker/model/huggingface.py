@@ -6,37 +6,41 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker.model.base import ModelFamily, QuantisedTensor
-from worker.model.config import CheckpointError, ModelConfig, RopeConfig, UnsupportedModel
+from worker.model.base import Checkpoint, ModelFamily
+from worker.model.config import CheckpointError, ModelConfig, RopeConfig, RopeKind, UnsupportedModel
 
 _INDEX: Final = "model.safetensors.index.json"
 _SAMPLES: Final = 256
 _SAMPLE_BYTES: Final = 4096
+_ROPE_NUMBERS: Final = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
+_NEEDED_BY_ROPE: Final = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
-class SafetensorsCheckpoint:
-    """A `worker.model.base.Checkpoint` over a folder."""
-
-    __slots__ = ("_files", "_opened", "_raw", "name", "path", "revision")
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder with config.json and safetensors files."""
 
     def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
         self.path = path
         self.name = name or path.resolve().name
         self._raw = read_json(path / "config.json")
+        self.model_type = str(self._raw.get("model_type"))
         if "auto_map" in self._raw and not self._raw.get("model_type"):
             raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
         self._files = _files_by_tensor(path)
         self._opened: dict[Path, Any] = {}
         self.revision = revision or digest_files([path / "config.json", *set(self._files.values())])
-
-    @property
-    def model_type(self) -> str:
-        return str(self._raw.get("model_type"))
 
     def config(self, family: ModelFamily) -> ModelConfig:
         return config_from_hf(self._raw, family)
@@ -52,12 +56,6 @@ class SafetensorsCheckpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from error
         return tensor
-
-    def quantised(self, name: str) -> QuantisedTensor | None:
-        return None
-
-    def rope_factors(self) -> Tensor | None:
-        return None
 
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
@@ -151,43 +149,25 @@ def _rope(raw: Mapping[str, Any], max_len: int) -> RopeConfig:
     """Read both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling`."""
     fields = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = float(fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    kind: Any = fields.get("rope_type") or fields.get("type") or "default"
     if fields.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("rope_parameters.partial_rotary_factor other than 1 is not known for this family")
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         raise UnsupportedModel("rope_parameters.mscale is not known for this family")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=float(fields["factor"]))
+    if kind not in get_args(RopeKind):
+        raise UnsupportedModel(f"rope type {kind!r}: only {', '.join(get_args(RopeKind))} are known")
+    given = {name: float(fields[name]) for name in _ROPE_NUMBERS if fields.get(name) is not None}
+    if missing := [name for name in _NEEDED_BY_ROPE.get(kind, ()) if name not in given]:
+        raise CheckpointError(f"config.json has no rope parameter {missing[0]!r}, which {kind} needs")
     original = int(fields.get("original_max_position_embeddings") or max_len)
-    if kind == "llama3":
-        return RopeConfig(
-            theta=theta,
-            kind="llama3",
-            factor=float(fields["factor"]),
-            original_max_len=original,
-            low_freq_factor=float(fields["low_freq_factor"]),
-            high_freq_factor=float(fields["high_freq_factor"]),
-        )
     if kind == "yarn":
-        attention_factor = fields.get("attention_factor")
-        return RopeConfig(
-            theta=theta,
-            kind="yarn",
-            factor=float(fields.get("factor") or max_len / original),
-            original_max_len=original,
-            beta_fast=float(fields.get("beta_fast") or 32),
-            beta_slow=float(fields.get("beta_slow") or 1),
-            attention_factor=None if attention_factor is None else float(attention_factor),
-            truncate=bool(fields.get("truncate", True)),
-        )
-    raise UnsupportedModel(f"rope type {kind!r}: only default, linear, llama3 and yarn are known")
+        given.setdefault("factor", max_len / original)
+    return RopeConfig(theta, kind, original, truncate=bool(fields.get("truncate", True)), **given)
 
 
 def _sliding_windows(raw: Mapping[str, Any], num_layers: int, family: ModelFamily) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
-    if window is None or (family.optional_window and not raw.get("use_sliding_window", False)):
+    if not window or (family.optional_window and not raw.get("use_sliding_window", False)):
         return ()
     window = int(window)
     if (layer_types := raw.get("layer_types")) is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,30 +26,30 @@ _MAX_PACKED_ROWS: Final = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4}
 _ROW_ALIGNMENT: Final = 16
 
 
-class Linear(Protocol):
+class Linear(ABC):
     """states (rows, in) -> (rows, out), in the dtype of states.
 
     `batch` says which token, and so which request, each row belongs to. None: rows are not the tokens of a batch.
     """
 
+    weight_bytes: int
+    """Bytes of weights that one product reads."""
+
+    @abstractmethod
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor: ...
 
     def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         """Return residual + the product, (rows, out): `residual` itself, written in place, or a new tensor."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one product reads."""
+        return residual.add_(self(states, batch))
 
 
-class DenseLinear:
+class DenseLinear(Linear):
     """A plain weight (out, in) with an optional bias (out)."""
-
-    __slots__ = ("bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self.weight_bytes = weight.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         return functional.linear(states, self.weight, self.bias)
@@ -57,24 +58,18 @@ class DenseLinear:
         """Without a bias: one kernel on a GPU, rounded once."""
         return residual.add_(self(states)) if self.bias is not None else residual.addmm_(states, self.weight.t())
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()
 
-
-class OneDnnLinear:
+class OneDnnLinear(Linear):
     """A dense weight in oneDNN's own blocked layout, for CPUs.
 
     The plain product converts the layout in every call. Measured on SmolLM2's shapes, one thread: about twice the speed
     in bfloat16 at any number of rows, 1.3 to 2 times in float32 from 4 rows on.
     """
 
-    __slots__ = ("bias", "packed", "weight_bytes")
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
         self.bias = bias
-        self.weight_bytes = weight.numel() * weight.element_size()
+        self.weight_bytes = weight.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
@@ -86,13 +81,11 @@ class OneDnnLinear:
         return total
 
 
-class TiledLinear:
+class TiledLinear(Linear):
     """Any product, run on the same number of rows in every call: a row's result does not depend on its neighbours.
 
     The inner product sees no `batch`: rows of a tile are not its tokens.
     """
-
-    __slots__ = ("_inner", "weight_bytes")
 
     def __init__(self, inner: Linear) -> None:
         self._inner = inner
@@ -103,11 +96,8 @@ class TiledLinear:
         padded = functional.pad(states, (0, 0, 0, -num_rows % _TILE_ROWS))
         return torch.cat([self._inner(tile) for tile in torch.split(padded, _TILE_ROWS)])[:num_rows]
 
-    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
-        return residual.add_(self(states))
 
-
-class PackedLinear:
+class PackedLinear(Linear):
     """4-bit and 8-bit weights of GGUF, kept packed for decodes in bfloat16 on a CPU: their products wait for memory.
 
     torch's int4 product takes groups of 32 with a scale and a zero, which is what a GGUF block holds: nothing is
@@ -120,8 +110,6 @@ class PackedLinear:
     An 8-bit matrix is two 4-bit matrices side by side over the same input: (out, in) becomes (out, 2 in). The packed
     product is fast for a few rows alone, so `dense` serves larger batches.
     """
-
-    __slots__ = ("_bias", "_max_rows", "_packed", "_repeats_input", "_scales_and_zeros", "dense", "weight_bytes")
 
     def __init__(self, parts: Sequence[QuantisedTensor], dense: Linear, bias: Tensor | None) -> None:
         """Stack `parts`, for which `is_packable` holds. `dense` includes the bias."""

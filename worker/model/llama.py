@@ -1,6 +1,6 @@
 """The decoder of Llama-like families (Llama, SmolLM2, Mistral, Qwen2, Qwen3) with fused projections, and its loader.
 
-    x -> norm -> [q k v] -> (q norm, k norm) -> rope -> attention -> o -> + -> norm -> mlp -> +
+    norm -> [q k v] -> (q norm, k norm) -> rope -> attention -> o -> + -> norm -> mlp -> +
 
 Queries, keys and values come out of one product, heads of q and k side by side. So one rotation serves both, and for
 Qwen3 one norm.
@@ -65,7 +65,7 @@ class LlamaDecoder:
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         hidden = functional.embedding(batch.token_ids, self.embedding)
-        rotation = self._rope.at(batch.positions)
+        rotation = self._rope(batch.positions)
         for index, layer in enumerate(self._layers):
             query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation, batch)
             attended = attention.attend(index, query, key, value, batch)

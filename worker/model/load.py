@@ -47,10 +47,6 @@ class LoadedModel:
         return self.decoder.config
 
     @property
-    def name(self) -> str:
-        return self.checkpoint.name
-
-    @property
     def numerics(self) -> str:
         """Name what decides how results round, but for the attention kernel. Below float32 the CPU's units count."""
         device = self.device.type
@@ -59,10 +55,6 @@ class LoadedModel:
         elif self.dtype != torch.float32 or self.options.weights != "dense":
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
         return f"{device}/{str(self.dtype).removeprefix('torch.')}/{self.options.weights}"
-
-    @property
-    def revision(self) -> str:
-        return self.checkpoint.revision
 
 
 def load_model(source: str, options: LoadOptions, progress: Progress = lambda done, total: None) -> LoadedModel:

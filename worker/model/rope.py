@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,70 +16,44 @@ Rotation = Callable[[Tensor, int], Tensor]
 """(num_tokens, width), n -> its first n heads, rotated, (num_tokens, n, head_dim). It may work in place."""
 
 
-class Rope(Protocol):
-    """Rotary embedding in one form."""
-
-    def at(self, positions: Tensor) -> Rotation:
-        """Return the rotation of every layer of one step; positions (num_tokens,)."""
+Rope = Callable[[Tensor], Rotation]
+"""positions (num_tokens,) -> the rotation of every layer of one step"""
 
 
-class PlainRope:
-    """The rotation in operations of torch."""
+def torch_rotation(table: Tensor, positions: Tensor) -> Rotation:
+    """Rotate in operations of torch. `table` of `rope_table` is on the model's device and in its dtype."""
+    cos, sin = table[positions].unsqueeze(2).unbind(1)  # (num_tokens, 1, head_dim) each
+    head_dim = cos.shape[-1]
 
-    __slots__ = ("_table",)
+    def rotate(states: Tensor, num_heads: int) -> Tensor:
+        heads = states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
+        return torch.addcmul(heads * cos, heads.roll(head_dim // 2, dims=-1), sin)
 
-    def __init__(self, table: Tensor) -> None:
-        """`table` of `rope_table`, on the model's device and in its dtype."""
-        self._table = table
-
-    def at(self, positions: Tensor) -> Rotation:
-        cos, sin = self._table[positions].unsqueeze(2).unbind(1)  # (num_tokens, 1, head_dim) each
-        return partial(_rotate, cos, sin)
+    return rotate
 
 
-class CompiledRope:
-    """The rotation as one compiled loop in bfloat16 on a CPU, in place."""
+def compiled_rotation(kernels: Kernels, table: Tensor, positions: Tensor) -> Rotation:
+    """Rotate in one compiled loop in bfloat16 on a CPU, in place."""
+    rows = table[positions]  # (num_tokens, 2, head_dim)
+    head_dim = rows.shape[2]
 
-    __slots__ = ("_kernels", "_table")
+    def rotate(states: Tensor, num_heads: int) -> Tensor:
+        assert states.is_contiguous()
+        kernels.rotate(states, rows, num_heads)
+        return states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
 
-    def __init__(self, kernels: Kernels, table: Tensor) -> None:
-        self._kernels = kernels
-        self._table = table
-
-    def at(self, positions: Tensor) -> Rotation:
-        rows = self._table[positions]  # (num_tokens, 2, head_dim)
-
-        def rotate(states: Tensor, num_heads: int) -> Tensor:
-            assert states.is_contiguous()
-            self._kernels.rotate(states, rows, num_heads)
-            head_dim = rows.shape[2]
-            return states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
-
-        return rotate
-
-
-class GpuRope:
-    """The rotation as one Triton kernel."""
-
-    __slots__ = ("_kernel", "_table")
-
-    def __init__(self, table: Tensor) -> None:
-        from worker.kernels.triton_ops import rotate
-
-        self._kernel = rotate
-        self._table = table
-
-    def at(self, positions: Tensor) -> Rotation:
-        return lambda states, num_heads: self._kernel(states, positions, self._table, num_heads)
+    return rotate
 
 
 def make_rope(table: Tensor, *, deterministic: bool) -> Rope:
-    """Return the fastest form for the device and dtype of `table`."""
+    """Return the fastest form for the device and dtype of `table`: on a GPU, one Triton kernel."""
     if table.is_cuda:
-        return GpuRope(table)
+        from worker.kernels.triton_ops import rotate
+
+        return lambda positions: lambda states, num_heads: rotate(states, positions, table, num_heads)
     if kernels := kernels_for(table.dtype, table.device, deterministic=deterministic):
-        return CompiledRope(kernels, table)
-    return PlainRope(table)
+        return partial(compiled_rotation, kernels, table)
+    return partial(torch_rotation, table)
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | None = None) -> Tensor:
@@ -97,26 +70,15 @@ def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | 
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1).contiguous()
 
 
-def _rotate(cos: Tensor, sin: Tensor, states: Tensor, num_heads: int) -> Tensor:
-    """Rotate by rows of `rope_table`, (num_tokens, 1, head_dim) each."""
-    head_dim = cos.shape[-1]
-    heads = states[:, : num_heads * head_dim].view(len(states), num_heads, head_dim)
-    return torch.addcmul(heads * cos, heads.roll(head_dim // 2, dims=-1), sin)
-
-
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Return (head_dim / 2) float32 frequencies, and the factor on cosine and sine."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
-    match rope.kind:
-        case "default":
-            return frequencies, 1.0
-        case "linear":
-            return frequencies / rope.factor, 1.0
-        case "llama3":
-            return _llama3(frequencies, rope), 1.0
-        case "yarn":
-            return _yarn(frequencies, rope, head_dim)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope, head_dim)
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope), 1.0
+    return frequencies / rope.factor if rope.kind == "linear" else frequencies, 1.0
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

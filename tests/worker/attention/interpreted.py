@@ -24,7 +24,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.attention.xformers_paged import XformersPagedAttention
 from worker.kernels import triton_ops as gpu_kernels
 from worker.model.config import RopeConfig
-from worker.model.rope import PlainRope, rope_table
+from worker.model.rope import rope_table, torch_rotation
 
 torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]  # the kernel enters one
 
@@ -139,7 +139,7 @@ def fused_differences(head_dim: int, num_heads: int, num_kv_heads: int) -> dict[
     fused = torch.randn(num_tokens, (num_rotated + num_kv_heads) * head_dim, generator=generator).half()
     table = rope_table(RopeConfig(), head_dim, 50).half()
     positions = torch.tensor([7, 49, 0])
-    want = PlainRope(table).at(positions)(fused, num_rotated)
+    want = torch_rotation(table, positions)(fused, num_rotated)
     got = gpu_kernels.rotate(fused, positions, table, num_rotated)
     key, value = got[:, num_heads:], fused[:, num_rotated * head_dim :].view(num_tokens, num_kv_heads, head_dim)
     slots = torch.tensor([5, 31, 0])

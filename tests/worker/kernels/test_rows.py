@@ -7,7 +7,7 @@ import torch
 
 from tests.worker.kernels.rounding import close, states
 from worker.kernels.cpu import MAX_ROWS, Kernels, RmsNormKernel
-from worker.model.rope import CompiledRope, PlainRope
+from worker.model.rope import compiled_rotation, torch_rotation
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, MAX_ROWS, MAX_ROWS + 1, 3 * MAX_ROWS])
@@ -25,9 +25,9 @@ def test_rotation_turns_its_heads_and_no_other(kernels: Kernels, head_dim: int, 
     table = states(50, 2, head_dim, seed=2)
     positions = torch.tensor([3, 0, 49, *range(num_rows - 3)]) % 50
     x = states(num_rows, 6 * head_dim)
-    want = PlainRope(table.float()).at(positions)(x.float(), 4)
+    want = torch_rotation(table.float(), positions)(x.float(), 4)
     rest = x[:, 4 * head_dim :].clone()
-    got = CompiledRope(kernels, table).at(positions)(x, 4)
+    got = compiled_rotation(kernels, table, positions)(x, 4)
     assert got.shape == (num_rows, 4, head_dim)
     assert close(got, want)
     assert torch.equal(x[:, 4 * head_dim :], rest)

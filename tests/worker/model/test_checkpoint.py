@@ -37,10 +37,10 @@ def change_config(folder: Path, **fields: Any) -> None:
 def test_a_folder(folder: Path) -> None:
     calls: list[tuple[int, int]] = []
     model = load_model(str(folder), LoadOptions(), lambda done, total: calls.append((done, total)))
-    assert model.name == "tiny-llama"
+    assert model.checkpoint.name == "tiny-llama"
     assert model.numerics == "cpu/float32/dense"
     assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert model.revision == load_model(str(folder), LoadOptions()).revision
+    assert model.checkpoint.revision == load_model(str(folder), LoadOptions()).checkpoint.revision
 
 
 def test_a_hub_snapshot_keeps_its_name_and_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
