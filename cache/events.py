@@ -31,38 +31,3 @@ class Cleared:
 
 
 BlockEvent = Stored | Removed | Cleared
-
-
-class EventLog:
-    """A pool's events in order, noted by runs of hashes; `take` makes the event objects."""
-
-    __slots__ = ("_runs",)
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[type[Stored] | type[Removed], list[BlockHash]] | Cleared] = []
-
-    def stored(self, hashes: list[BlockHash]) -> None:
-        """Note a run of hashes, parents before children."""
-        if hashes:
-            self._runs.append((Stored, hashes))
-
-    def removed(self, hashes: list[BlockHash]) -> None:
-        """Note a run of hashes, children before parents."""
-        if hashes:
-            self._runs.append((Removed, hashes))
-
-    def cleared(self) -> None:
-        """Note that the pool was reset."""
-        self._runs.append(Cleared())
-
-    def take(self) -> list[BlockEvent]:
-        """Return the events since the last call."""
-        runs, self._runs = self._runs, []
-        events: list[BlockEvent] = []
-        for run in runs:
-            if isinstance(run, Cleared):
-                events.append(run)
-            else:
-                kind, hashes = run
-                events.extend(map(kind, hashes))
-        return events

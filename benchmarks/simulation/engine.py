@@ -14,8 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest
+from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
-from cache.block_table import Allocation
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
 from server.router.placement import Placement

@@ -1,17 +1,28 @@
 """The contract of every allocator: it owns the pool of KV blocks and gives each sequence an `Allocation`.
 
 "Does not fit" is a value, not an exception, and changes nothing. A broken invariant is an AssertionError.
+Source of copy-on-write: Aphrodite / vLLM v0, CopyOnWriteTracker.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
-from cache.block_table import Allocation, BlockCopy, Pool, num_blocks_for
-from cache.events import BlockEvent
-from cache.types import BlockHash
+from cache.events import BlockEvent, Removed, Stored
+from cache.types import NULL_BLOCK, BlockHash, BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The engine must copy the KV of `source` to `destination`, in the order given, before the next forward."""
+
+    source: BlockId
+    destination: BlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,7 @@ class CacheStats:
 
 
 class Allocator(ABC):
-    """Owner of a pool of blocks 1 .. num_blocks - 1 (block 0 is the null block).
+    """Owner of the pool of blocks 1 .. num_blocks - 1; the null block 0 is never handed out.
 
     The life of a block: free -> taken by allocate/extend -> written by a forward -> committed (findable, if full)
     -> released by free -> still findable while free -> evicted when taken again.
@@ -38,37 +49,37 @@ class Allocator(ABC):
     Only `commit` makes a block findable, after the forward that wrote it has returned. A failed step never commits.
     """
 
-    __slots__ = ("_block_size", "_hit_tokens", "_live", "_pool", "_query_tokens")
+    __slots__ = (
+        *("_events", "_evictions", "_hit_tokens", "_live", "_owed_copies", "_query_tokens", "_refs"),
+        *("block_size", "num_blocks"),
+    )
 
-    def __init__(self, pool: Pool, block_size: int) -> None:
-        """Raises ValueError."""
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """`num_blocks` counts the null block. Raises ValueError."""
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self._pool = pool
-        self._block_size = block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._refs = [0] * num_blocks
+        """In how many block tables each block stands, where positive."""
         self._live: set[Allocation] = set()
+        self._owed_copies: list[BlockCopy] = []
+        self._events: list[Iterable[BlockEvent]] = []
+        self._evictions = 0
         self._query_tokens = 0
         self._hit_tokens = 0
 
     @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included."""
-        return self._pool.num_blocks
-
-    @property
+    @abstractmethod
     def num_free_blocks(self) -> int:
         """Blocks that an allocation could take, evictable ones included."""
-        return self._pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that a sequence of `num_tokens` holds."""
-        return num_blocks_for(num_tokens, self._block_size)
+        return -(-num_tokens // self.block_size)
 
-    @abstractmethod
     def allocate(
         self,
         num_tokens: int,
@@ -85,6 +96,11 @@ class Allocator(ABC):
         `hashes` is `hash_chain(root, token_ids, block_size)` if the caller has it: a waiting request is hashed once.
         The allocation holds more than `num_tokens` when more is found cached.
         """
+        allocation = self._allocate(num_tokens, token_ids, root, reuse, hashes)
+        if allocation is not None and reuse:
+            self._query_tokens += len(token_ids)
+            self._hit_tokens += allocation.num_cached_tokens
+        return allocation
 
     @abstractmethod
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
@@ -92,40 +108,205 @@ class Allocator(ABC):
 
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order. Call it after every step."""
-        return self._pool.events.take()
+        runs, self._events = self._events, []
+        return list(itertools.chain.from_iterable(runs))
 
     def take_copies(self) -> list[BlockCopy]:
         """Return the copies that the engine owes since the last call, in order."""
-        copies, self._pool.copies = self._pool.copies, []
+        copies, self._owed_copies = self._owed_copies, []
         return copies
 
+    @abstractmethod
     def held(self) -> Iterator[BlockHash]:
         """Return every findable hash, parents before children."""
-        return self._pool.held()
 
     def reset(self) -> bool:
         """Forget everything cached. False, and nothing changed, while any allocation lives."""
         if self._live:
             return False
-        self._pool.clear()
+        self._forget_all()
         return True
 
     def stats(self) -> CacheStats:
-        pool = self._pool
+        num_cached_blocks, lru_tail_age = self._cache_gauges()
         return CacheStats(
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
+            num_blocks=self.num_blocks,
+            num_free_blocks=self.num_free_blocks,
+            num_cached_blocks=num_cached_blocks,
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
-            evictions=pool.evictions,
-            lru_tail_age=pool.lru_tail_age,
+            evictions=self._evictions,
+            lru_tail_age=lru_tail_age,
         )
 
+    @abstractmethod
     def check_integrity(self) -> None:
         """Assert every invariant of the pool. Linear in its size: for tests and for idle time."""
-        self._pool.check_integrity([allocation.block_table for allocation in self._live])
 
-    def _count_query(self, num_tokens: int, num_cached_tokens: int) -> None:
-        self._query_tokens += num_tokens
-        self._hit_tokens += num_cached_tokens
+    # --- for subclasses and allocations -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _allocate(
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
+    ) -> Allocation | None: ...
+
+    @abstractmethod
+    def _take(self, count: int) -> list[BlockId] | None:
+        """Hold `count` blocks that no other table holds, or return None and change nothing."""
+
+    def _share(self, block_ids: Iterable[BlockId]) -> None:
+        """Hold these blocks for one more table."""
+        for block_id in block_ids:
+            assert self._refs[block_id] > 0, f"block {block_id} is shared but not held"
+            self._refs[block_id] += 1
+
+    @abstractmethod
+    def _release(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop one table's hold on these blocks, given in token order."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Make every block unfindable; none is held."""
+
+    @abstractmethod
+    def _cache_gauges(self) -> tuple[int, int]:
+        """Return `num_cached_blocks` and `lru_tail_age` of the statistics."""
+
+    def _stored(self, hashes: list[BlockHash]) -> None:
+        """Note events of a run of hashes, parents before children. `take_events` makes them."""
+        if hashes:
+            self._events.append(map(Stored, hashes))
+
+    def _removed(self, hashes: list[BlockHash]) -> None:
+        """Note events of a run of hashes, children before parents."""
+        if hashes:
+            self._events.append(map(Removed, hashes))
+
+    def _occurrences(self) -> list[int]:
+        """Return in how many tables each block stands: at most once in each, and the null block in none."""
+        occurrences = [0] * self.num_blocks
+        for table in (allocation.block_table for allocation in self._live):
+            assert len(set(table)) == len(table), f"a block stands twice in one table: {table}"
+            for block_id in table:
+                occurrences[block_id] += 1
+        assert occurrences[NULL_BLOCK] == 0, "the null block was handed out"
+        return occurrences
+
+
+class Allocation:
+    """One sequence's hold on the pool. Its owner frees it exactly once; a second `free` asserts.
+
+        sequence tokens   |<------ num_cached_tokens ------>|<- computed by this sequence ->|<- room ->|
+        block_table       [  7  ][ 12 ][  3  ][  9  ][  4  ][ 15 ][ 16 ][  2  ]
+                           ^ shared: ref counted, never written          ^ own: written at slots()
+
+    A fork shares every block of its sequence. A block is written only while one table holds it (copy-on-write):
+
+        after fork   a: [ 7 ][ 12 ][ 3* ]      b: [ 7 ][ 12 ][ 3* ]       * holds 5 of 16 tokens, both tables hold it
+        b.extend     a: [ 7 ][ 12 ][ 3* ]      b: [ 7 ][ 12 ][ 9* ]       copy 3 -> 9
+        a.extend     a: [ 7 ][ 12 ][ 3* ]                                 3 is a's own: nothing to copy
+    """
+
+    __slots__ = ("_allocator", "_block_ids", "_block_size", "_is_free", "_num_cached_tokens", "_num_computed")
+
+    def __init__(self, allocator: Allocator, block_ids: list[BlockId], num_cached_tokens: int = 0) -> None:
+        """Take over the hold on `block_ids`."""
+        self._allocator = allocator
+        self._block_size = allocator.block_size
+        self._block_ids = block_ids
+        self._num_cached_tokens = num_cached_tokens
+        self._num_computed = num_cached_tokens
+        self._is_free = False
+        allocator._live.add(self)
+
+    @property
+    def block_table(self) -> Sequence[BlockId]:
+        """Physical blocks in token order. It grows at its end; readers must not change it."""
+        return self._block_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found cached at `allocate`: always fewer than the prompt has."""
+        return self._num_cached_tokens
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the blocks held."""
+        return len(self._block_ids) * self._block_size
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """Return the pool positions (block id * block size + offset) of tokens start..stop-1, stop <= capacity."""
+        assert 0 <= start <= stop <= self.capacity, f"slots {start}..{stop} of {self.capacity}"
+        block_ids, size = self._block_ids, self._block_size
+        slots: list[int] = []
+        while start < stop:
+            block, offset = divmod(start, size)
+            first = block_ids[block % len(block_ids)] * size + offset
+            count = min(size - offset, stop - start)
+            slots.extend(range(first, first + count))
+            start += count
+        return slots
+
+    def extend(self, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in total, and make the blocks that will be written this sequence's own.
+
+        Call it before every step that writes, with the number of tokens that will be computed after it; after
+        `allocate` it may be left out as long as nothing was forked. False: it does not fit and nothing has changed.
+        A shared block that would be written is replaced by a copy (see `Allocator.take_copies`).
+        """
+        assert not self._is_free, "extended after it was freed"
+        block_ids, allocator, refs = self._block_ids, self._allocator, self._allocator._refs
+        shared = [index for index in self._written_next(num_tokens) if refs[block_ids[index]] > 1]
+        num_new = max(0, allocator.num_blocks_for(num_tokens) - len(block_ids))
+        if not shared and not num_new:
+            return True
+        taken = allocator._take(len(shared) + num_new)
+        if taken is None:
+            return False
+        for index, own in zip(shared, taken, strict=False):
+            source, block_ids[index] = block_ids[index], own
+            if index * self._block_size < self._num_computed:
+                allocator._owed_copies.append(BlockCopy(source, own))
+            allocator._release((source,))
+        block_ids.extend(taken[len(shared) :])
+        return True
+
+    def commit(self, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make full blocks findable: the KV of token_ids[:num_computed] is written.
+
+        `token_ids` are all tokens of the sequence so far, prompt and output; those committed earlier are unchanged.
+        """
+        assert not self._is_free, "committed after it was freed"
+        assert self._num_computed <= num_computed <= min(len(token_ids), self.capacity), (
+            f"{num_computed} tokens committed after {self._num_computed}, "
+            f"of {len(token_ids)} in blocks for {self.capacity}"
+        )
+        self._num_computed = num_computed
+        self._commit_blocks(token_ids, num_computed // self._block_size)
+
+    def fork(self) -> Self:
+        """Return another sequence with the same computed tokens, sharing every block. Never fails: it takes no block.
+
+        Commit all computed tokens before. Afterwards both sequences call `extend` before they write.
+        """
+        assert not self._is_free, "forked after it was freed"
+        self._allocator._share(self._block_ids)
+        fork = copy(self)
+        fork._block_ids = self._block_ids.copy()
+        self._allocator._live.add(fork)
+        return fork
+
+    def free(self) -> None:
+        """Release every block, tail first. Committed blocks stay findable until they are evicted."""
+        assert not self._is_free, "freed twice"
+        self._is_free = True
+        self._allocator._live.remove(self)
+        self._allocator._release(self._block_ids)
+
+    def _written_next(self, num_tokens: int) -> Iterable[int]:
+        """Return the places in the table of the tokens from the first uncomputed one up to `num_tokens`."""
+        stop = min(self._allocator.num_blocks_for(num_tokens), len(self._block_ids))
+        return range(self._num_computed // self._block_size, stop)
+
+    def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
+        """Make the first `num_full` blocks findable, which are full and written, if the allocator finds any."""

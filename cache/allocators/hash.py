@@ -3,87 +3,203 @@
 Full blocks only, prompt and output alike. Nothing is deduplicated, because a table never changes a block: two sequences
 that compute the same prefix at the same time keep two copies. A full hit leaves the last block to compute, since at
 least one token must be. So a prompt of exactly k blocks finds k - 1.
-Source: vLLM v1, KVCacheManager.
+Source: vLLM v1, KVCacheManager and BlockPool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Sequence
+from typing import Self, cast
 
-from cache.allocators.base import Allocator
-from cache.block_pool import BlockPool, BlockStore
-from cache.block_table import Allocation, num_blocks_for
+from cache.allocators.base import Allocation, Allocator
+from cache.allocators.free_queue import FreeQueue
+from cache.events import Cleared
 from cache.hashing import extend_chain, hash_chain
-from cache.types import BlockHash, BlockId
+from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
 class HashAllocator(Allocator):
-    """An `Allocator` over a `BlockPool`. Every operation is O(1) for each block it concerns."""
+    """An `Allocator` with lazy eviction. Every operation is O(1) for each block it concerns.
 
-    __slots__ = ("_store",)
+        refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
+        refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
+                                                                                            or b is in copies[hashes[b]]
 
-    _pool: BlockPool
+    A block keeps its hash while it is free and loses it when it is taken again. Blocks of equal content may coexist:
+    `cached` names the first copy, `copies` the others.
+
+    The findable hashes are prefix-closed. A block is stored after its parent, and every table that holds a block holds
+    a copy of its parent. A table is released tail first, so a parent's last copy leaves the queue after its children.
+    """
+
+    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
-        pool = BlockPool(num_blocks)
-        super().__init__(pool, block_size)
-        self._store: BlockStore = pool
-        """The place where prefixes are found. A tier below the pool would wrap the pool here."""
+        super().__init__(num_blocks, block_size)
+        self._free = FreeQueue(num_blocks)
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._cached: dict[BlockHash, BlockId] = {}
+        self._copies: dict[BlockHash, list[BlockId]] = {}
+        self._clock = 1
 
-    def allocate(
-        self,
-        num_tokens: int,
-        token_ids: Sequence[int],
-        root: BlockHash,
-        *,
-        reuse: bool = True,
-        hashes: Sequence[BlockHash] | None = None,
-    ) -> HashAllocation | None:
-        if hashes is None:
-            hashes = hash_chain(root, token_ids, self._block_size)
-        found = self._find(token_ids, hashes) if reuse else []
-        num_new = max(0, num_blocks_for(num_tokens, self._block_size) - len(found))
-        block_ids = self._store.load(found, num_new)
-        if block_ids is None:
-            return None
-        num_cached_tokens = len(found) * self._block_size
-        if reuse:
-            self._count_query(len(token_ids), num_cached_tokens)
-        return HashAllocation(self, root, list(hashes), block_ids, num_cached_tokens)
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         if hashes is None:
-            hashes = hash_chain(root, token_ids, self._block_size)
-        return len(self._find(token_ids, hashes)) * self._block_size
+            hashes = hash_chain(root, token_ids, self.block_size)
+        return len(self._find_blocks(token_ids, hashes)) * self.block_size
 
-    def _find(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
-        assert len(hashes) == len(token_ids) // self._block_size, f"{len(hashes)} hashes of {len(token_ids)} tokens"
-        leaves_none = len(hashes) * self._block_size == len(token_ids)
-        return self._store.find(hashes[:-1] if leaves_none else hashes)
+    def held(self) -> Iterator[BlockHash]:
+        return iter(self._cached)  # parents first: a dict keeps its order, and a parent enters before its child
+
+    def check_integrity(self) -> None:
+        self._free.check_integrity()
+        assert [max(refs, 0) for refs in self._refs] == self._occurrences(), (
+            "ref counts differ from the occurrences in block tables"
+        )
+        free = set(self._free)
+        assert free == {b for b, refs in enumerate(self._refs) if refs <= 0 and b != NULL_BLOCK}, "free is not unheld"
+        others = self._copies
+        copies = {block_hash: [first, *others.get(block_hash, ())] for block_hash, first in self._cached.items()}
+        assert others.keys() <= self._cached.keys(), "a copy without a first copy"
+        assert all(others.values()), "an empty list of copies"
+        findable = {block_id: block_hash for block_hash, ids in copies.items() for block_id in ids}
+        assert len(findable) == sum(map(len, copies.values())), "a block is findable under two hashes"
+        hashed = {BlockId(b): block_hash for b, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert findable == hashed, "hashed and findable differ"
+
+    def _allocate(
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
+    ) -> HashAllocation | None:
+        if chain is None:
+            chain = hash_chain(root, token_ids, self.block_size)
+        found = self._find_blocks(token_ids, chain) if reuse else []
+        block_ids = self._hold(found, max(0, self.num_blocks_for(num_tokens) - len(found)))
+        return None if block_ids is None else HashAllocation(self, root, list(chain), block_ids, len(found))
+
+    def _find_blocks(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the blocks of the longest findable prefix that leaves a token to compute."""
+        assert len(hashes) == len(token_ids) // self.block_size, f"{len(hashes)} hashes of {len(token_ids)} tokens"
+        if len(hashes) * self.block_size == len(token_ids):
+            hashes = hashes[:-1]
+        cached = self._cached
+        if not hashes or hashes[0] not in cached:
+            return []
+        found = list(map(cached.get, hashes))  # looking up blocks after a miss costs less than a test per block
+        num_found = len(found) if all(found) else found.index(None)  # all: block 0 is never findable
+        return cast(list[BlockId], found[:num_found])
+
+    def _hold(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        """Hold the blocks `found` and `num_new` others for one table, which is returned; None: they do not fit.
+
+        The blocks `found` leave the queue first, so a request never evicts its own prefix.
+        """
+        refs = self._refs
+        unheld = [block_id for block_id in found if refs[block_id] <= 0]
+        if len(unheld) + num_new > len(self._free):
+            return None
+        self._free.remove(unheld)
+        if len(unheld) < len(found):
+            for block_id in found:
+                refs[block_id] = max(refs[block_id], 0) + 1
+        else:
+            for block_id in unheld:
+                refs[block_id] = 1
+        self._clock += 1
+        return [*found, *self._evict(num_new)]
+
+    def _take(self, count: int) -> list[BlockId] | None:
+        return self._hold((), count)
+
+    def _release(self, block_ids: Sequence[BlockId]) -> None:
+        """Release blocks tail first, so that the tail is evicted first."""
+        refs, free_since = self._refs, -self._clock
+        freed = []
+        for block_id in reversed(block_ids):
+            num_refs = refs[block_id]
+            if num_refs == 1:
+                refs[block_id] = free_since
+                freed.append(block_id)
+            else:
+                assert num_refs > 1, f"block {block_id} is released but not held"
+                refs[block_id] = num_refs - 1
+        self._free.extend(freed)
+
+    def _store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """Make held and written blocks findable, parents first."""
+        own_hashes, cached = self._hashes, self._cached
+        stored = []
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if own_hashes[block_id] is not None:  # a block shared by a fork, stored by the other sequence
+                assert own_hashes[block_id] == block_hash, f"block {block_id} is findable under another hash"
+                continue
+            assert self._refs[block_id] > 0, f"block {block_id} is stored but not held"
+            own_hashes[block_id] = block_hash
+            first_copy = cached.setdefault(block_hash, block_id)
+            if first_copy == block_id:
+                stored.append(block_hash)
+            else:
+                self._copies.setdefault(block_hash, []).append(block_id)
+        self._stored(stored)
+
+    def _evict(self, count: int) -> list[BlockId]:
+        taken = self._free.pop_first(count)
+        refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
+        removed = []
+        for block_id in taken:
+            refs[block_id] = 1
+            block_hash = hashes[block_id]
+            if block_hash is None:
+                continue
+            hashes[block_id] = None
+            self._evictions += 1
+            if block_hash in copies:
+                self._forget_copy(block_id, block_hash)
+            else:
+                del cached[block_hash]
+                removed.append(block_hash)
+        self._removed(removed)
+        return taken
+
+    def _forget_copy(self, block_id: BlockId, block_hash: BlockHash) -> None:
+        others = self._copies[block_hash]
+        if self._cached[block_hash] == block_id:
+            self._cached[block_hash] = others.pop(0)
+        else:
+            others.remove(block_id)
+        if not others:
+            del self._copies[block_hash]
+
+    def _forget_all(self) -> None:
+        assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
+        self._hashes = [None] * self.num_blocks
+        self._cached = {}
+        self._copies = {}
+        self._events.append((Cleared(),))
+
+    def _cache_gauges(self) -> tuple[int, int]:
+        free_since = -self._refs[self._free.first]  # 0 for a block never used, and for the null block when none is free
+        return len(self._cached), self._clock - free_since if free_since else 0
 
 
 class HashAllocation(Allocation):
     """One sequence's blocks. The first `_num_stored` are findable under the first of `_hashes`."""
 
-    __slots__ = ("_hashes", "_num_stored", "_root", "_store")
+    __slots__ = ("_hashes", "_num_stored", "_root")
+
+    _allocator: HashAllocator
 
     def __init__(
-        self,
-        allocator: HashAllocator,
-        root: BlockHash,
-        hashes: list[BlockHash],
-        block_ids: list[BlockId],
-        num_cached_tokens: int,
+        self, allocator: HashAllocator, root: BlockHash, chain: list[BlockHash], block_ids: list[BlockId], num_hit: int
     ) -> None:
         """Take over the hold on `block_ids`."""
-        size = allocator._block_size
-        super().__init__(allocator._pool, allocator._live, size, block_ids, num_cached_tokens)
-        self._store = allocator._store
+        super().__init__(allocator, block_ids, num_hit * allocator.block_size)
         self._root = root
-        self._hashes = hashes
-        self._num_stored = num_cached_tokens // size
+        self._hashes = chain
+        self._num_stored = num_hit
 
     def fork(self) -> Self:
         fork = super().fork()
@@ -95,5 +211,5 @@ class HashAllocation(Allocation):
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
-        self._store.store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self._allocator._store(self._block_ids[first:num_full], self._hashes[first:num_full])
         self._num_stored = num_full

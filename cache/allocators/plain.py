@@ -1,21 +1,61 @@
 """No prefix cache: the allocator with caching off, and for models with a sliding window.
 
-Source: TGI v3, SimpleAllocator.
+Source: TGI v3, SimpleAllocator and RadixAllocator; their documented block ids come from the order of the free list.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from cache.allocators.base import Allocator
-from cache.block_table import Allocation, num_blocks_for
-from cache.free_list import FreeList
+from cache.allocators.base import Allocation, Allocator
 from cache.types import BlockHash, BlockId
 
 
-class PlainAllocator(Allocator):
-    """An `Allocator` over a `FreeList`; `find` finds nothing and there are no events.
+class FreeListAllocator(Allocator):
+    """Blocks are free, or held by as many tables as their ref count says. The last one released is taken first."""
+
+    __slots__ = ("_free",)
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._free = [BlockId(block_id) for block_id in range(1, num_blocks)]
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def _take(self, count: int) -> list[BlockId] | None:
+        """Take the last `count` blocks of the list, in its order."""
+        rest = len(self._free) - count
+        if rest < 0:
+            return None
+        taken = self._free[rest:]
+        del self._free[rest:]
+        for block_id in taken:
+            self._refs[block_id] = 1
+        return taken
+
+    def _release(self, block_ids: Iterable[BlockId]) -> None:
+        for block_id in block_ids:
+            assert self._refs[block_id] > 0, f"block {block_id} is released but not held"
+            self._refs[block_id] -= 1
+            if not self._refs[block_id]:
+                self._free.append(block_id)
+
+    def _check_places(self, elsewhere: Sequence[BlockId]) -> None:
+        """Assert that every block is free, or held by as many tables as it counts, or `elsewhere`."""
+        occurrences = self._occurrences()
+        for block_id in elsewhere:
+            occurrences[block_id] = 0
+        assert self._refs == occurrences, "ref counts differ from the occurrences in block tables"
+        held = [BlockId(b) for b, refs in enumerate(self._refs) if refs]
+        places = sorted([*self._free, *elsewhere, *held])
+        assert places == list(range(1, self.num_blocks)), f"a block is lost or in two places: {places}"
+
+
+class PlainAllocator(FreeListAllocator):
+    """An `Allocator` that finds nothing and has no events.
 
     With a window, a sequence holds the blocks of one window however long it grows, and its tokens go round in them:
 
@@ -30,57 +70,50 @@ class PlainAllocator(Allocator):
 
     def __init__(self, num_blocks: int, block_size: int, window_size: int | None = None) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
-        super().__init__(FreeList(num_blocks), block_size)
+        super().__init__(num_blocks, block_size)
         if window_size is not None and window_size < 1:
             raise ValueError(f"window_size must be at least 1, or None for no window, got {window_size}")
-        self._window_blocks = sys.maxsize if window_size is None else num_blocks_for(window_size, block_size)
+        self._window_blocks = sys.maxsize if window_size is None else -(-window_size // block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return min(super().num_blocks_for(num_tokens), self._window_blocks)
 
-    def allocate(
-        self,
-        num_tokens: int,
-        token_ids: Sequence[int],
-        root: BlockHash,
-        *,
-        reuse: bool = True,
-        hashes: Sequence[BlockHash] | None = None,
-    ) -> PlainAllocation | None:
-        taken = self._pool.take(self.num_blocks_for(num_tokens))
-        if taken is None:
-            return None
-        if reuse:
-            self._count_query(len(token_ids), 0)
-        return PlainAllocation(self, taken)
-
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         return 0
+
+    def held(self) -> Iterator[BlockHash]:
+        return iter(())
+
+    def check_integrity(self) -> None:
+        self._check_places(())
+
+    def _allocate(
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
+    ) -> PlainAllocation | None:
+        taken = self._take(self.num_blocks_for(num_tokens))
+        return None if taken is None else PlainAllocation(self, taken)
+
+    def _forget_all(self) -> None:
+        """Do nothing: no block is findable."""
+
+    def _cache_gauges(self) -> tuple[int, int]:
+        return 0, 0
 
 
 class PlainAllocation(Allocation):
     """One sequence's blocks, at most those of one window."""
 
-    __slots__ = ("_window_blocks",)
+    __slots__ = ()
 
-    def __init__(self, allocator: PlainAllocator, block_ids: list[BlockId]) -> None:
-        """Take over the hold on `block_ids`."""
-        super().__init__(allocator._pool, allocator._live, allocator._block_size, block_ids, 0)
-        self._window_blocks = allocator._window_blocks
+    _allocator: PlainAllocator
 
     @property
     def capacity(self) -> int:
-        return sys.maxsize if len(self._block_ids) == self._window_blocks else super().capacity
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return min(super()._num_blocks(num_tokens), self._window_blocks)
+        return sys.maxsize if len(self._block_ids) == self._allocator._window_blocks else super().capacity
 
     def _written_next(self, num_tokens: int) -> Iterable[int]:
-        num_in_window = self._num_blocks(num_tokens)
+        num_in_window = self._allocator.num_blocks_for(num_tokens)
         first = self._num_computed // self._block_size
-        stop = min(num_blocks_for(num_tokens, self._block_size), first + num_in_window)
+        stop = min(-(-num_tokens // self._block_size), first + num_in_window)
         places = {block % num_in_window for block in range(first, stop)}
         return sorted(place for place in places if place < len(self._block_ids))
-
-    def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
-        """Do nothing: no block becomes findable."""

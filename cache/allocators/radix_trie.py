@@ -44,14 +44,6 @@ class Match:
     """Those of the blocks that nothing holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """Blocks, each leaf's in their order, and their hashes, every child before its parent."""
-
-    block_ids: list[BlockId]
-    hashes: list[BlockHash]
-
-
 class RadixTrie:
     """Every key has one block. A key is a token, or the tuple of a block's tokens.
 
@@ -147,21 +139,27 @@ class RadixTrie:
         self.num_blocks += len(keys)
         return True
 
-    def evict(self, num_blocks: int) -> Evicted:
-        """Drop `num_blocks` blocks, fewer only if no more can be dropped; cut a leaf that has more, from its tail."""
-        evicted = Evicted([], [])
-        while len(evicted.block_ids) < num_blocks and (leaf := self._pop_oldest_leaf()) is not None:
-            first = max(0, len(leaf.keys) - (num_blocks - len(evicted.block_ids)))
-            evicted.block_ids.extend(leaf.block_ids[first:])
-            evicted.hashes.extend(reversed(leaf.hashes[first:]))
+    def evict(self, num_blocks: int) -> tuple[list[BlockId], list[BlockHash]]:
+        """Drop `num_blocks` blocks, or all that can be; cut a leaf that has more, from its tail.
+
+        Return the blocks, each leaf's in their order, and their hashes, every child before its parent.
+        """
+        block_ids: list[BlockId] = []
+        hashes: list[BlockHash] = []
+        while len(block_ids) < num_blocks and (leaf := self._pop_oldest_leaf()) is not None:
+            first = max(0, len(leaf.keys) - (num_blocks - len(block_ids)))
+            block_ids += leaf.block_ids[first:]
+            hashes += reversed(leaf.hashes[first:])
             self.num_blocks -= len(leaf.keys) - first
             self.num_evictable -= len(leaf.keys) - first
             if first:
                 del leaf.keys[first:], leaf.block_ids[first:], leaf.hashes[first:]
                 self._queue_if_leaf(leaf)
             else:
-                self._remove(leaf)
-        return evicted
+                assert leaf.parent is not None, "a root cannot be evicted"
+                del leaf.parent.children[leaf.keys[0]]
+                self._queue_if_leaf(leaf.parent)
+        return block_ids, hashes
 
     def oldest_access(self) -> int | None:
         """Return when the next victim was used last, or None without a victim."""
@@ -243,11 +241,6 @@ class RadixTrie:
         self.num_evictable += len(block_ids)
         self._queue_if_leaf(node)
         return node
-
-    def _remove(self, node: RadixNode) -> None:
-        assert node.parent is not None, "a root cannot be evicted"
-        del node.parent.children[node.keys[0]]
-        self._queue_if_leaf(node.parent)
 
     def _remember_root(self, node: RadixNode) -> None:
         if node.parent is None:

@@ -23,10 +23,8 @@ from hypothesis.stateful import (
 )
 
 from cache.allocators import PrefixCache, make_allocator
-from cache.allocators.base import Allocator
+from cache.allocators.base import Allocation, Allocator
 from cache.allocators.hash import HashAllocator
-from cache.block_pool import BlockPool
-from cache.block_table import Allocation
 from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
@@ -280,8 +278,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         allocator = self.allocator
         order: list[int] = []
         if isinstance(allocator, HashAllocator):
-            pool: BlockPool = allocator._pool
-            order = list(pool._free)
+            order = list(allocator._free)
         tables = [list(sequence.allocation.block_table) for sequence in self.running]
         return allocator.stats(), list(allocator.held()), tables, order
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["cache.block_pool", "server.cli", "worker.main"])
+@pytest.mark.parametrize("module", ["cache.allocators.hash", "server.cli", "worker.main"])
 @pytest.mark.parametrize("level", ["-O", "-OO"])
 def test_imports_fail_without_assertions(module: str, level: str) -> None:
     done = subprocess.run([sys.executable, level, "-c", f"import {module}"], capture_output=True, text=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache.allocators import PrefixCache, make_allocator
-from cache.allocators.base import Allocator
-from cache.block_table import Allocation, BlockCopy
+from cache.allocators.base import Allocation, Allocator, BlockCopy
 from cache.hashing import Namespace
 
 ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"tenant")

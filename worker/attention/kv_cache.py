@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cache.block_table import BlockCopy
+from cache.allocators.base import BlockCopy
 from worker.attention.base import AttentionShape
 
 _CHECKED_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NoReturn, Protocol, TypeVar
 
-from cache.block_table import BlockCopy
+from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 from worker.wire import SamplingParams, TokenLogprobs
 

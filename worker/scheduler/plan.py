@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from cache.block_table import BlockCopy
+from cache.allocators.base import BlockCopy
 from worker.engine.step import SamplingRow, SequenceStep, Step
 from worker.scheduler.request import Request, RequestChoice, TokenSequence
 

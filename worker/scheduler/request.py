@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
-from cache.block_table import Allocation
+from cache.allocators.base import Allocation
 from cache.hashing import extend_chain
 from cache.types import BlockHash
 from worker.engine.protocol import RequestKey

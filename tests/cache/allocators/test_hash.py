@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache.allocators.hash import HashAllocation, HashAllocator
+from cache.allocators.base import Allocation
+from cache.allocators.hash import HashAllocator
 from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
@@ -17,13 +18,13 @@ OTHER_ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"another ten
 
 def allocate(
     allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash = ROOT, num_tokens: int | None = None
-) -> HashAllocation:
+) -> Allocation:
     allocation = allocator.allocate(num_tokens or len(token_ids), token_ids, root)
     assert allocation is not None
     return allocation
 
 
-def compute(allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash = ROOT) -> HashAllocation:
+def compute(allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash = ROOT) -> Allocation:
     allocation = allocate(allocator, token_ids, root)
     allocation.commit(token_ids, len(token_ids))
     return allocation

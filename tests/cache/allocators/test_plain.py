@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from cache.allocators.plain import PlainAllocation, PlainAllocator
-from cache.block_table import BlockCopy
+from cache.allocators.base import Allocation, BlockCopy
+from cache.allocators.plain import PlainAllocator
 from cache.hashing import Namespace
 
 ROOT = Namespace("model", "main", "tokenizer", 2).root(salt=b"")
 
 
-def allocate(allocator: PlainAllocator, num_tokens: int) -> PlainAllocation:
+def allocate(allocator: PlainAllocator, num_tokens: int) -> Allocation:
     allocation = allocator.allocate(num_tokens, range(num_tokens), ROOT)
     assert allocation is not None
     return allocation

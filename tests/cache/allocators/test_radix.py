@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache.allocators.radix import RadixAllocation, RadixAllocator
+from cache.allocators.base import Allocation
+from cache.allocators.radix import RadixAllocator
 from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from tests.block_events import replay
@@ -21,22 +22,20 @@ OTHER_ROOT = Namespace("model", "main", "tokenizer", 1).root(salt=b"another tena
 MORE = 99
 
 
-def allocate(
-    allocator: RadixAllocator, num_tokens: int, prompt: Sequence[int], *, reuse: bool = True
-) -> RadixAllocation:
+def allocate(allocator: RadixAllocator, num_tokens: int, prompt: Sequence[int], *, reuse: bool = True) -> Allocation:
     allocation = allocator.allocate(num_tokens, [*prompt, MORE], ROOT, reuse=reuse)
     assert allocation is not None
     return allocation
 
 
-def finish(allocation: RadixAllocation, prompt: Sequence[int]) -> None:
+def finish(allocation: Allocation, prompt: Sequence[int]) -> None:
     allocation.commit(prompt, len(prompt))
     allocation.free()
 
 
 def num_unused(allocator: RadixAllocator) -> int:
     """Count blocks that are neither held nor findable."""
-    return allocator.num_free_blocks - allocator._pool.trie.num_evictable
+    return allocator.num_free_blocks - allocator.trie.num_evictable
 
 
 def test_prefix_is_reused() -> None:
@@ -163,7 +162,7 @@ def test_generated_tokens_extend_one_node() -> None:
         allocation.commit(tokens, len(tokens))
         tokens.append(token)
         assert allocation.extend(len(tokens))
-    assert len(list(allocator._pool.trie.nodes())) == 2
+    assert len(list(allocator.trie.nodes())) == 2
     assert allocator.find(tokens, ROOT) == 11
     allocator.check_integrity()
 
@@ -203,10 +202,10 @@ def test_statistics() -> None:
     stats = allocator.stats()
     assert (stats.query_tokens, stats.hit_tokens, stats.evictions) == (10, 3, 3)
     assert (stats.num_free_blocks, stats.num_cached_blocks) == (5, 1)
-    before = allocator._pool.trie.time
+    before = allocator.trie.time
     finish(allocate(allocator, 2, [8]), [8])
     later = allocator.stats()
-    assert later.lru_tail_age - stats.lru_tail_age == allocator._pool.trie.time - before > 0
+    assert later.lru_tail_age - stats.lru_tail_age == allocator.trie.time - before > 0
 
 
 def test_fork_without_reuse_commits_after_the_first_copies_were_evicted() -> None:

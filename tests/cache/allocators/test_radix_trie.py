@@ -55,16 +55,16 @@ def test_eviction_cuts_leaves() -> None:
     insert(trie, 0, 1, 2, 3, 5, 6, 7)
     insert(trie, 0, 1, 2, 3, 4)
     insert(trie, 1, 2, 3)
-    assert trie.evict(1).block_ids == [7]
+    assert trie.evict(1)[0] == [7]
     assert find(trie, 0, 1, 2, 3, 5, 6, 7) == [0, 1, 2, 3, 5, 6]
     find(trie, 0, 1, 2, 3, 4)
     find(trie, 1, 2, 3)
-    assert trie.evict(2).block_ids == [5, 6]
+    assert trie.evict(2)[0] == [5, 6]
     assert find(trie, 0, 1, 2, 3, 5, 6, 7) == [0, 1, 2, 3]
     find(trie, 1, 2, 3)
-    assert trie.evict(3).block_ids == [4, 3, 2]
+    assert trie.evict(3)[0] == [4, 3, 2]
     assert find(trie, 0, 1, 2, 3, 4) == [0, 1]
-    assert trie.evict(10).block_ids == [1, 2, 3, 0, 1]
+    assert trie.evict(10)[0] == [1, 2, 3, 0, 1]
     trie.check_integrity([])
     assert trie.num_blocks == 0
 
@@ -83,11 +83,11 @@ def test_rest_of_a_partly_held_node_is_evictable() -> None:
     assert (match.block_ids, match.num_evictable) == ([0, 1], 2)
     held = trie.hold(match)
     assert trie.num_evictable == 2
-    assert trie.evict(10).block_ids == [2, 3]
+    assert trie.evict(10)[0] == [2, 3]
     trie.check_integrity([held])
     trie.release(held)
     assert trie.num_evictable == 2
-    assert trie.evict(10).block_ids == [0, 1]
+    assert trie.evict(10)[0] == [0, 1]
 
 
 def test_hold_on_a_split_node_covers_both_parts() -> None:
@@ -96,7 +96,7 @@ def test_hold_on_a_split_node_covers_both_parts() -> None:
     held = trie.hold(trie.match(trie.root(), [0, 1, 2, 3]))
     insert(trie, 0, 1, 8)
     assert trie.num_evictable == 1
-    assert trie.evict(10).block_ids == [8]
+    assert trie.evict(10)[0] == [8]
     trie.check_integrity([held])
     trie.release(held)
     assert trie.num_evictable == 4

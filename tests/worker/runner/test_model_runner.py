@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache.block_table import BlockCopy
+from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
 from worker import loader as assembly

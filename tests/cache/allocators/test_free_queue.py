@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.free_queue import FreeQueue
+from cache.allocators.free_queue import FreeQueue
 
 
 def test_queue_starts_in_id_order() -> None:
