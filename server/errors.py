@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import msgspec
 from starlette.exceptions import HTTPException
 
-from server.router.placement import NoWorkerError
+from server.router.types import NoWorkerError
 
 _NO_ROUTE: Final = (
     "There is no such route. This server offers /v1/chat/completions, /v1/completions, /v1/responses, "

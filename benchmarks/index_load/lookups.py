@@ -20,8 +20,8 @@ from cache.redis_index import RedisIndex
 from cache.redis_index.client import RedisClient, pack
 from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
-from server.router.placement import RouteRequest
 from server.router.router import Router
+from server.router.types import RouteRequest
 from server.workers.client import WorkerLost
 from server.workers.fleet import Fleet
 

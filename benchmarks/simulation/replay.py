@@ -24,9 +24,9 @@ from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.router.cost import CostModel
-from server.router.placement import PlacementTracker, RouteRequest
+from server.router.placement import Scorer
 from server.router.policies import Policy
-from server.router.scoring import Scorer
+from server.router.types import RouteRequest
 
 MODEL = "simulated"
 POOLED = "pooled"
@@ -83,22 +83,22 @@ class Replay:
             self._make_gateway(GatewayId(f"gateway-{number}"), make_policy(), random.Random(rng.getrandbits(64)))
             for number in range(settings.num_gateways)
         ]
-        self._guards: list[str | None] = [None] * settings.num_workers
         self._ttft_s: dict[int, float] = {}
         self._cached: dict[int, tuple[int, int]] = {}
         self._arrivals: list[int] = []
 
     def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
         settings = self._settings
-        tracker = PlacementTracker(
+        return gateway_id, Scorer(
+            gateway_id,
+            policy,
             lambda: self._now_s,
+            rng,
             cost=settings.cost,
             count_pending=settings.count_pending,
             publish_delay_s=settings.index_delay_s + settings.report_s,
+            fifo=not settings.shared_engine,
         )
-        for worker in self._workers:
-            tracker.estimate(worker.member).fifo = not settings.shared_engine
-        return gateway_id, Scorer(gateway_id, policy, tracker, rng)
 
     def _make_workers(self) -> list[SimulatedWorker]:
         settings, workload = self._settings, self._workload
@@ -148,7 +148,7 @@ class Replay:
         self._arrivals.append(request.number)
         gateway_id, scorer = self._gateway_rng.choice(self._gateways)
         route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes)
-        placement = scorer.place(scorer.decide(route, self._candidates(request), self._guards))
+        placement = scorer.place(scorer.decide(route, self._candidates(request)))
         number = int(placement.worker.worker_id[-2:])
         worker = self._workers[number]
         worker.submit(Job(request, gateway_id, self._now_s, placement, session, turn), self._now_s)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from cache.types import BlockHash, WorkerId
-from server.router.placement import RouteRequest, WorkerView
 from server.router.policies import FleetView, Policy
+from server.router.types import RouteRequest, WorkerView
 
 _MAX_BLOCKS: Final = 1 << 20
 

@@ -11,8 +11,8 @@ from collections import deque
 from typing import Any, Final
 
 from server.rates import TokenBucket
-from server.router.placement import Placement, WorkerView
-from server.router.scoring import Decision
+from server.router.placement import Decision, Placement
+from server.router.types import WorkerView
 
 PER_S: Final = 16.0
 BURST: Final = 8.0

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.records import Candidate
 from server.router.router import Router
-from server.workers.fleet import Fleet
+from server.workers.fleet import Fleet, state_of
 
 
 class FleetMetrics(Collector):
@@ -34,7 +33,7 @@ class FleetMetrics(Collector):
         yield GaugeMetricFamily(
             "headstart_requests_booked",
             "Requests of this gateway that are at workers.",
-            float(self._router.tracker.num_outstanding()),
+            float(self._router.scorer.num_outstanding()),
         )
         workers = GaugeMetricFamily("headstart_workers", "Live workers by state.", labels=("model", "state"))
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", labels=("model_name",))
@@ -43,8 +42,9 @@ class FleetMetrics(Collector):
         pools = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV pools.", labels=("model_name", "block_size", "num_gpu_blocks")
         )
+        broken = self._fleet.broken()
         for model, candidates in by_model.items():
-            states = [self._state(candidate) for candidate in candidates]
+            states = [state_of(candidate, broken) for candidate in candidates]
             for state in ("serving", "draining", "broken"):
                 workers.add_metric((model, state), states.count(state))
             loads = [candidate.load for candidate in candidates]
@@ -56,8 +56,3 @@ class FleetMetrics(Collector):
             for block_size in sorted({candidate.member.block_size for candidate in candidates}):
                 pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
         yield from (workers, waiting, running, usage, pools)
-
-    def _state(self, candidate: Candidate) -> str:
-        if candidate.load.draining:
-            return "draining"
-        return "broken" if self._fleet.broken(candidate.member.worker_id) else "serving"

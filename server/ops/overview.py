@@ -19,7 +19,7 @@ from server.errors import NotFoundError, UnavailableError
 from server.metrics import GatewayMetrics
 from server.ops.prefix_tree import PrefixTree, SharedPrefix
 from server.router.router import Router
-from server.workers.fleet import Fleet, NoIndex
+from server.workers.fleet import Fleet, NoIndex, state_of
 
 RATE_WINDOW_S: Final = 5.0
 QUANTILE_WINDOW_S: Final = 60.0
@@ -86,8 +86,7 @@ class Overview:
     def _row(self, member: WorkerMember, candidate: Candidate | None, entry: RegistryEntry | None) -> dict[str, Any]:
         state, load = "lost", None
         if candidate is not None:
-            state = "broken" if self.fleet.broken(member.worker_id) else "serving"
-            state = "draining" if candidate.load.draining else state
+            state = state_of(candidate, self.fleet.broken())
             load = {
                 "running": candidate.load.num_running,
                 "waiting": candidate.load.num_waiting,
@@ -106,7 +105,7 @@ class Overview:
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
             "state": state,
-            "hit_rate": self.router.tracker.hit_rate(member.worker_id),
+            "hit_rate": self.router.scorer.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
             "load": load,

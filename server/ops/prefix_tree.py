@@ -15,7 +15,7 @@ from typing import Any, Final
 from cache.hashing import index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
-from server.router.placement import RouteRequest
+from server.router.types import RouteRequest
 
 MAX_MATCHES: Final = 2048
 MAX_BLOCKS: Final = 1 << 16

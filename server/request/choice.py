@@ -10,7 +10,7 @@ from msgspec import Struct
 from cache.hashing import hash_chain
 from cache.types import BlockHash, WorkerIncarnation
 from server.models import ServedModel
-from server.router.placement import RouteRequest
+from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
 from worker.wire import ChoiceState, Finished, SamplingParams, TokenLogprobs, Tokens
 

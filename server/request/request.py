@@ -26,8 +26,9 @@ from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.limits import PromptTokenLimiter, Reservation
 from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, backpressure_error, no_worker_error
 from server.request_context import attempt, stage
-from server.router.placement import NoWorkerError, Placement
+from server.router.placement import Placement
 from server.router.router import Router
+from server.router.types import NoWorkerError
 from server.text.retokenisation import RetokenisationCheck
 from server.tracing import AttemptTrace
 from server.workers.client import GenerateStream, WorkerClient, WorkerLost, WorkerRefused

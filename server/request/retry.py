@@ -30,7 +30,7 @@ from server.errors import (
 from server.metrics import GatewayMetrics
 from server.request.choice import GenerationSpec
 from server.request.limits import BackpressureCache, PoisonCache, RetryBudget
-from server.router.placement import NoWorkerError
+from server.router.types import NoWorkerError
 from server.workers.client import StaleConnection, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
 from worker.wire import Failed

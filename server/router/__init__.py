@@ -1,7 +1,7 @@
 """Which worker gets a request.
 
 router            index + fleet + scorer -> Placement     policies        the rules: headstart and simpler ones
-placement         RouteRequest, WorkerView, Placement     cost            the cost in seconds, pure
-scoring           one decision, without I/O               load_tracker    the load of each worker, estimated
+placement         one decision and its Placement          cost            the cost in seconds, pure
+types             RouteRequest, WorkerView                load_tracker    the load of each worker, estimated
 pending_prefixes  blocks that are being computed          index_accuracy  precision and recall of the index
 """

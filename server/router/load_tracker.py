@@ -102,7 +102,8 @@ class WorkerLoadEstimate:
         """New blocks of own requests that no report includes yet."""
         self._begun: deque[tuple[float, int]] = deque()
         """When own prefills began, and their new blocks, until a report includes them."""
-        self._reported_s = -math.inf
+        self.reported_s = -math.inf
+        """When the last report was written."""
         self._others_s = 0.0
         self._others_seen_s = -math.inf
         self._tokens_per_s = 0.0
@@ -134,13 +135,15 @@ class WorkerLoadEstimate:
             request.started_s = now_s
             self._begun.append((now_s, request.num_new_blocks))
 
-    def first_token(self, request: ActiveRequest) -> None:
-        """Take it from the queue: its prefill is over."""
-        if request in self._queue:
-            del self._queue[request]
-            if request.started_s is None:
-                self._num_arriving_blocks -= request.num_new_blocks
-            self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
+    def first_token(self, request: ActiveRequest) -> bool:
+        """Take it from the queue: its prefill is over. Return False if it was taken before."""
+        if request not in self._queue:
+            return False
+        del self._queue[request]
+        if request.started_s is None:
+            self._num_arriving_blocks -= request.num_new_blocks
+        self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
+        return True
 
     def close(self, request: ActiveRequest) -> bool:
         """Forget it. Return False if it was closed before."""
@@ -154,9 +157,9 @@ class WorkerLoadEstimate:
 
     def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:
         """Take in a report written at `written_s` of our clock; ignore one that is not newer than the last."""
-        if written_s <= self._reported_s:
+        if written_s <= self.reported_s:
             return
-        self._reported_s = written_s
+        self.reported_s = written_s
         self._others_s = sum(seconds for gateway, seconds in load.queued_prefill_s.items() if gateway != gateway_id)
         if self._others_s > 0.0:
             self._others_seen_s = written_s
@@ -167,7 +170,7 @@ class WorkerLoadEstimate:
 
     def num_arriving_blocks(self, now_s: float) -> int:
         """Return the blocks that own requests hold, or will hold, beyond those of the last report."""
-        reported_s = max(self._reported_s, now_s - _MAX_UNSEEN_S)
+        reported_s = max(self.reported_s, now_s - _MAX_UNSEEN_S)
         while self._begun and self._begun[0][0] <= reported_s:
             self._num_arriving_blocks -= self._begun.popleft()[1]
         return self._num_arriving_blocks
@@ -191,7 +194,7 @@ class WorkerLoadEstimate:
         """Return for how long others may have sent work that no report shows yet; 0 without other gateways."""
         if now_s - self._others_seen_s > _OTHERS_MEMORY_S:
             return 0.0
-        return min(_MAX_UNSEEN_S, max(0.0, now_s - self._reported_s))
+        return min(_MAX_UNSEEN_S, max(0.0, now_s - self.reported_s))
 
     def _fifo_queue_s(self, now_s: float) -> float:
         own_s = self.queued_s
@@ -239,5 +242,5 @@ class WorkerLoadEstimate:
         """Return what is left of the other gateways' work, computed in proportion with `own_s` of ours."""
         others_s = self._others_s
         if others_s > 0.0:
-            others_s -= (now_s - self._reported_s) * others_s / (others_s + own_s)
+            others_s -= (now_s - self.reported_s) * others_s / (others_s + own_s)
         return max(0.0, others_s)

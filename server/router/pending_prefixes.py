@@ -19,14 +19,13 @@ class PendingPrefix:
 
     incarnation: WorkerIncarnation
     hashes: Sequence[BlockHash]
-    present: bool = True
 
 
 class PendingPrefixes:
     """Blocks of requests just routed: they count as cached before the index knows them.
 
         add -> first token -> confirm -> present for the publish delay -> gone: the index has them
-            -> failure     -> remove  -> gone at once
+            -> failure     -> cancel  -> gone at once
 
     A TTL ends the entries of requests that never end.
     """
@@ -53,12 +52,19 @@ class PendingPrefixes:
         if self._open.pop(prefix, None) is not None:
             self._confirmed.append((now_s + self._publish_delay_s, prefix))
 
-    def remove(self, prefix: PendingPrefix) -> None:
-        """Remove the entry; a second call changes nothing."""
-        if not prefix.present:
-            return
-        prefix.present = False
-        self._open.pop(prefix, None)
+    def cancel(self, prefix: PendingPrefix) -> None:
+        """Remove the entry if it has had no first token."""
+        if self._open.pop(prefix, None) is not None:
+            self._remove(prefix)
+
+    def expire(self, now_s: float) -> None:
+        """Remove the entries whose time is over. Call it before `match`."""
+        while self._confirmed and self._confirmed[0][0] <= now_s:
+            self._remove(self._confirmed.popleft()[1])
+        while self._open and next(iter(self._open.values())) <= now_s:
+            self.cancel(next(iter(self._open)))
+
+    def _remove(self, prefix: PendingPrefix) -> None:
         blocks = self._num_references[prefix.incarnation]
         for block_hash in prefix.hashes:
             count = blocks[block_hash] - 1
@@ -68,13 +74,6 @@ class PendingPrefixes:
                 del blocks[block_hash]
         if not blocks:
             del self._num_references[prefix.incarnation]
-
-    def expire(self, now_s: float) -> None:
-        """Remove the entries whose time is over. Call it before `match`."""
-        while self._confirmed and self._confirmed[0][0] <= now_s:
-            self.remove(self._confirmed.popleft()[1])
-        while self._open and next(iter(self._open.values())) <= now_s:
-            self.remove(next(iter(self._open)))
 
     def match(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that is pending there. What is present is prefix-closed."""

@@ -1,95 +1,54 @@
-"""The router's request, its view of a worker, and its answer.
+"""One decision, without I/O: what each worker would cost, which one is chosen, and what the choice adds there.
 
-router.place(RouteRequest) -> Placement     counted at the worker from the decision on
-placement.prefill_started(num_cached)       the worker took it from its queue
-placement.first_token()                     its prefill is over
-placement.close()                           it has ended, however: call it exactly once
+    candidates + load estimates + pending prefixes -> WorkerViews -> policy -> the least score -> Placement
+
+A placement counts from the decision on, so a burst sees its own picks. The routing benchmark drives this module in
+simulated time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Container, Sequence
 from typing import Final, Protocol
 
-from cache.records import WorkerLoad, WorkerMember
-from cache.types import BlockHash, WorkerId, WorkerIncarnation
+import msgspec
+
+from cache.records import Candidate, WorkerMember
+from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
 from server.router.cost import CostModel
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
+from server.router.policies import FleetView, Policy
+from server.router.types import RouteRequest, WorkerView
 
+_MIN_TOKENS_PER_S: Final = 1e-3
+"""Reports come from Redis, where anybody may have written them: lower rates make sums of seconds infinite."""
+DEFAULT_PREFILL_TOKENS_PER_S: Final = 2000.0
+"""For a fleet in which no worker has measured its rate."""
+MIN_RELEASED_BLOCKS: Final = 1e-3
+"""With fewer, after decay, the mean residency is unknown."""
 PUBLISH_DELAY_S: Final = 0.3
 """From a worker's first token until the index is sure to know the prompt's blocks."""
 PENDING_TTL_S: Final = 900.0
+FORGET_S: Final = 600.0
+"""The estimate of an idle worker may be dropped after so long without a report."""
+MIN_ESTIMATES: Final = 64
+"""With fewer, none is dropped."""
+MAX_WAITING: Final = 1024
+"""A worker with so many requests in its queue gets no more."""
+QUEUE_FULL: Final = "queue full"
+BREAKER: Final = "breaker open"
 
 
-class NoWorkerError(Exception):
-    """No worker can take this request now. Try again after `retry_after_s`; `contended`: 429 rather than 503."""
+class Decision(msgspec.Struct, eq=False):
+    """Every worker as it was seen and scored for one request, and those with the least score."""
 
-    def __init__(self, message: str, *, contended: bool, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.contended = contended
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """The parts of a request that decide where it goes."""
-
-    request_id: str
-    model: str
-    num_prompt_tokens: int
-    hashes: Sequence[BlockHash]
-    """The prompt's full blocks. The last token is always computed, so a match never covers the whole prompt."""
-    numerics: str | None = None
-    """Only workers of this numerics class: the request resumes a stream."""
-    excluded: frozenset[WorkerIncarnation] = frozenset()
-    """Workers that have failed this request. One that has restarted since may have it."""
-    affinity_key: str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class WorkerView:
-    """One worker as one decision sees it, and what the request would cost there."""
-
-    member: WorkerMember
-    load: WorkerLoad
-    """Its last report."""
-    estimate: WorkerLoadEstimate
-    index_tokens: int
-    """Prompt tokens cached there, as the index says."""
-    pending_tokens: int
-    """Prompt tokens that requests on their way bring there."""
-    matched_tokens: int
-    """Prompt tokens that count as cached there, of full blocks."""
-    prefill_tokens_per_s: float
-    prefill_s: float
-    """Prefill time of this request there."""
-    queue_s: float
-    """Delay of its first token by the prefills there."""
-    num_displaced: float
-    """Prefills there that it would delay."""
-    kv_wait_s: float
-    """Wait until its blocks fit into the pool there."""
-    recent_s: float
-    """Prefill seconds assigned to the worker, decayed over a minute."""
-    unseen_s: float
-    """Age of what is known of other gateways' requests there; 0 without other gateways."""
-    guard: str | None = None
-    """Why the worker cannot take the request."""
-    score: float | None = None
-    """The policy's; None for a guarded worker."""
-
-    @property
-    def num_outstanding(self) -> int:
-        """Requests there that have not ended: a report may include this gateway's own."""
-        return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests there without a first token."""
-        return max(self.estimate.num_queued, self.load.num_waiting)
+    request: RouteRequest
+    workers: Sequence[WorkerView]
+    best: Sequence[WorkerView] = ()
+    """Empty when every worker is guarded."""
 
 
 class PlacementObserver(Protocol):
@@ -103,8 +62,8 @@ class PlacementObserver(Protocol):
 class Placement:
     """One request at the worker chosen for it. Methods may be called in any state; each counts once."""
 
-    def __init__(self, tracker: PlacementTracker, request: RouteRequest, view: WorkerView) -> None:
-        member, now_s = view.member, tracker.clock()
+    def __init__(self, scorer: Scorer, request: RouteRequest, view: WorkerView) -> None:
+        member, now_s = view.member, scorer.clock()
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
         num_new_blocks = num_blocks - view.matched_tokens // member.block_size
         self.request = request
@@ -113,87 +72,134 @@ class Placement:
         """Prompt tokens that were believed to be cached there."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the worker found cached, once its prefill has started."""
-        self._tracker = tracker
+        self._scorer = scorer
         self._estimate = view.estimate
         self._prefill_tokens_per_s = view.prefill_tokens_per_s
         self._active = view.estimate.add(view.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks)
         self._pending = None
-        if tracker.count_pending and request.hashes:
-            self._pending = tracker.pending.add((member.worker_id, member.epoch), request.hashes, now_s)
-        self._saw_token = False
+        if scorer.count_pending and request.hashes:
+            self._pending = scorer.pending.add((member.worker_id, member.epoch), request.hashes, now_s)
 
     def prefill_started(self, num_cached_tokens: int) -> None:
         """Start the prefill: the worker took the request from its queue and found so many tokens cached."""
         if self.num_cached_tokens is not None:
             return
         self.num_cached_tokens = num_cached_tokens
-        tracker = self._tracker
-        num_uncached = max(0, self.request.num_prompt_tokens - num_cached_tokens)
-        prefill_s = tracker.cost.prefill_s(num_uncached, self._prefill_tokens_per_s)
-        now_s = tracker.clock()
-        self._estimate.start(self._active, prefill_s, now_s)
-        self._estimate.hit_rate.add(num_cached_tokens, self.request.num_prompt_tokens, now_s)
-        if tracker.observer is not None:
-            tracker.observer.prefill_started(self, num_cached_tokens)
+        scorer, num_prompt_tokens = self._scorer, self.request.num_prompt_tokens
+        now_s = scorer.clock()
+        num_uncached = max(0, num_prompt_tokens - num_cached_tokens)
+        self._estimate.start(self._active, scorer.cost.prefill_s(num_uncached, self._prefill_tokens_per_s), now_s)
+        self._estimate.hit_rate.add(num_cached_tokens, num_prompt_tokens, now_s)
+        if scorer.observer is not None:
+            scorer.observer.prefill_started(self, num_cached_tokens)
 
     def first_token(self) -> None:
         """End the prefill: the worker holds the prompt's blocks and will publish them."""
-        if self._saw_token:
+        scorer = self._scorer
+        if not self._estimate.first_token(self._active):
             return
-        self._saw_token = True
-        tracker = self._tracker
-        self._estimate.first_token(self._active)
         if self._pending is not None:
-            tracker.pending.confirm(self._pending, tracker.clock())
-        if tracker.observer is not None:
-            tracker.observer.first_token(self)
+            scorer.pending.confirm(self._pending, scorer.clock())
+        if scorer.observer is not None:
+            scorer.observer.first_token(self)
 
     def close(self) -> None:
         """End the request. Without a first token its blocks stop counting as cached."""
-        tracker = self._tracker
-        if self._pending is not None and not self._saw_token:
-            tracker.pending.remove(self._pending)
-        active = self._active
+        scorer, active = self._scorer, self._active
+        if self._pending is not None:
+            scorer.pending.cancel(self._pending)
         if self._estimate.close(active) and active.started_s is not None:
-            now_s = tracker.clock()
-            tracker.residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
+            now_s = scorer.clock()
+            scorer.residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
 
 
-class PlacementTracker:
-    """Tracks what one gateway has placed: each worker's load, pending prefixes, and how long requests hold blocks."""
+class Scorer:
+    """Decides for one gateway, and tracks its placements: load, pending prefixes, and how long blocks are held."""
 
     def __init__(
         self,
+        gateway_id: GatewayId,
+        policy: Policy,
         clock: Callable[[], float],
+        rng: random.Random,
         observer: PlacementObserver | None = None,
         *,
         cost: CostModel | None = None,
         count_pending: bool = True,
         publish_delay_s: float = PUBLISH_DELAY_S,
+        fifo: bool = False,
     ) -> None:
-        """`count_pending`: blocks of requests just routed count as cached."""
+        """`count_pending`: blocks of requests just routed count as cached. `fifo`: see `WorkerLoadEstimate`."""
         self.clock = clock
         self.observer = observer
         self.cost = cost or CostModel()
         self.count_pending = count_pending
+        self.fifo = fifo
         self.pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
-        self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
         self.residency_s = DecayedRatio(self.cost.window_s)
         """How long requests that ended lately held a block."""
+        self._gateway_id = gateway_id
+        self._policy = policy
+        self._rng = rng
+        self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
+        self._max_estimates = MIN_ESTIMATES
+
+    def decide(
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Candidate],
+        broken: Container[WorkerId] = (),
+        *,
+        dry_run: bool = False,
+    ) -> Decision:
+        """Score every candidate without a guard; if none is left, those that are `broken`.
+
+        `dry_run` draws no random numbers.
+        """
+        now_s = self.clock()
+        self.pending.expire(now_s)
+        rates = sorted([c.load.prefill_tokens_per_s for c in candidates if c.load.prefill_tokens_per_s > 0.0])
+        # A worker that has measured no rate gets the median, so that a new one is not preferred.
+        median_tokens_per_s = rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
+        mean_residency_s = self.residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
+        workers = [self._view(request, each, median_tokens_per_s, mean_residency_s, now_s) for each in candidates]
+        for worker in workers:
+            worker.guard = _guard(request, worker, broken)
+        decision = Decision(request, workers)
+        # Better a worker that failed a moment ago than none.
+        scored = [w for w in workers if w.guard is None] or [w for w in workers if w.guard is BREAKER]
+        if scored:
+            recent_s = sum([worker.recent_s for worker in workers])
+            fleet = FleetView(self.cost, recent_s, len(workers), _mean_draw if dry_run else self._rng.random)
+            scores = self._policy.scores(request, scored, fleet)
+            for worker, score in zip(scored, scores, strict=True):
+                worker.guard, worker.score = None, score
+            least = min(scores)
+            decision.best = [worker for worker in scored if worker.score == least]
+        return decision
+
+    def place(self, decision: Decision) -> Placement:
+        """Send the request to one of the best workers, drawn at random."""
+        best = decision.best
+        chosen = best[0] if len(best) == 1 else self._rng.choice(best)
+        self._policy.placed(decision.request, chosen)
+        return Placement(self, decision.request, chosen)
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
         """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
         known = self._estimates.get(member.worker_id)
         if known is not None and known.epoch == member.epoch:
             return known
-        estimate = self._estimates[member.worker_id] = WorkerLoadEstimate(member.epoch, self.cost.window_s)
+        if len(self._estimates) >= self._max_estimates:
+            before_s, estimates = self.clock() - FORGET_S, self._estimates.items()
+            self._estimates = {name: e for name, e in estimates if e.num_outstanding or e.reported_s > before_s}
+            self._max_estimates = max(MIN_ESTIMATES, 2 * len(self._estimates))
+        estimate = self._estimates[member.worker_id] = WorkerLoadEstimate(
+            member.epoch, self.cost.window_s, fifo=self.fifo
+        )
         if known is not None:
             estimate.hit_rate = known.hit_rate
         return estimate
-
-    def forget(self, worker_id: WorkerId) -> None:
-        """Drop the estimate of a worker that is gone for good."""
-        self._estimates.pop(worker_id, None)
 
     def num_outstanding(self) -> int:
         """Return the number of placed requests that have not ended, at the workers' present incarnations."""
@@ -203,3 +209,63 @@ class PlacementTracker:
         """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
         estimate = self._estimates.get(worker_id)
         return None if estimate is None else estimate.hit_rate.at(self.clock(), min_denominator=1.0)
+
+    def _view(
+        self,
+        request: RouteRequest,
+        candidate: Candidate,
+        median_tokens_per_s: float,
+        mean_residency_s: float,
+        now_s: float,
+    ) -> WorkerView:
+        member, load = candidate.member, candidate.load
+        estimate = self.estimate(member)
+        estimate.observe(load, now_s - candidate.load_age_s, self._gateway_id)
+        block_size = member.block_size
+        most_tokens = max(0, request.num_prompt_tokens - 1)
+        pending_blocks = self.pending.match((member.worker_id, member.epoch), request.hashes)
+        matched_tokens = min(max(candidate.matched_blocks, pending_blocks) * block_size, most_tokens)
+        tokens_per_s = max(_MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(median_tokens_per_s, now_s))
+        prefill_s = self.cost.prefill_s(request.num_prompt_tokens - matched_tokens, tokens_per_s)
+        queue_s, num_displaced = estimate.queue(prefill_s, now_s)
+        kv_wait_s = 0.0
+        if mean_residency_s and load.num_blocks:
+            num_blocks = -(-request.num_prompt_tokens // block_size)
+            num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(now_s)
+            usage = (num_held + num_blocks - matched_tokens // block_size) / load.num_blocks
+            kv_wait_s = self.cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), mean_residency_s)
+        return WorkerView(
+            member=member,
+            load=load,
+            estimate=estimate,
+            index_tokens=candidate.matched_blocks * block_size,
+            pending_tokens=min(pending_blocks * block_size, most_tokens),
+            matched_tokens=matched_tokens,
+            prefill_tokens_per_s=tokens_per_s,
+            prefill_s=prefill_s,
+            queue_s=queue_s,
+            num_displaced=num_displaced,
+            kv_wait_s=kv_wait_s,
+            recent_s=estimate.assigned.at(now_s),
+            unseen_s=estimate.unseen_s(now_s),
+        )
+
+
+def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId]) -> str | None:
+    """Return why the worker cannot take the request, or None."""
+    member = worker.member
+    if (member.worker_id, member.epoch) in request.excluded:
+        return "has failed this request"
+    if request.numerics is not None and member.numerics != request.numerics:
+        return "another numerics class"
+    if request.num_prompt_tokens > member.max_model_len:
+        return "context too short"
+    if worker.load.draining:
+        return "draining"
+    if worker.num_waiting >= MAX_WAITING:
+        return QUEUE_FULL
+    return BREAKER if member.worker_id in broken else None
+
+
+def _mean_draw() -> float:
+    return 0.5

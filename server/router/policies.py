@@ -6,12 +6,13 @@ To add one: subclass `Policy`, enter it in POLICIES, and compare it with `headst
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
+import msgspec
+
 from server.router.cost import CostModel
-from server.router.placement import RouteRequest, WorkerView
+from server.router.types import RouteRequest, WorkerView
 
 AFFINITY: Final = 0.1
 """The worth of being the affinity key's worker, as a share of the whole prompt's prefill."""
@@ -19,8 +20,7 @@ _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
+class FleetView(msgspec.Struct, frozen=True):
     """The fleet as one decision sees it."""
 
     cost: CostModel

@@ -15,20 +15,13 @@ from cache.records import Candidate, PrefixIndex, WorkerMember
 from cache.types import GatewayId
 from server.router.index_accuracy import IndexAccuracy
 from server.router.pending_prefixes import RecentPlacements
-from server.router.placement import (
-    NoWorkerError,
-    Placement,
-    PlacementTracker,
-    RouteRequest,
-    WorkerView,
-)
+from server.router.placement import QUEUE_FULL, Decision, Placement, Scorer
 from server.router.policies import make_policy
-from server.router.scoring import QUEUE_FULL, Decision, Scorer
+from server.router.types import NoWorkerError, RouteRequest, WorkerView
 from server.workers.fleet import Fleet
 
 MAX_RECENT_BLOCKS: Final = 1 << 20
 RETRY_AFTER_S: Final = 1.0
-_BREAKER: Final = "breaker open"
 
 
 class RouterObserver(Protocol):
@@ -71,13 +64,11 @@ class Router:
         self._on_stage = on_stage
         self._on_match = on_match
         self._observer = observer
-        self.tracker = PlacementTracker(clock, self)
-        self._scorer = Scorer(gateway_id, make_policy(policy), self.tracker, rng or random.Random())
+        self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random(), self)
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
         self._failed_s = self._answered_s = -math.inf
         """When a lookup last failed, and when one succeeded."""
-        fleet.on_forgotten = self.tracker.forget
 
     async def place(self, request: RouteRequest) -> Placement:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
@@ -89,15 +80,10 @@ class Router:
         if observer is not None and not observer.wants(found_s):
             observer = None
         candidates = self._candidates(request, found)
-        guards = [self._guard(request, candidate) for candidate in candidates]
-        decision = self._scorer.decide(request, candidates, guards)
-        if not decision.best and _BREAKER in guards:
-            # Better a worker that failed a moment ago than none.
-            guards = [None if guard == _BREAKER else guard for guard in guards]
-            decision = self._scorer.decide(request, candidates, guards)
+        decision = self.scorer.decide(request, candidates, self.fleet.broken())
         if not decision.best:
             raise _no_worker(decision)
-        placement = self._scorer.place(decision)
+        placement = self.scorer.place(decision)
         self._on_stage(self._clock() - found_s, "choose")
         if observer is not None:
             observer.decided(decision, placement, index_answered=found is not None)
@@ -106,9 +92,7 @@ class Router:
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return what `place` would see of each worker, and whom it would choose, without placing anything."""
         found = await self._index.lookup(request.hashes, request.model)
-        candidates = self._candidates(request, found)
-        guards = [self._guard(request, candidate) for candidate in candidates]
-        decision = self._scorer.decide(request, candidates, guards, dry_run=True)
+        decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
         return {
             "policy": self._policy_name,
             "index": "answered" if found is not None else "no answer: own recent placements used",
@@ -155,21 +139,6 @@ class Router:
             Candidate(c.member, c.load, recent.get((c.member.worker_id, c.member.epoch), 0), c.load_age_s)
             for c in candidates
         ]
-
-    def _guard(self, request: RouteRequest, candidate: Candidate) -> str | None:
-        """Return why the worker cannot take the request, or None."""
-        member = candidate.member
-        if (member.worker_id, member.epoch) in request.excluded:
-            return "has failed this request"
-        if request.numerics is not None and member.numerics != request.numerics:
-            return "another numerics class"
-        if request.num_prompt_tokens > member.max_model_len:
-            return "context too short"
-        if candidate.load.draining:
-            return "draining"
-        if self.fleet.broken(member.worker_id):
-            return _BREAKER
-        return None
 
 
 def _no_worker(decision: Decision) -> NoWorkerError:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -106,8 +106,6 @@ class Fleet:
         self._unreachable: set[str] = set()
         self.index_answered_s = -math.inf
         """When a poll last read the registry."""
-        self.on_forgotten: Callable[[WorkerId], None] = lambda worker_id: None
-        """Called for a worker that is gone for good; set by the router, which keeps something for each."""
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
@@ -130,10 +128,10 @@ class Fleet:
                 candidates.append(Candidate(member, worker.load, 0, now_s - max(worker.load_s, 0.0)))
         return candidates
 
-    def broken(self, worker_id: WorkerId) -> bool:
-        """Return whether the worker's circuit breaker is open: requests failed there a moment ago."""
-        worker = self._workers.get(worker_id)
-        return worker is not None and worker.broken_until_s > self._clock()
+    def broken(self) -> set[WorkerId]:
+        """Return the workers whose circuit breaker is open: requests failed there a moment ago."""
+        now_s = self._clock()
+        return {worker_id for worker_id, worker in self._workers.items() if worker.broken_until_s > now_s}
 
     def report_failure(self, worker_id: WorkerId) -> None:
         """Open the breaker, for longer each time: the worker could not be reached, or was lost."""
@@ -286,11 +284,17 @@ class Fleet:
             last_s = max(worker.seen_s, worker.answered_s)
             if worker_id not in registered and now_s - last_s > self._forget_s:
                 del self._workers[worker_id]
-                self.on_forgotten(worker_id)
                 logger.info("worker %s is forgotten", worker_id)
 
     def _accepts(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
         return self._verifier.accepts(member, namespaces.get(member.model))
+
+
+def state_of(candidate: Candidate, broken: Container[WorkerId]) -> str:
+    """Return the state of a live worker for people."""
+    if candidate.load.draining:
+        return "draining"
+    return "broken" if candidate.member.worker_id in broken else "serving"
 
 
 def _is_replayed(member: WorkerMember, worker: FleetWorker) -> bool:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, Sglang
 from tests.server.router.test_policies import ask, chosen, view

@@ -27,8 +27,8 @@ from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.cli.index import shown
 from server.models import ModelOptions, Models, namespace_of
 from server.ops.overview import index_row
-from server.router.placement import NoWorkerError, RouteRequest
 from server.router.router import Router
+from server.router.types import NoWorkerError, RouteRequest
 from server.workers.client import WorkerClient
 from server.workers.fleet import FetchState, Fleet
 from server.workers.networks import WorkerNetworks

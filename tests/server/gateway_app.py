@@ -19,8 +19,9 @@ from server.metrics import GatewayMetrics
 from server.models import Models
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import RetryBudget
-from server.router.placement import NoWorkerError, Placement, RouteRequest
+from server.router.placement import Placement
 from server.router.router import Router
+from server.router.types import NoWorkerError, RouteRequest
 from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until

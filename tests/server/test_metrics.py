@@ -57,10 +57,10 @@ def fleet_metrics(
     fleet = SimpleNamespace(
         workers=lambda: [SimpleNamespace(model=model) for model in models],
         candidates=lambda model, root: list(candidates),
-        broken=lambda worker_id: worker_id in broken,
+        broken=lambda: set(broken),
     )
-    tracker = SimpleNamespace(num_outstanding=lambda: 0)
-    router = SimpleNamespace(index_state=lambda: {"blind": blind}, tracker=tracker)
+    scorer = SimpleNamespace(num_outstanding=lambda: 0)
+    router = SimpleNamespace(index_state=lambda: {"blind": blind}, scorer=scorer)
     return FleetMetrics(fleet, router)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
 from server.ops.prefix_tree import MAX_HOLDERS, PrefixTree, SharedPrefix, tree_rows
-from server.router.placement import RouteRequest
+from server.router.types import RouteRequest
 
 SIZE = 16
 ROOT = BlockHash(b"r" * 16)

@@ -21,7 +21,7 @@ from server.request.retry import (
     error_of,
     no_worker_error,
 )
-from server.router.placement import NoWorkerError
+from server.router.types import NoWorkerError
 from server.workers.client import WorkerRefused
 from worker.wire import Failed, SamplingParams
 

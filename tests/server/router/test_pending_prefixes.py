@@ -39,8 +39,8 @@ def test_a_failure_ends_them_at_once_and_the_ttl_catches_leaks() -> None:
     entries, hashes = pending(), chain(5)
     failed = entries.add(W, hashes, 0.0)
     entries.add(W, hashes[:2], 0.0)
-    entries.remove(failed)
-    entries.remove(failed)
+    entries.cancel(failed)
+    entries.cancel(failed)
     assert entries.match(W, hashes) == 2, "another request's entries stay"
     entries.expire(99.0)
     assert entries.match(W, hashes) == 2
@@ -63,8 +63,8 @@ def test_the_match_is_the_longest_prefix_of_what_is_present(adds: list[tuple[int
     entries = pending()
     live = [(number, length, entries.add(W, chains[number][:length], 0.0)) for number, length in adds]
     for item in data.draw(st.lists(st.sampled_from(live), unique=True)):
-        entries.remove(item[2])
-    present = {h for number, length, prefix in live if prefix.present for h in chains[number][:length]}
+        entries.cancel(item[2])
+    present = {h for number, length, prefix in live if prefix in entries._open for h in chains[number][:length]}
     for hashes in chains:
         expected = next((i for i, h in enumerate(hashes) if h not in present), len(hashes))
         assert entries.match(W, hashes) == expected

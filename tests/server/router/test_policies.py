@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
 from server.router.cost import CostModel
 from server.router.load_tracker import WorkerLoadEstimate
-from server.router.placement import RouteRequest, WorkerView
 from server.router.policies import POLICIES, FleetView, Policy, make_policy
+from server.router.types import RouteRequest, WorkerView
 
 COST = CostModel()
 

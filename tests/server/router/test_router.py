@@ -10,8 +10,9 @@ import pytest
 from benchmarks.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
-from server.router.placement import NoWorkerError, Placement, RouteRequest
+from server.router.placement import Placement
 from server.router.router import Router
+from server.router.types import NoWorkerError, RouteRequest
 from server.workers.client import WorkerLost
 from server.workers.fleet import Fleet, RegistryIndex
 from worker.wire import PROTOCOL_VERSION
@@ -103,9 +104,8 @@ class Fleets:
         return self.states[url]
 
     def run_fifo(self) -> None:
-        """Let every registered worker run its prefills one by one."""
-        for registered in self.index.registered.values():
-            self.router.tracker.estimate(registered).fifo = True
+        """Let every worker run its prefills one by one. Call it before the first decision."""
+        self.router.scorer.fifo = True
 
     async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
         return await self.router.place(ask(hashes, **changes))
@@ -168,7 +168,7 @@ async def test_a_report_is_aged(three: Fleets) -> None:
 async def test_requests_at_a_worker_include_those_of_other_gateways(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
     for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
-        while three.router.tracker.num_outstanding() < num_own:
+        while three.router.scorer.num_outstanding() < num_own:
             await three.place(chain(1), excluded=incarnations("a", "c"))
         b = await row(three, "b", chain(1))
         assert (b["outstanding"], b["waiting"]) == expected
@@ -194,13 +194,13 @@ async def test_a_worker_without_a_measured_rate_has_the_median(three: Fleets) ->
 async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     placement = await three.place(chain(40), num_prompt_tokens=800)
     worker_id = placement.worker.worker_id
-    assert three.router.tracker.hit_rate(worker_id) is None
+    assert three.router.scorer.hit_rate(worker_id) is None
     for _ in range(2):  # counted once
         placement.prefill_started(200)
-    assert three.router.tracker.hit_rate(worker_id) == pytest.approx(0.25)
+    assert three.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
     assert three.router.index_state()["told"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
-    assert three.router.tracker.hit_rate(worker_id) is None
+    assert three.router.scorer.hit_rate(worker_id) is None
 
 
 async def test_a_mostly_cached_prompt_goes_to_its_holder_past_a_long_prefill(three: Fleets) -> None:
@@ -226,7 +226,7 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
         three.clock.now_s += 0.1
         placement.first_token()
         placement.close()
-    assert three.router.tracker.num_outstanding() == 0
+    assert three.router.scorer.num_outstanding() == 0
     explained = await three.router.explain(ask(chain(20)))
     assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
@@ -468,9 +468,18 @@ async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fle
     three.clock.now_s += 2.0
     await three.fleet.poll()
     assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
-    assert three.router.tracker.num_outstanding() == 0
     placement.close()
-    assert three.router.tracker.num_outstanding() == 0
+    assert three.router.scorer.num_outstanding() == 0
+
+
+async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
+    fleets = Fleets()
+    for number in range(1000):
+        fleets.index.register(member(f"w{number}"))
+        await fleets.worker(chain(1))
+        fleets.index.memory.retire(WorkerId(f"w{number}"))
+        fleets.clock.now_s += 60.0
+    assert len(fleets.router.scorer._estimates) <= 64
 
 
 async def test_workers_from_the_command_line_need_no_registry() -> None:

@@ -37,13 +37,13 @@ async def test_the_breaker_opens_for_longer_each_time_until_the_worker_restarts(
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         fleets.fleet.report_failure(worker_id)
         fleets.clock.now_s += pause_s - 0.25
-        assert fleets.fleet.broken(worker_id)
+        assert worker_id in fleets.fleet.broken()
         fleets.clock.now_s += 0.5
-        assert not fleets.fleet.broken(worker_id)
+        assert worker_id not in fleets.fleet.broken()
     fleets.fleet.report_failure(worker_id)
     fleets.states["http://z:8000"] = WorkerState(member("z", "e2", url="http://z:8000"), WorkerLoad())
     await fleets.fleet.poll()
-    assert not fleets.fleet.broken(worker_id), "it has restarted"
+    assert worker_id not in fleets.fleet.broken(), "it has restarted"
 
 
 async def test_the_worker_at_an_address_is_the_one_that_answers_there() -> None:
@@ -175,12 +175,12 @@ async def test_a_refused_epoch_makes_the_fleet_ask_a_leased_worker() -> None:
     await one.fleet.poll()
     assert one.epochs(one.leased(rolled_back)) == [("e1", 9)]
     one.fleet.report_wrong_epoch(one.member("e0", 0))
-    assert not one.fleet.broken(rolled_back.worker_id), "a request for an epoch that is over says nothing"
+    assert rolled_back.worker_id not in one.fleet.broken(), "a request for an epoch that is over says nothing"
     one.fleet.report_wrong_epoch(rolled_back)
-    assert one.fleet.broken(rolled_back.worker_id)
+    assert rolled_back.worker_id in one.fleet.broken()
     await one.fleet.poll()
     assert one.epochs(one.leased(rolled_back)) == [("e2", 0)]
-    assert not one.fleet.broken(rolled_back.worker_id)
+    assert rolled_back.worker_id not in one.fleet.broken()
 
 
 async def answered(found: list[Candidate]) -> list[Candidate]:

@@ -1,0 +1,77 @@
+"""The router's request, its view of a worker, and its refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import BlockHash, WorkerIncarnation
+from server.router.load_tracker import WorkerLoadEstimate
+
+
+class NoWorkerError(Exception):
+    """No worker can take this request now. Try again after `retry_after_s`; `contended`: 429 rather than 503."""
+
+    def __init__(self, message: str, *, contended: bool, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.contended = contended
+        self.retry_after_s = retry_after_s
+
+
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
+    """The parts of a request that decide where it goes."""
+
+    request_id: str
+    model: str
+    num_prompt_tokens: int
+    hashes: Sequence[BlockHash]
+    """The prompt's full blocks. The last token is always computed, so a match never covers the whole prompt."""
+    numerics: str | None = None
+    """Only workers of this numerics class: the request resumes a stream."""
+    excluded: frozenset[WorkerIncarnation] = frozenset()
+    """Workers that have failed this request. One that has restarted since may have it."""
+    affinity_key: str | None = None
+
+
+class WorkerView(msgspec.Struct, eq=False):
+    """One worker as one decision sees it, and what the request would cost there."""
+
+    member: WorkerMember
+    load: WorkerLoad
+    """Its last report."""
+    estimate: WorkerLoadEstimate
+    index_tokens: int
+    """Prompt tokens cached there, as the index says."""
+    pending_tokens: int
+    """Prompt tokens that requests on their way bring there."""
+    matched_tokens: int
+    """Prompt tokens that count as cached there, of full blocks."""
+    prefill_tokens_per_s: float
+    prefill_s: float
+    """Prefill time of this request there."""
+    queue_s: float
+    """Delay of its first token by the prefills there."""
+    num_displaced: float
+    """Prefills there that it would delay."""
+    kv_wait_s: float
+    """Wait until its blocks fit into the pool there."""
+    recent_s: float
+    """Prefill seconds assigned to the worker, decayed over a minute."""
+    unseen_s: float
+    """Age of what is known of other gateways' requests there; 0 without other gateways."""
+    guard: str | None = None
+    """Why the worker cannot take the request."""
+    score: float | None = None
+    """The policy's; None for a guarded worker."""
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests there that have not ended: a report may include this gateway's own."""
+        return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests there without a first token."""
+        return max(self.estimate.num_queued, self.load.num_waiting)
