@@ -1,13 +1,14 @@
 """Encode text for one model, with the tokenizer.json that its workers serve.
 
 A text is cut at the tokenizer's special tokens first. That is the tokenizer's own first step too, so the ids of the
-whole are the ids of the segments in a row. Segments are cached, so a new turn tokenises only what is new (and that
-from a cache of words, where the layout allows it: `pretoken_cache`):
+whole are the ids of the segments in a row. Segments are cached, so a new turn tokenises only what is new,
+from a cache of words where the layout allows it (`pretoken_cache`):
 
     <|im_start|> user\nhello <|im_end|> \n <|im_start|> assistant\n
     special      cached       special     cached   special      cached
 
 Long texts are encoded in slices on the event loop. Words without an end go to a thread: the library releases the GIL.
+A prompt in which a client wrote control tokens is encoded whole and uncached (`TextTokenizer`).
 """
 
 from __future__ import annotations

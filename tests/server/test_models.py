@@ -48,7 +48,7 @@ class Client:
         {"revision": "\ud800"},
     ],
 )
-async def test_a_strange_bundle_ends_nothing(bundle: TokenizerBundle, odd: dict[str, object]) -> None:
+async def test_an_unusable_bundle_costs_only_its_worker(bundle: TokenizerBundle, odd: dict[str, object]) -> None:
     strange = replace(bundle, model="odd", **odd)  # type: ignore[arg-type]
     client = Client({"http://odd": strange, "http://good": bundle})
     members = [
@@ -65,9 +65,7 @@ async def test_a_strange_bundle_ends_nothing(bundle: TokenizerBundle, odd: dict[
     assert [name for name, _ in models.names()] == [bundle.model]
 
 
-async def test_workers_whose_bundles_fail_are_not_remembered_for_ever(
-    bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_bundles_are_forgotten(bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each restart is a new epoch, and a fleet may restart for weeks."""
     now_s = 1000.0
     monkeypatch.setattr(models_module.time, "monotonic", lambda: now_s)

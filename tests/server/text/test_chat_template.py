@@ -22,7 +22,7 @@ def template(source: str) -> ChatTemplate:
 USER = {"role": "user", "content": "Hi"}
 
 
-def test_generation_prompt_and_its_absence() -> None:
+def test_the_generation_prompt_can_be_left_out() -> None:
     chatml = template(CHATML)
     assert chatml.render(request(USER)).text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert chatml.render(request(USER, add_generation_prompt=False)).text == "<|im_start|>user\nHi<|im_end|>\n"
@@ -87,7 +87,7 @@ def test_generation_blocks_and_loop_controls() -> None:
         "{{ 'x' * (17 * 1024 * 1024) }}",
     ],
 )
-def test_what_a_template_cannot_do_is_the_request_refused(source: str) -> None:
+def test_a_template_that_fails_refuses_the_request(source: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         template(source).render(request(USER))
     assert raised.value.param == "messages"
@@ -98,7 +98,7 @@ def test_a_broken_template_is_refused_by_name() -> None:
         template("{% if %}")
 
 
-def test_switches_pass_and_variables_do_not() -> None:
+def test_known_switches_pass_and_variables_are_refused() -> None:
     source = "{{ enable_thinking }}{{ reasoning_effort }}"
     assert template(source).render(request(USER, chat_template_kwargs={"enable_thinking": False})).text == "False"
     assert template(source).render(request(USER, reasoning_effort="none")).text == "Falsenone"
@@ -121,13 +121,13 @@ def test_switches_pass_and_variables_do_not() -> None:
         "{{ range(10 ** 9) | list }}",
     ],
 )
-def test_work_without_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_work_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.text.chat_template.RenderClock.__init__.__defaults__", (0.2, float("inf")))
     with pytest.raises(InvalidRequestError, match="template"):
         template(source).render(request(USER))
 
 
-def test_loops_are_what_they_were() -> None:
+def test_checked_loops_behave_like_plain_ones() -> None:
     source = (
         "{% for m in messages recursive %}{{ loop.index }}{{ m.content }}{% if loop.last %}!{% endif %}"
         "{% else %}none{% endfor %}{{ 3 * 'ab' }}{{ 2 ** 10 }}"
@@ -140,7 +140,7 @@ def test_loops_are_what_they_were() -> None:
     ['{"a":' + "[" * 900 + "]" * 900 + "}", '{"a":[' + "[]," * 30_000 + "[]]}", '{"a":[' + '"<|",' * 30_000 + '""]}'],
 )
 @pytest.mark.parametrize("old", [True, False])
-def test_json_in_arguments_is_bounded_as_the_body_is(arguments: str, old: bool) -> None:
+def test_json_in_arguments_has_the_limits_of_a_body(arguments: str, old: bool) -> None:
     function = {"name": "f", "arguments": arguments}
     calls = (
         {"function_call": function} if old else {"tool_calls": [{"id": "c", "type": "function", "function": function}]}

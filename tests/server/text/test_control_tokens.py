@@ -106,7 +106,7 @@ def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
     return CHAT.decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}))
 
 
-def plain_way(asked: ChatRequest, served: ServedModel) -> list[int]:
+def ids_by_library(asked: ChatRequest, served: ServedModel) -> list[int]:
     """As the model's own tokenizer reads the rendered text."""
     template = ChatTemplate(served.bundle.chat_template or "", bos_token="<|im_start|>", eos_token="<|im_end|>")
     return list(raw_tokenizer().encode(template.render(asked).text, add_special_tokens=False).ids)
@@ -186,7 +186,7 @@ async def test_without_control_tokens_nothing_changes(texts: list[str]) -> None:
     for template in ("chatml", "qwen"):
         served = model(template)
         asked = request(conversation(texts), **more_fields(texts))
-        assert await ids_of(asked, served) == plain_way(asked, served)
+        assert await ids_of(asked, served) == ids_by_library(asked, served)
 
 
 @settings(max_examples=60, deadline=None)
@@ -204,7 +204,7 @@ async def test_a_control_token_of_a_client_is_encoded_as_any_text_is(texts: list
     for role, text in zip(roles, texts, strict=False):
         expected += [start, *ids(f"{role}\n{text}"), end, *ids("\n")]
     assert await ids_of(asked, model()) == [*expected, start, *ids("assistant\n")]
-    assert await ids_of(asked, model(control=True)) == plain_way(asked, model()), "unless it is asked for"
+    assert await ids_of(asked, model(control=True)) == ids_by_library(asked, model()), "unless it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ async def test_a_control_token_of_a_client_is_encoded_as_any_text_is(texts: list
         {"content": "<|im_end|> \n "},
     ],
 )
-async def test_tokens_that_a_template_would_put_together(fields: dict[str, str]) -> None:
+async def test_tokens_that_a_template_would_put_together_are_text(fields: dict[str, str]) -> None:
     ids = await ids_of(request([{"role": "user", **fields}]), model("glued"))
     assert count(ids) == 2, "those of the template"
 
 
-async def test_a_continued_message_and_the_next_turn() -> None:
+async def test_a_continued_message_shares_its_prefix_with_the_next_turn() -> None:
     said = "Write <|im_end|> to end <|im_"
     messages = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": said}]
     ids = await ids_of(request(messages, continue_final_message=True), model())
@@ -234,7 +234,7 @@ async def test_a_continued_message_and_the_next_turn() -> None:
     assert shared >= len(ids) - 2, "the cached prefix grows turn by turn"
 
 
-async def test_words_of_the_model_stay_tokens_and_marks_of_turns_do_not(bundle: TokenizerBundle) -> None:
+async def test_thinking_tags_stay_tokens_and_turn_marks_become_text(bundle: TokenizerBundle) -> None:
     layout = json.loads(bundle.tokenizer_json)
     for token in layout["added_tokens"]:
         token["special"] = token["content"] == "<|endoftext|>"  # as some families have it
@@ -252,7 +252,7 @@ async def test_a_raw_prompt_is_the_clients_own() -> None:
     assert count(await model().tokenizer.encode("<|im_start|>user\nHi<|im_end|>")) == 2
 
 
-async def test_a_refusal_tells_no_mark() -> None:
+async def test_a_refusal_shows_no_mark() -> None:
     served = build_model(
         dataclasses.replace(smollm2_bundle(), chat_template="{{ raise_exception(messages[0].content) }}"),
         EXECUTOR,
@@ -314,7 +314,7 @@ async def test_sliced_long_texts_have_the_same_ids(kind: str, texts: list[str]) 
 async def test_long_texts_without_control_tokens_keep_their_ids(texts: list[str]) -> None:
     texts = [re.sub(any_of(model().tokenizer.control_tokens), "<b>", text) for text in texts]
     asked = request([{"role": "user", "content": text} for text in texts])
-    assert await ids_of(asked, model()) == plain_way(asked, model())
+    assert await ids_of(asked, model()) == ids_by_library(asked, model())
 
 
 CUTTING = (

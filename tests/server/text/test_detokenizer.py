@@ -17,7 +17,7 @@ STOPS = st.lists(st.one_of(st.text(min_size=1, max_size=4), st.sampled_from(["ab
 
 
 @pytest.fixture(scope="module")
-def pieces(raw_tokenizer: RawTokenizer) -> TokenBytes:
+def token_bytes(raw_tokenizer: RawTokenizer) -> TokenBytes:
     return TokenBytes(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
 
 
@@ -31,9 +31,9 @@ def run(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     ids=st.lists(st.integers(0, 601), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=6), skip=st.booleans()
 )
 def test_any_cut_of_any_tokens_is_the_decoded_whole(
-    pieces: TokenBytes, raw_tokenizer: RawTokenizer, ids: list[int], cuts: list[int], skip: bool
+    token_bytes: TokenBytes, raw_tokenizer: RawTokenizer, ids: list[int], cuts: list[int], skip: bool
 ) -> None:
-    texts = run(Detokenizer(pieces, TextRules(skip_special=skip)), ids, cuts)
+    texts = run(Detokenizer(token_bytes, TextRules(skip_special=skip)), ids, cuts)
     assert "".join(texts) == raw_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -48,12 +48,12 @@ def reference(text: str, stops: list[str], include: bool) -> str:
 
 @settings(max_examples=500, deadline=None)
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=8), include=st.booleans())
-def test_stop_strings_wherever_the_tokens_are_cut(
-    pieces: TokenBytes, raw_tokenizer: RawTokenizer, text: str, stops: list[str], cuts: list[int], include: bool
+def test_stop_strings_match_wherever_the_tokens_are_cut(
+    token_bytes: TokenBytes, raw_tokenizer: RawTokenizer, text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     text = text.encode("utf-8", "replace").decode()
     ids = raw_tokenizer.encode(text, add_special_tokens=False).ids
-    detokenizer = Detokenizer(pieces, TextRules(stops=tuple(stops), include_stop=include, skip_special=False))
+    detokenizer = Detokenizer(token_bytes, TextRules(stops=tuple(stops), include_stop=include, skip_special=False))
     expected = reference(text, stops, include)
     released = ""
     for part in run(detokenizer, ids, cuts):
@@ -64,31 +64,31 @@ def test_stop_strings_wherever_the_tokens_are_cut(
     assert detokenizer.text_len == len(released)
 
 
-def test_half_a_character_waits(pieces: TokenBytes) -> None:
-    first, *rest = _byte_ids(pieces, "🎉".encode())
-    detokenizer = Detokenizer(pieces, TextRules())
+def test_an_incomplete_character_is_held(token_bytes: TokenBytes) -> None:
+    first, *rest = _byte_ids(token_bytes, "🎉".encode())
+    detokenizer = Detokenizer(token_bytes, TextRules())
     assert detokenizer.feed([first]) == ""
     assert detokenizer.feed(rest) == "🎉"
 
 
-def test_a_cut_character_at_the_end_is_replaced(pieces: TokenBytes) -> None:
-    detokenizer = Detokenizer(pieces, TextRules())
-    assert detokenizer.feed(_byte_ids(pieces, "🎉".encode()[:3])) == ""
+def test_an_incomplete_character_at_the_end_is_replaced(token_bytes: TokenBytes) -> None:
+    detokenizer = Detokenizer(token_bytes, TextRules())
+    assert detokenizer.feed(_byte_ids(token_bytes, "🎉".encode()[:3])) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_terminal_tokens_never_show(pieces: TokenBytes, raw_tokenizer: RawTokenizer) -> None:
+def test_terminal_tokens_never_show(token_bytes: TokenBytes, raw_tokenizer: RawTokenizer) -> None:
     ids = raw_tokenizer.encode("Paris", add_special_tokens=False).ids
     end = raw_tokenizer.encode("1", add_special_tokens=False).ids
-    assert Detokenizer(pieces, TextRules(terminal_ids=frozenset(end))).feed(ids + end) == "Paris"
+    assert Detokenizer(token_bytes, TextRules(terminal_ids=frozenset(end))).feed(ids + end) == "Paris"
 
 
-def _byte_ids(pieces: TokenBytes, data: bytes) -> list[int]:
-    by_byte = {pieces[id_]: id_ for id_ in range(600) if len(pieces[id_]) == 1}
+def _byte_ids(token_bytes: TokenBytes, data: bytes) -> list[int]:
+    by_byte = {token_bytes[id_]: id_ for id_ in range(600) if len(token_bytes[id_]) == 1}
     return [by_byte[bytes([byte])] for byte in data]
 
 
-def test_sentencepiece_vocabularies() -> None:
+def test_a_sentencepiece_vocabulary_is_decoded() -> None:
     layout = {
         "version": "1.0",
         "added_tokens": [],

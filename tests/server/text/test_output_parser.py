@@ -89,7 +89,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_at_once_and_character_by_character(case: int) -> None:
+def test_every_format_at_once_and_character_by_character(case: int) -> None:
     rules, text, expected = CASES[case]
     assert read(rules, [text]) == expected
     assert read(rules, [text], ends_later=False) == expected
@@ -98,7 +98,7 @@ def test_at_once_and_character_by_character(case: int) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), case=st.integers(0, len(CASES) - 1), cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_any_cut_of_any_text(data: st.DataObject, case: int, cuts: list[int]) -> None:
+def test_any_cut_of_a_text_gives_the_same_message(data: st.DataObject, case: int, cuts: list[int]) -> None:
     rules, text, _ = CASES[case]
     start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
     text = data.draw(st.sampled_from([text, text[:end], text[:start] + text[end:], text[start:end] * 2]))
@@ -125,7 +125,7 @@ def test_the_scanner_finds_the_end_of_a_value(value: Any, cut: int) -> None:
     assert scanner.done or cut >= len(text)
 
 
-def test_formats_of_templates() -> None:
+def test_the_format_is_derived_from_the_template() -> None:
     assert format_of("... <tool_call> ...") == "hermes"
     assert format_of("... [TOOL_CALLS] ...") == "mistral"
     assert format_of("... <|python_tag|> ...") == "llama3"

@@ -76,7 +76,7 @@ def cached(request: pytest.FixtureRequest) -> tuple[PretokenCache, Encode]:
 
 @settings(max_examples=150, deadline=None)
 @given(text=ASCII)
-def test_chunks_in_a_row_are_the_whole(cached: tuple[PretokenCache, Encode], text: str) -> None:
+def test_ids_of_chunks_in_a_row_are_those_of_the_whole(cached: tuple[PretokenCache, Encode], text: str) -> None:
     cache, encode = cached
     [whole] = encode([text])
     assert cache.ids(text) == whole
@@ -104,7 +104,7 @@ def lengths(texts: list[str]) -> list[list[int]]:
 
 
 def test_a_tokenizer_whose_tokens_cross_spaces_has_no_cache() -> None:
-    assert pretoken_cache(layout_of("gpt2"), lengths) is None, "the probes tell"
+    assert pretoken_cache(layout_of("gpt2"), lengths) is None, "the probes show it"
 
 
 def test_a_full_cache_starts_over_and_long_chunks_are_not_kept() -> None:
@@ -139,7 +139,7 @@ def test_chunks_at_the_start_and_after_a_space_differ() -> None:
         max_size=12,
     ).map("".join)
 )
-def test_windows_in_a_row_are_the_whole(cached: tuple[PretokenCache, Encode], text: str) -> None:
+def test_ids_of_windows_in_a_row_are_those_of_the_whole(cached: tuple[PretokenCache, Encode], text: str) -> None:
     _, encode = cached
     parts = list(windows(text, 3))
     assert "".join(parts) == text

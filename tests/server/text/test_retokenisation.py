@@ -23,26 +23,26 @@ def hashes(ids: list[int]) -> list[BlockHash]:
     return hash_chain(ROOT, ids, 4)
 
 
-def test_only_the_same_tokens_are_the_same() -> None:
-    turns = RetokenisationCheck()
-    assert turns.continued(hashes(PROMPT)) is None
-    turns.answered(PROMPT, hashes(PROMPT), ANSWER, 4)
-    assert turns.continued(hashes(PROMPT)) is None, "the same prompt again continues nothing"
-    assert turns.continued(hashes([*PROMPT, *ANSWER, 7, 8, 9])) is True
-    assert turns.continued(hashes([*PROMPT, 50, 99, *ANSWER[2:], 7, 8, 9])) is False
-    assert turns.continued(hashes([1, *PROMPT, *ANSWER])) is None, "another conversation"
-    turns.answered(PROMPT, hashes(PROMPT), [60, 61, 62, 63, 64, 65], 4)
-    assert turns.continued(hashes([*PROMPT, *ANSWER, 7, 8, 9])) is True, "one of several answers"
+def test_an_answer_continues_only_with_its_own_tokens() -> None:
+    check = RetokenisationCheck()
+    assert check.continued(hashes(PROMPT)) is None
+    check.answered(PROMPT, hashes(PROMPT), ANSWER, 4)
+    assert check.continued(hashes(PROMPT)) is None, "the same prompt again continues nothing"
+    assert check.continued(hashes([*PROMPT, *ANSWER, 7, 8, 9])) is True
+    assert check.continued(hashes([*PROMPT, 50, 99, *ANSWER[2:], 7, 8, 9])) is False
+    assert check.continued(hashes([1, *PROMPT, *ANSWER])) is None, "another conversation"
+    check.answered(PROMPT, hashes(PROMPT), [60, 61, 62, 63, 64, 65], 4)
+    assert check.continued(hashes([*PROMPT, *ANSWER, 7, 8, 9])) is True, "one of several answers"
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    turns = RetokenisationCheck()
+def test_recorded_answers_are_bounded() -> None:
+    check = RetokenisationCheck()
     for first in range(MAX_ANSWERS + 10):
         prompt = [first, 1, 2, 3]
-        turns.answered(prompt, hashes(prompt), ANSWER, 4)
-    assert len(turns._answers) == MAX_ANSWERS
-    assert turns.continued(hashes([0, 1, 2, 3, *ANSWER, 7])) is None
-    assert turns.continued(hashes([MAX_ANSWERS, 1, 2, 3, *ANSWER, 7])) is True
+        check.answered(prompt, hashes(prompt), ANSWER, 4)
+    assert len(check._answers) == MAX_ANSWERS
+    assert check.continued(hashes([0, 1, 2, 3, *ANSWER, 7])) is None
+    assert check.continued(hashes([MAX_ANSWERS, 1, 2, 3, *ANSWER, 7])) is True
 
 
 def counted(target: RunningGateway, answer: str) -> float:
@@ -50,7 +50,7 @@ def counted(target: RunningGateway, answer: str) -> float:
     return target.metrics.registry.get_sample_value(name, {"answer": answer}) or 0.0
 
 
-async def test_turns_are_counted(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+async def test_continued_turns_are_counted(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
     text = "An answer that is long enough to fill some blocks of sixteen tokens, whatever the tokenizer is."
     worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(text).ids)
     question = {"role": "user", "content": "A question that fills at least one block of tokens by itself, too."}

@@ -35,7 +35,9 @@ def tokenizer(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> Tokenize
 
 @settings(max_examples=300, deadline=None)
 @given(text=PARTS)
-async def test_segments_in_a_row_are_the_whole(tokenizer: Tokenizer, raw_tokenizer: RawTokenizer, text: str) -> None:
+async def test_ids_of_segments_in_a_row_are_those_of_the_whole(
+    tokenizer: Tokenizer, raw_tokenizer: RawTokenizer, text: str
+) -> None:
     assert tokenizer._cut is not None
     whole = raw_tokenizer.encode(text, add_special_tokens=False).ids
     assert await tokenizer.encode(text) == whole
@@ -60,7 +62,9 @@ async def test_bos_is_added_once(bundle: TokenizerBundle, executor: ThreadPoolEx
     assert 0 not in await with_bos.encode("hi")
 
 
-def test_no_segments_where_the_first_one_is_special(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> None:
+def test_a_tokenizer_that_treats_the_first_segment_specially_is_not_cut(
+    bundle: TokenizerBundle, executor: ThreadPoolExecutor
+) -> None:
     raw = RawTokenizer.from_buffer(bundle.tokenizer_json)
     raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     changed = dataclasses.replace(bundle, tokenizer_json=raw.to_str().encode())
