@@ -27,7 +27,7 @@ from benchmarks.private_redis import private_redis
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.redis_index.client import RedisClient
 from cache.redis_index.connection import ClientSettings
-from server.cli.serve_config import find_redis_server
+from server.cli.serve import find_redis_server
 
 
 async def measure(url: str) -> list[Figure]:

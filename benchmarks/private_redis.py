@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from server.cli.serve_config import find_redis_server
+from server.cli.serve import find_redis_server
 
 
 @contextmanager

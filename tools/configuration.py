@@ -17,7 +17,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 PAGE: Final = ROOT / "docs" / "configuration.md"
 PARSERS: Final = {
-    "serve": "server.cli.serve_config",
+    "serve": "server.cli.serve",
     "gateway": "server.config",
     "worker": "worker.config",
     "top": "server.cli.top",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gateway_load.processes import MODEL, gateway_process, make_bundle, started, stub_server, until
 from benchmarks.gateway_load.traffic import Traffic
-from server.cli.serve_config import find_redis_server, redis_command
+from server.cli.serve import find_redis_server, redis_command
 from worker.wire import pack
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Final
 
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
+from server.cli.common import REFUSED, CommandError
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "serve": ("everything on this machine: Redis, workers and gateways", "server.cli.serve"),
@@ -35,19 +36,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        return 0 if arguments else 2
+        return 0 if arguments else REFUSED
     name, *rest = arguments
     if name == "--version":
         print(f"headstart {version('headstart')}")
         return 0
     if name not in COMMANDS:
         print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
-        return 2
+        return REFUSED
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler, and parts install theirs late
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     module = COMMANDS[name][1]
     if not module.startswith("server."):
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", module, *rest])
-    status: int = import_module(module).main(rest)
-    return status
+    return _run(name, module, rest)
+
+
+def _run(name: str, module: str, arguments: Sequence[str]) -> int:
+    """Run a command here. Its errors become a line and an exit code."""
+    try:
+        status: int = import_module(module).main(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `headstart top | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (CommandError, ValueError, OSError) as error:
+        print(f"headstart {name}: {error}", file=sys.stderr)
+        return error.status if isinstance(error, CommandError) else REFUSED

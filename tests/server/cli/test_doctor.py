@@ -12,6 +12,7 @@ from server import cli
 from server.cli import doctor
 from server.cli.doctor import Check, verdict
 from tests.redis_server import RedisServer, newest_redis, redis_binaries
+from tests.server.cli.commands import status_of
 
 
 def test_a_check_prints_status_finding_and_advice() -> None:
@@ -95,7 +96,7 @@ def test_a_gateway_only_machine_as_json(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize("argv", [["--port", "70000"], ["--num-workers", "0"], ["--redis-password-file", "/nowhere"]])
 def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", *argv]) == 2
+    assert status_of("doctor", *argv) == 2
     assert argv[0] in capsys.readouterr().err
 
 

