@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, nullcontext, suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
+
+from server.cli.common import CommandError, between, reason
 
 RETRY_S: Final = 1.0
 SILENT_S: Final = 5.0
@@ -31,11 +31,6 @@ NUM_FIXED_LINES: Final = 13
 _BAR: Final = 12
 _STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "lost": "dim"}
 _NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
-_LOAD: Final = ("running", "waiting", "prefill_tokens_per_s", "queued_s")
-
-
-class FeedError(Exception):
-    """There is no feed, or it has ended. The text says what to do."""
 
 
 class View:
@@ -49,8 +44,8 @@ class View:
     def update(self, name: str, data: Any) -> None:
         """Apply one event."""
         self.latest[name] = data
-        self.decisions.extend(data["decisions"] if name in ("hello", "decisions") else ())
-        found = data["found"] if name == "decisions" else {}
+        self.decisions.extend(data.get("decisions", ()))
+        found = data.get("found", {})
         for decision in self.decisions:
             decision["found_tokens"] = found.get(decision["request"], decision["found_tokens"])
 
@@ -60,7 +55,7 @@ class View:
 
 
 async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
-    """Yield the name and data of each event. Ends with FeedError always."""
+    """Yield the name and data of each event. Ends with CommandError always."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
     try:
         async with (
@@ -68,26 +63,22 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
             session.get(f"{url}/events", headers={"accept": "text/event-stream"}) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":
-                problem = f"{url} answered {response.status}, no feed"
-                raise FeedError(f"{problem}: is it the ops port of a gateway (8001 by default)?")
+                raise CommandError(f"{url} answered {response.status}, no feed: is it a gateway's ops port (8001)?")
             name = ""
             async for line in response.content:
                 if line.startswith(b"event: "):
                     name = line[7:].strip().decode()
                 elif line.startswith(b"data: "):
                     yield name, json.loads(line[6:])
-    except TimeoutError:
-        raise FeedError(f"{url} is silent: the gateway hangs or is out of reach") from None
-    except aiohttp.ClientConnectorError as error:
-        raise FeedError(f"{url} cannot be reached ({error.strerror or error}): is a gateway running?") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise FeedError(f"{url}: {str(error) or type(error).__name__}") from None
-    raise FeedError(f"{url} has closed the feed: the gateway stopped")
+        raise CommandError(f"{url}: {reason(error)}; is a gateway running?") from None
+    raise CommandError(f"{url} has closed the feed: the gateway stopped")
 
 
 def picture(view: View, height: int | None = None, problem: str = "") -> Group:
     """Draw the view. With a `height`, workers come first and decisions and prefixes share the remaining rows."""
-    workers, prefixes = view.latest["snapshot"]["workers"], view.latest["prefixes"].get("prefixes", [])
+    snapshot, prefixes = view.latest["snapshot"], view.latest["prefixes"]["prefixes"]
+    workers, sampled = snapshot["workers"], (snapshot["traffic"]["decisions_per_s"] or 0.0) > 16
     num_workers, num_decisions, num_prefixes = len(workers), 10, len(prefixes)
     if height is not None:
         rows = max(3, height - NUM_FIXED_LINES)
@@ -97,24 +88,29 @@ def picture(view: View, height: int | None = None, problem: str = "") -> Group:
     return Group(
         *_head(view, problem),
         *_workers(workers, num_workers),
-        *_decisions(view, num_decisions),
-        *_prefixes(prefixes, num_prefixes),
+        line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold"),
+        _grid(map(_decision, list(view.decisions)[::-1][:num_decisions])),
+        line("\nHOTTEST PREFIXES, and who holds them", "bold"),
+        _grid(map(_prefix, prefixes[:num_prefixes])),
     )
 
 
-def _head(view: View, problem: str) -> Iterator[Text]:
+def _head(view: View, problem: str) -> list[Text]:
     about, snapshot = view.latest["hello"], view.latest["snapshot"]
     title = "headstart {}, gateway {}, policy {}".format(*map(about.get, ("version", "gateway", "policy")))
     title += f"{', draining' if snapshot['draining'] else ''}  {clock(snapshot['at'])}"
-    yield line(problem or title, "bold red" if problem else "bold")
     traffic = snapshot["traffic"]
     cache = f"{number(traffic['hit_rate'], '.0%')} of {number(traffic['prompt_tokens'])} prompt tokens from cache"
     ttft = f"first token {number(traffic['ttft_p50_s'], '.3f')} s, 95 % {number(traffic['ttft_p95_s'], '.3f')} s"
-    yield line(f"{cache}   {ttft}")
     tokens, decisions = (number(traffic[name], ",.1f") for name in ("output_tokens_per_s", "decisions_per_s"))
-    yield line(f"{tokens} tokens/s   {number(traffic['in_flight'])} open   {decisions} decisions/s")
-    text, style = index_state(snapshot["index"])
-    yield line(f"index {text}", style)
+    index, style = index_state(snapshot["index"])
+    return [
+        line(problem or title, "bold red" if problem else "bold"),
+        line(f"{cache}   {ttft}"),
+        line(f"{tokens} tokens/s   {number(traffic['in_flight'])} open   {decisions} decisions/s"),
+        line(f"index {index}", style),
+        line(""),
+    ]
 
 
 def index_state(index: dict[str, Any]) -> tuple[str, str]:
@@ -134,57 +130,53 @@ def index_state(index: dict[str, Any]) -> tuple[str, str]:
     return f"healthy: predicted hits have precision {index['kept']:.0%}, recall {index['told']:.0%}", "green"
 
 
-def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> Iterator[RenderableType]:
-    yield ""
+def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> list[RenderableType]:
     if not workers:
-        yield line("no worker yet: start one with `headstart worker --redis URL`", "yellow")
-        return
+        return [line("no worker yet: start one with `headstart worker --redis URL`", "yellow")]
     serving = sum(worker["state"] == "serving" for worker in workers)
     models = ", ".join(sorted({worker["model"] for worker in workers}))
-    yield line(f"{serving} of {len(workers)} workers serving {models}", "dim")
     table = Table("WORKER", "STATE", *(Column(name, justify="right") for name in _NUMBERS), box=None, pad_edge=False)
-    shown = list(workers)
-    if num_shown < len(workers):  # those with a problem come first
-        shown = sorted(workers, key=lambda worker: worker["state"] == "serving")[:num_shown]
-    for worker in shown:
-        load: dict[str, Any] = worker["load"] or dict.fromkeys(_LOAD)
+    if num_more := len(workers) - num_shown:  # those with a problem come first
+        workers = sorted(workers, key=lambda worker: worker["state"] == "serving")
+    for worker in workers[:num_shown]:
+        load = worker["load"] or {}
+        used = f"{load['blocks'] - load['free_blocks']:,}/{load['blocks']:,}" if load else "-"
         left_s = worker["lease_left_s"]
-        used = f"{load['blocks'] - load['free_blocks']:,}/{load['blocks']:,}" if worker["load"] else "-"
-        cells = [number(load["running"]), number(load["waiting"]), used, number(worker["hit_rate"], ".0%")]
-        cells += [number(load["prefill_tokens_per_s"], ",.0f", "/s"), number(load["queued_s"], ".3f", " s")]
+        cells = [number(load.get("running")), number(load.get("waiting")), used, number(worker["hit_rate"], ".0%")]
+        cells += [number(load.get("prefill_tokens_per_s"), ",.0f", "/s"), number(load.get("queued_s"), ".3f", " s")]
         cells.append("over" if left_s is not None and left_s <= 0 else number(left_s, ".1f", " s"))
         state = line(worker["state"], _STATES.get(worker["state"], "dim"))
         table.add_row(line(worker["worker"]), state, *map(line, cells))
-    yield table
-    if num_shown < len(workers):
-        yield line(f"and {len(workers) - num_shown} more", "dim")
+    head = line(f"{serving} of {len(workers)} workers serving {models}", "dim")
+    return [head, table, *([line(f"and {num_more} more", "dim")] if num_more else [])]
 
 
-def _decisions(view: View, num_shown: int) -> Iterator[RenderableType]:
-    sampled = (view.latest["snapshot"]["traffic"]["decisions_per_s"] or 0.0) > 16
-    yield line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold")
+def _decision(decision: dict[str, Any]) -> list[Text]:
+    costs = [f"{each['worker']} {each['cost']:.3f}" for each in decision["candidates"] if each["cost"] is not None]
+    found, prompt_tokens = decision["found_tokens"], decision["prompt_tokens"]
+    cached = decision["matched_tokens"] if found is None else found
+    filled = round(min(1.0, cached / max(1, prompt_tokens)) * _BAR)
+    return [
+        line(clock(decision["at"])),
+        line(decision["worker"]),
+        line("#" * filled + "." * (_BAR - filled), "cyan"),
+        line(f"{cached:,} of {prompt_tokens:,} cached"),
+        line(f"cost {', next '.join(costs[:2])}"),
+    ]
+
+
+def _prefix(prefix: dict[str, Any]) -> list[Text]:
+    indent = "  " * (prefix["level"] - 1) + ("+ " if prefix["level"] > 1 else "")
+    rest = prefix["num_workers"] - len(prefix["workers"])
+    holders = " ".join(prefix["workers"]) + (f" and {rest} more" if rest else "")
+    return [line(f"{indent}{prefix['num_tokens']:,} tokens"), line(f"found {prefix['num_hits']:,}x"), line(holders)]
+
+
+def _grid(rows: Iterable[list[Text]]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    for decision in list(view.decisions)[::-1][:num_shown]:
-        costs = [f"{each['worker']} {each['cost']:.3f}" for each in decision["candidates"] if each["cost"] is not None]
-        found, prompt_tokens = decision["found_tokens"], decision["prompt_tokens"]
-        cached = decision["matched_tokens"] if found is None else found
-        filled = round(min(1.0, cached / max(1, prompt_tokens)) * _BAR)
-        bar = line("#" * filled + "." * (_BAR - filled), "cyan")
-        cells = (f"{cached:,} of {prompt_tokens:,} cached", f"cost {', next '.join(costs[:2])}")
-        table.add_row(line(clock(decision["at"])), line(decision["worker"]), bar, *map(line, cells))
-    yield table if view.decisions else line("none yet", "dim")
-
-
-def _prefixes(prefixes: Sequence[dict[str, Any]], num_shown: int) -> Iterator[RenderableType]:
-    yield line("\nHOTTEST PREFIXES, and who holds them", "bold")
-    table = Table.grid(padding=(0, 2))
-    for prefix in prefixes[:num_shown]:
-        indent = "  " * (prefix["level"] - 1) + ("+ " if prefix["level"] > 1 else "")
-        rest = prefix["num_workers"] - len(prefix["workers"])
-        holders = " ".join(prefix["workers"]) + (f" and {rest} more" if rest else "")
-        cells = (f"{indent}{prefix['num_tokens']:,} tokens", f"found {prefix['num_hits']:,}x", holders)
-        table.add_row(*map(line, cells))
-    yield table if prefixes else line("nothing shared yet", "dim")
+    for row in rows:
+        table.add_row(*row)
+    return table if table.rows else line("none yet", "dim")
 
 
 def line(text: str, style: str = "") -> Text:
@@ -201,54 +193,41 @@ def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-async def _views(args: argparse.Namespace) -> AsyncIterator[View]:
-    """Yield the view once an interval; with --once only once, after the first interval."""
-    view = View()
-    shown_s = time.monotonic() - (0.0 if args.once else args.interval)
-    async with aclosing(events(args.url)) as feed:
-        async for name, data in feed:
-            view.update(name, data)
-            if name == "snapshot" and time.monotonic() - shown_s >= args.interval:
-                shown_s = time.monotonic()
-                yield view
-                if args.once:
-                    return
-
-
 async def watch(args: argparse.Namespace) -> None:
-    """Show the feed. Raises FeedError; a live screen retries instead, once it has shown a first picture."""
-    terminal = sys.stdout.isatty()
-    console = Console(markup=False, highlight=False, emoji=False, width=None if terminal else PLAIN_COLUMNS)
-    if args.once or args.json or not terminal:
-        async for view in _views(args):
-            with console.capture() as captured:
-                console.print(picture(view))
-            print(json.dumps(view.as_json()) if args.json else captured.get(), flush=True)
-        return
-    views = _views(args)
-    view = await anext(views)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    """Show the feed. Raises CommandError; a live screen retries instead, once it has shown a first picture."""
+    plain = args.once or args.json or not sys.stdout.isatty()
+    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
+    live = Live(console=console, screen=True, auto_refresh=False)
+    view, due_s = View(), time.monotonic() + (args.interval if args.once else 0.0)
+    with nullcontext() if plain else live:
         while True:
             try:
-                live.update(picture(view, console.height), refresh=True)
-                async for view in views:
-                    live.update(picture(view, console.height), refresh=True)
-            except FeedError as error:
+                async with aclosing(events(args.url)) as feed:
+                    async for name, data in feed:
+                        view.update(name, data)
+                        if name != "snapshot" or time.monotonic() < due_s:
+                            continue
+                        due_s = time.monotonic() + args.interval
+                        if args.json:
+                            print(json.dumps(view.as_json()), flush=True)
+                        elif plain:
+                            console.print(picture(view))
+                        else:
+                            live.update(picture(view, console.height), refresh=True)
+                        if args.once:
+                            return
+            except CommandError as error:
+                if plain or "snapshot" not in view.latest:
+                    raise
                 live.update(picture(view, console.height, f"Trying again: {error}"), refresh=True)
                 await asyncio.sleep(RETRY_S)
-            views = _views(args)
 
 
 def ops_url(text: str) -> str:
-    """`8001`, `host:8001` or a URL -> a base URL. Raises ValueError."""
-    if text.isdecimal():
-        text = f"127.0.0.1:{text}"
-    if "://" not in text:
-        text = f"http://{text}"
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{text!r} is no URL of an ops port, such as http://127.0.0.1:8001")
-    return text.rstrip("/").removesuffix("/dashboard").rstrip("/")
+    """`8001`, `host:8001` or a URL, also the dashboard's -> a base URL."""
+    host = f"127.0.0.1:{text}" if text.isdecimal() else text
+    url = host if "://" in host else f"http://{host}"
+    return url.rstrip("/").removesuffix("/dashboard")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -257,29 +236,17 @@ def parser() -> argparse.ArgumentParser:
         description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. Ctrl-C ends it. "
         "Where the output is no terminal it prints one picture after another.",
     )
-    p.add_argument("url", nargs="?", default="http://127.0.0.1:8001", help="a gateway's ops port")
+    p.add_argument("url", type=ops_url, nargs="?", default="http://127.0.0.1:8001", help="a gateway's ops port")
     p.add_argument("--once", action="store_true", help="watch for one interval, print one picture, and end")
     p.add_argument("--json", action="store_true", help="print one JSON object a picture instead")
-    p.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between pictures (default 1)")
+    interval = between(0.1, 3600, float)
+    p.add_argument("--interval", type=interval, default=1.0, metavar="S", help="seconds between pictures (default 1)")
     return p
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0: ended by its user, or shown once. 1: no gateway there. 2: wrong arguments."""
+    """Return 0 when its user ended it, or it has shown the fleet once. Raises CommandError."""
     args = parser().parse_args(argv)
-    try:
-        if not 0.1 <= args.interval <= 3600:
-            raise ValueError(f"--interval must be 0.1 to 3600, got {args.interval:g}")
-        args.url = ops_url(args.url)
+    with suppress(KeyboardInterrupt):
         asyncio.run(watch(args))
-    except FeedError as error:
-        print(f"headstart top: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"headstart top: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `headstart top | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        pass
     return 0

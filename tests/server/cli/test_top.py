@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 
 from server import cli
 from server.cli import doctor
-from server.cli.top import FeedError, View, events, index_state, ops_url, picture
+from server.cli.common import CommandError
+from server.cli.top import View, events, index_state, ops_url, picture
+from tests.server.cli.commands import status_of
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import ANSWER, chat, post
 from tests.server.test_gateway import gateway_process
@@ -130,14 +132,15 @@ def test_the_state_of_the_index_in_words(index: dict[str, Any], says: str) -> No
 def test_ops_url() -> None:
     assert ops_url("8001") == "http://127.0.0.1:8001"
     assert ops_url("there:9/dashboard") == "http://there:9"
-    with pytest.raises(ValueError, match="no URL of an ops port"):
-        ops_url("ftp://there")
+    assert ops_url("https://there/") == "https://there"
 
 
 def test_a_missing_gateway_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "ftp://there"]) == 1
+    assert "ftp://there" in capsys.readouterr().err
     assert cli.main(["top", "http://127.0.0.1:1", "--once"]) == 1
     assert "is a gateway running?" in capsys.readouterr().err
-    assert cli.main(["top", "--interval", "0"]) == 2
+    assert status_of("top", "--interval", "0") == 2
 
 
 async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
@@ -159,7 +162,7 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
         assert "\033" not in text, "no terminal, no colours"
         assert re.search(r"16 tokens +found 1x +w0", text), "the prefix that the request shared"
         assert [row["worker"] for row in json.loads(as_json)["workers"]] == ["w0"]
-        with pytest.raises(FeedError, match="ops port"):
+        with pytest.raises(CommandError, match="ops port"):
             await anext(events(gateway.url))
         number = int(gateway.ops.rpartition(":")[2])
         assert "with 1 worker" in (await doctor.port("ops port", "127.0.0.1", number, "--ops-port")).found
