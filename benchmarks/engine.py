@@ -98,7 +98,7 @@ class Engine:
         if (
             self._runner.overlaps
             and len(self._in_flight) == 1
-            and (ahead := self._scheduler.schedule_ahead()) is not None
+            and (ahead := self._scheduler.schedule_async()) is not None
         ):
             self._launch(ahead)
         plan, launch = self._in_flight.popleft()

@@ -95,9 +95,9 @@ def test_choices_that_yield_to_another_tenant(model: LoadedModel, prefix_cache, 
 
 
 @pytest.mark.parametrize(
-    "runs_ahead", [False, True]
+    "async_scheduling", [False, True]
 )  # with True, shared blocks of forks are copied in steps scheduled ahead
-def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Path, runs_ahead: bool) -> None:
+def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Path, async_scheduling: bool) -> None:
     write_family("mistral_window", tmp_path)
     model = load_model(str(tmp_path), LoadOptions())
     window = model.config.attention.longest_window
@@ -106,14 +106,14 @@ def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Pa
     want = [run(engine(model), [wire])[0] for wire in wires]
     # a ring of 5 blocks per sequence instead of 25; the pool of 14 does not hold four of them
     limits = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
-    ring = engine(model, 15, prefix_cache="off", window_size=window + 8, runs_ahead=runs_ahead, **limits)
+    ring = engine(model, 15, prefix_cache="off", window_size=window + 8, async_scheduling=async_scheduling, **limits)
     most_held = 0
     requests = [ring.submit(wire) for wire in wires]
     while ring.step() is not None:
         most_held = max(most_held, *(len(table.block_table) for table in ring.allocator._live), 0)
     assert [ring.answer(request).tokens for request in requests] == want
     assert most_held == 5
-    assert (ring.num_ahead > 0) == runs_ahead
+    assert (ring.num_async > 0) == async_scheduling
 
 
 def test_resumed_anywhere(model: LoadedModel, alone) -> None:

@@ -261,7 +261,7 @@ class BrokenMix:
     stays_for: int
     num_blocks: int
     num_tokens: int
-    runs_ahead: bool
+    async_scheduling: bool
 
 
 broken_mixes = st.builds(
@@ -271,7 +271,7 @@ broken_mixes = st.builds(
     stays_for=st.sampled_from([1, 1, 2, 4]),
     num_blocks=st.sampled_from([22, 40, 200]),
     num_tokens=st.sampled_from([17, 40, 512]),
-    runs_ahead=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 
 
@@ -295,8 +295,8 @@ def check(models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache,
         models["torch"],
         num_blocks=mix.num_blocks,
         prefix_cache=prefix_cache,
-        stream=LateStream() if mix.runs_ahead else None,
-        runs_ahead=mix.runs_ahead,
+        stream=LateStream() if mix.async_scheduling else None,
+        async_scheduling=mix.async_scheduling,
         max_num_batched_tokens=mix.num_tokens,
         max_num_seqs=8,
     )

@@ -123,10 +123,10 @@ class TestRunner:
     def test_steps_that_follow_others_in_flight_sample_the_same_tokens(self, folder: Path) -> None:
         model = load_model(str(folder), LoadOptions(dtype="float16", device="cuda"))
 
-        def tokens(*, runs_ahead: bool) -> list[dict[int, list[int]]]:
+        def tokens(*, async_scheduling: bool) -> list[dict[int, list[int]]]:
             runner = ModelRunner(model, num_blocks=200, block_size=16, eos_token_ids=())
             engine = HandEngine(
-                200, 16, runner=runner, runs_ahead=runs_ahead, max_model_len=256, max_num_batched_tokens=80
+                200, 16, runner=runner, async_scheduling=async_scheduling, max_model_len=256, max_num_batched_tokens=80
             )
             wires = [
                 generate([i * k % 99 for k in range(1, 4 + 9 * i)], 6 + 3 * i, temperature=float(i % 2))
@@ -134,10 +134,10 @@ class TestRunner:
             ]
             requests = [engine.submit(wire) for wire in wires]
             engine.finish()
-            assert (engine.num_ahead > 0) == runs_ahead
+            assert (engine.num_async > 0) == async_scheduling
             return [engine.answer(request).tokens for request in requests]
 
-        assert tokens(runs_ahead=True) == tokens(runs_ahead=False)
+        assert tokens(async_scheduling=True) == tokens(async_scheduling=False)
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     def test_a_second_gpu(self, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Mix:
     watermark: float
     forget_at: int | None
     in_flight: bool
-    runs_ahead: bool
+    async_scheduling: bool
 
 
 mixes = st.builds(
@@ -85,7 +85,7 @@ mixes = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     forget_at=st.none() | st.integers(1, 20),
     in_flight=st.booleans(),
-    runs_ahead=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 
 
@@ -154,8 +154,8 @@ def check(model: LoadedModel, alone, prefix_cache: PrefixCache, mix: Mix) -> Non
         model,
         mix.num_blocks,
         prefix_cache,
-        LateStream() if mix.in_flight or mix.runs_ahead else None,
-        runs_ahead=mix.runs_ahead,
+        LateStream() if mix.in_flight or mix.async_scheduling else None,
+        async_scheduling=mix.async_scheduling,
         max_num_seqs=mix.max_num_seqs,
         max_num_batched_tokens=mix.num_tokens,
         max_solo_prefill_tokens=solo,

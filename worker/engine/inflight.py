@@ -80,7 +80,7 @@ class InFlightBatches:
     def launch_async(self) -> None:
         """Launch the step behind the only one in flight, if the scheduler can plan it without that one's tokens."""
         begun_s = time.monotonic()
-        if len(self._batches) == 1 and (plan := self.scheduler.schedule_ahead()) is not None:
+        if len(self._batches) == 1 and (plan := self.scheduler.schedule_async()) is not None:
             self.launch(plan, begun_s)
 
     def process_result(self) -> None:

@@ -19,7 +19,7 @@ class PlannedChunk:
     stop: int
     is_prefill: bool
     follows: int | None = None
-    """For a chunk planned ahead: the index, in the plan before, of the chunk that samples its token."""
+    """For a chunk of an async plan: the index, in the plan before, of the chunk that samples its token."""
     sampled_choices: tuple[RequestChoice, ...] = ()
     """The choices that get a token. Set with the step, as some may end while it runs."""
 
@@ -34,16 +34,16 @@ class PlannedChunk:
         at_end = self.stop >= len(sequence.token_ids) and sequence.sampling.max_tokens > 0
         self.sampled_choices = tuple(sequence.choices) if at_end else ()
         num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
-        is_ahead = self.stop > len(sequence.token_ids)
+        is_async = self.stop > len(sequence.token_ids)
         return SequenceStep(
-            token_ids=(0,) if is_ahead else sequence.token_ids[self.start : self.stop],
+            token_ids=(0,) if is_async else sequence.token_ids[self.start : self.stop],
             start=self.start,
             block_table=sequence.allocation.block_table,
             slots=sequence.allocation.slots(self.start, self.stop),
             sampling_rows=tuple(self._sampling_row(choice) for choice in self.sampled_choices),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
-            follows=self.follows if is_ahead else None,
+            follows=self.follows if is_async else None,
         )
 
     def _prompt_logprobs(self) -> tuple[int | None, Sequence[int]]:

@@ -40,7 +40,7 @@ class Scheduler:
     by one, and `fail` the requests whose part raises. `submit`, `abort` and `fail` may come at any time. The blocks of
     a sequence that finishes while its step runs are freed after the step.
 
-    `schedule_ahead` may plan a second step while the first runs. It is launched behind the first, and updated after it.
+    `schedule_async` may plan a second step while the first runs. It is launched behind the first, and updated after it.
     When the first raises, the second is dropped.
     """
 
@@ -53,7 +53,7 @@ class Scheduler:
         self._admission = BatchAdmission(allocator, limits, self.waiting, self.running)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._in_flight: list[StepPlan] = []
-        """Steps between `schedule` and `update` or `retries`. The second was planned ahead."""
+        """Steps between `schedule` and `update` or `retries`. The second is async."""
         self._finished_in_flight: set[TokenSequence] = set()
         """Finished sequences that hold their blocks until their last step has returned."""
         self._fair_share = FairShare()
@@ -141,7 +141,7 @@ class Scheduler:
         self._in_flight = [plan] if plan.chunks else []
         return plan if plan.chunks else None
 
-    def schedule_ahead(self) -> StepPlan | None:
+    def schedule_async(self) -> StepPlan | None:
         """Plan the step after the running one, before its tokens are known.
 
         None: it depends on them (see `plan_next_decode`), a waiting sequence could join it, or blocks are short.
@@ -247,7 +247,7 @@ class Scheduler:
         if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
             return []
         self._fair_share.charge(sequence.tenant, chunk.num_tokens, len(chunk.sampled_choices))
-        # A chunk planned ahead reaches beyond a sequence that has stopped before it.
+        # A chunk of an async plan reaches beyond a sequence that has stopped before it.
         sequence.num_computed = min(chunk.stop, len(sequence.token_ids))
         sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
         if sequence in self._finished_in_flight:

@@ -47,14 +47,14 @@ def run(
     max_model_len: int = 256,
     *,
     max_rows: int = 8,
-    runs_ahead: bool = False,
+    async_scheduling: bool = False,
 ) -> list[dict[int, list[int]]]:
     runner = ModelRunner(
         model,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         eos_token_ids=(),
-        stream=LateStream() if runs_ahead else None,
+        stream=LateStream() if async_scheduling else None,
     )
     if recorded is not None:
 
@@ -76,7 +76,12 @@ def run(
             record=record,
         )
     engine = HandEngine(
-        NUM_BLOCKS, BLOCK_SIZE, runner=runner, runs_ahead=runs_ahead, max_model_len=256, max_num_batched_tokens=80
+        NUM_BLOCKS,
+        BLOCK_SIZE,
+        runner=runner,
+        async_scheduling=async_scheduling,
+        max_model_len=256,
+        max_num_batched_tokens=80,
     )
     wires = [
         generate([i * k % 99 for k in range(1, 4 + 9 * i)], 6 + 3 * i, temperature=float(i % 2), logprobs=i % 3)
@@ -84,7 +89,7 @@ def run(
     ]
     requests = [engine.submit(wire) for wire in wires]
     engine.finish()
-    assert (engine.num_ahead > 0) == runs_ahead
+    assert (engine.num_async > 0) == async_scheduling
     return [engine.answer(request).tokens for request in requests]
 
 
@@ -97,7 +102,7 @@ def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: 
 
 def test_recorded_decodes_that_follow_a_step_give_the_same_tokens(model: LoadedModel) -> None:
     recorded: list[int] = []
-    assert run(model, recorded, runs_ahead=True) == run(model, None)
+    assert run(model, recorded, async_scheduling=True) == run(model, None)
     assert recorded
 
 

@@ -87,7 +87,7 @@ class HandEngine:
         prefix_cache: PrefixCache = "hash",
         fails: Callable[[Step], bool] = lambda step: False,
         stream: DeviceStream | None = None,
-        runs_ahead: bool = False,
+        async_scheduling: bool = False,
         eos: Sequence[int] = (),
         runner: Runner | None = None,
         window_size: int | None = None,
@@ -100,9 +100,9 @@ class HandEngine:
         self.now_s = 0.0
         self.num_preempted = 0
         self.num_yielded = 0
-        self.runs_ahead = runs_ahead
+        self.async_scheduling = async_scheduling
         """Launch steps before the tokens of the step before are known, where possible."""
-        self.num_ahead = 0
+        self.num_async = 0
         self.in_flight: list[tuple[StepPlan, Launch[list[SequenceResult]]]] = []
 
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
@@ -131,8 +131,12 @@ class HandEngine:
         is_late = self.now_s % 2 == 0
         if not is_late:
             while_running()
-        if self.runs_ahead and len(self.in_flight) == 1 and (ahead := self.scheduler.schedule_ahead()) is not None:
-            self.num_ahead += 1
+        if (
+            self.async_scheduling
+            and len(self.in_flight) == 1
+            and (ahead := self.scheduler.schedule_async()) is not None
+        ):
+            self.num_async += 1
             self.in_flight.append((ahead, self._launch(ahead)))
         if is_late:
             while_running()

@@ -15,7 +15,7 @@ PROMPT = list(range(10))
 
 
 def engine(**options: Any) -> HandEngine:
-    return HandEngine(stream=LateStream(), runs_ahead=True, **options)
+    return HandEngine(stream=LateStream(), async_scheduling=True, **options)
 
 
 def test_every_decode_follows_the_step_before() -> None:
@@ -64,7 +64,7 @@ def test_steps_that_depend_on_sampled_tokens_are_not_scheduled_ahead(params: dic
     ahead.submit(generate(PROMPT, 12, **params))
     ahead.submit(generate([7, *PROMPT], 12))
     ahead.step()
-    assert ahead.num_ahead == 0
+    assert ahead.num_async == 0
     ahead.finish()
 
 
@@ -73,7 +73,7 @@ def test_scheduling_ahead_delays_no_admission() -> None:
     ahead.submit(generate(PROMPT, 20))
     for _ in range(3):
         ahead.step()
-    assert ahead.num_ahead == 3
+    assert ahead.num_async == 3
     late = ahead.submit(generate([7, *PROMPT], 2))
     ahead.step()  # launched before it arrived
     assert late.started_s is None
@@ -87,7 +87,7 @@ def test_waiting_requests_do_not_stop_scheduling_ahead_while_all_slots_are_taken
     first, *rest = (ahead.submit(generate([i, *PROMPT], 6 + 3 * i)) for i in range(3))
     while ahead.answer(first).last is None:
         ahead.step()
-    assert ahead.num_ahead == 5  # all of its decodes, and none after it, when its slot is known to be free
+    assert ahead.num_async == 5  # all of its decodes, and none after it, when its slot is known to be free
     assert not ahead.in_flight
     ahead.step()
     assert rest[1].started_s is not None
@@ -103,7 +103,7 @@ def test_steps_scheduled_ahead_count_for_max_waiting_tokens() -> None:
     ahead.submit(generate([7, *PROMPT], 2))  # one of two that must be admitted together
     while ahead.answer(first).last is None:
         ahead.step()
-    assert ahead.num_ahead > 6
+    assert ahead.num_async > 6
     plan = ahead.step()
     assert plan is not None
     assert plan.batch_growth_reason == "wait_exceeded"
@@ -125,7 +125,7 @@ def test_a_step_that_follows_a_failed_one_is_dropped() -> None:
     ahead.finish()
     for i, request in enumerate(requests):
         assert ahead.answer(request).tokens[0] == answer([i, *PROMPT], 100, 8)
-    assert ahead.num_ahead > 0
+    assert ahead.num_async > 0
 
 
 def test_a_poisoned_step_that_follows_another_fails_its_request_alone() -> None:

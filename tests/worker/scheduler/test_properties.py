@@ -63,7 +63,7 @@ mixes = st.fixed_dictionaries(
         "total_tokens": st.sampled_from([None, 60, 100]),
         "failing_steps": st.sets(st.integers(0, 60), max_size=6),
         "in_flight": st.booleans(),  # submit and abort while steps run, or between them
-        "runs_ahead": st.booleans(),
+        "async_scheduling": st.booleans(),
         "stop": st.sampled_from([(), (0, 7, 20, 33)]),
     }
 )
@@ -80,8 +80,8 @@ def run_mix(mix, prefix_cache) -> None:
         BLOCK_SIZE,
         prefix_cache=prefix_cache,
         fails=lambda step: next(count) in mix["failing_steps"],
-        stream=LateStream() if mix["in_flight"] or mix["runs_ahead"] else None,
-        runs_ahead=mix["runs_ahead"],
+        stream=LateStream() if mix["in_flight"] or mix["async_scheduling"] else None,
+        async_scheduling=mix["async_scheduling"],
         eos=mix["stop"],
         max_num_seqs=mix["max_num_seqs"],
         max_num_batched_tokens=mix["num_tokens"],
@@ -170,7 +170,7 @@ def test_forks_of_an_uncached_sequence_may_outlive_the_blocks_that_it_repeats() 
         "total_tokens": None,
         "failing_steps": set(),
         "in_flight": False,
-        "runs_ahead": False,
+        "async_scheduling": False,
         "stop": (),
     }
     run_mix(mix, "radix")

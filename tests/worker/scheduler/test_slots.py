@@ -19,9 +19,9 @@ PROMPT = list(range(21))
 BLOCK_SIZE = 4
 
 
-def make_engine(*, runs_ahead: bool = False, num_blocks: int = 2000, **options: Any) -> HandEngine:
-    stream = LateStream() if runs_ahead else None
-    return HandEngine(num_blocks, BLOCK_SIZE, stream=stream, runs_ahead=runs_ahead, **options)
+def make_engine(*, async_scheduling: bool = False, num_blocks: int = 2000, **options: Any) -> HandEngine:
+    stream = LateStream() if async_scheduling else None
+    return HandEngine(num_blocks, BLOCK_SIZE, stream=stream, async_scheduling=async_scheduling, **options)
 
 
 def num_held(engine: HandEngine, request: Request) -> int:
@@ -37,11 +37,11 @@ def check_tokens(engine: HandEngine, request: Request) -> None:
     }
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("n", [64, 128])
 @pytest.mark.parametrize("num_tokens", [64, 2048])
-def test_a_small_request_starts_within_two_steps(runs_ahead: bool, n: int, num_tokens: int) -> None:
-    engine = make_engine(runs_ahead=runs_ahead, max_num_seqs=64, max_num_batched_tokens=num_tokens)
+def test_a_small_request_starts_within_two_steps(async_scheduling: bool, n: int, num_tokens: int) -> None:
+    engine = make_engine(async_scheduling=async_scheduling, max_num_seqs=64, max_num_batched_tokens=num_tokens)
     large = engine.submit(generate(PROMPT, 30, n, tenant="a"))
     for _ in range(12):
         engine.step()
@@ -201,20 +201,20 @@ arrivals = st.lists(
     max_num_seqs=st.integers(1, 8),
     num_blocks=st.sampled_from([16, 24, 400]),
     prefix_cache=st.sampled_from(["hash", "radix", "off"]),
-    runs_ahead=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 @example(  # tenant a's next request must not stand between the slots that a holds and tenant c
     arrivals=[(0, "a", 1, 1, 1), (6, "a", 2, 10, 1), (12, "a", 1, 1, 1), (12, "c", 2, 3, 1), (13, "c", 1, 1, 1)],
     max_num_seqs=3,
     num_blocks=400,
     prefix_cache="hash",
-    runs_ahead=True,
+    async_scheduling=True,
 )
 def test_no_request_holds_more_than_half_while_others_wait(
-    arrivals, max_num_seqs: int, num_blocks: int, prefix_cache, runs_ahead: bool
+    arrivals, max_num_seqs: int, num_blocks: int, prefix_cache, async_scheduling: bool
 ) -> None:
     engine = make_engine(
-        max_num_seqs=max_num_seqs, num_blocks=num_blocks, prefix_cache=prefix_cache, runs_ahead=runs_ahead
+        max_num_seqs=max_num_seqs, num_blocks=num_blocks, prefix_cache=prefix_cache, async_scheduling=async_scheduling
     )
     half = max(1, max_num_seqs // 2)
     left, requests, step, since = sorted(arrivals), [], 0, 0
