@@ -126,18 +126,14 @@ class Endpoint:
 
     async def open(self) -> AbstractConnection:
         """Return a connected, authenticated connection. Raises RedisError, OSError or TimeoutError."""
-        options = self._options
-        if self._moved is not None or self._nodes:
-            host, port = await self._address()
-            options = {**options, "host": host, "port": port}
+        options = dict(self._options)
+        if self._service:
+            options["host"], options["port"] = await self._primary()
+        elif self._nodes:
+            options["host"], options["port"] = self._moved or self._nodes[self._num_failures % len(self._nodes)]
         connection = self._kind(**options)
         await connection.connect()  # type: ignore[no-untyped-call]
         return connection
-
-    async def _address(self) -> tuple[str, int]:
-        if self._moved is not None:
-            return self._moved
-        return await self._primary() if self._service else self._nodes[self._num_failures % len(self._nodes)]
 
     async def _primary(self) -> tuple[str, int]:
         options: dict[str, Any] = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -161,21 +162,16 @@ class Shard:
         try:
             async with asyncio.timeout(self._settings.deadline_s):
                 candidates = await self.lookup(blob, model)
-        except TimeoutError:
-            self._count("timeout")
-        except RedisDownError as error:
-            logger.debug("lookup failed: %s", error)
-            self._count("down")
-        except Exception as error:
-            self._recover(error)
-        else:
-            self.succeeded()
-            return candidates
-        self.failed()
-        return None
+        except (TimeoutError, RedisDownError) as error:
+            logger.debug("lookup failed: %r", error)
+            self._count("timeout" if isinstance(error, TimeoutError) else "down")
+            self.failed()
+            return None
+        self.succeeded()
+        return candidates
 
     async def lookup(self, blob: bytes, model: str | None) -> list[Candidate]:
-        """Look up the joined hashes of a prompt. Raises RedisDownError; the caller sets the deadline."""
+        """Look up the joined hashes of a prompt. Raises RedisDownError alone; the caller sets the deadline."""
         if self._version is None and self.client.up:
             await asyncio.shield(self._start_refresh())
         if self._version is None:
@@ -204,15 +200,12 @@ class Shard:
             raise RedisDownError(f"lookup: {error}")
 
     def _query(self, model: str | None) -> _Query:
-        if self.registry.has_changed:
+        if self.registry.has_changed or len(self._queries) > _MAX_QUERIES:
             self.registry.has_changed = False
             self._queries.clear()
-        query = self._queries.get(model)
-        if query is None:
-            query = self._make_query(self.registry.workers(model))
-            if len(self._queries) < _MAX_QUERIES:
-                self._queries[model] = query
-        return query
+        if model not in self._queries:
+            self._queries[model] = self._make_query(self.registry.workers(model))
+        return self._queries[model]
 
     def _make_query(self, workers: list[KnownWorker]) -> _Query:
         if len(workers) > MAX_WORKERS_PER_SHARD:
@@ -234,25 +227,26 @@ class Shard:
             now_ms = schema.decode_time_ms(now)
             if len(matches) != len(query.workers) or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
                 raise ReplyError(f"{brief(matches)} for {len(query.workers)} workers and {num_blocks} blocks")
-            if not isinstance(states, (list, ResponseError)):
+            if isinstance(states, ResponseError):  # their key has another type, or an ACL forbids HVALS
+                if self._hvals_refused:
+                    self.registry.complain(b"states", f"the states cannot be read: {states}")
+                self._hvals_refused = True  # read them by name until the next connection
+                self._queries.clear()
+                states = []
+            if not isinstance(states, list):
                 raise ReplyError(f"states are {brief(states)}")
-        except (TypeError, ValueError) as error:
-            raise self._malformed(f"lookup gave {brief(reply)}: {error}") from error
-        if isinstance(states, ResponseError):  # their key has another type, or an ACL forbids HVALS
-            if self._hvals_refused:
-                self.registry.complain(b"states", f"the states cannot be read: {states}")
-            self._hvals_refused = True  # read them by name until the next connection
-            self._queries.clear()
-            states = []
+            candidates = self.registry.candidates(query.workers, matches, states, now_ms)
+        except Exception as error:  # anything that such a reply may raise
+            raise self._malformed(f"a lookup gave {brief(reply)}", error) from error
         self._seen_version = version if type(version) is bytes else b""
         if self._seen_version != self._version:
             self._start_refresh()
-        return self.registry.candidates(query.workers, matches, states, now_ms)
+        return candidates
 
-    def _malformed(self, what: str) -> RedisDownError:
-        """Count a reply that does not fit its command, and continue on another connection."""
-        self.registry.complain(b"reply", what)
-        self.client.reconnect("a reply that does not fit its command")
+    def _malformed(self, what: str, error: Exception) -> RedisDownError:
+        """Continue on another connection, which counts a reply that does not fit its command."""
+        logger.debug("malformed reply", exc_info=error)
+        self.client.reconnect(f"malformed reply: {what}: {type(error).__name__}: {error!s:.200}")
         return RedisDownError("malformed reply")
 
     # --- registry ---------------------------------------------------------------------------------------------------
@@ -283,8 +277,8 @@ class Shard:
         try:
             self.registry.now_ms = schema.decode_time_ms(now)
             self.registry.refresh(self._hash(members), self._hash(states))
-        except ReplyError as error:
-            raise self._malformed(f"the registry is {error}") from error
+        except Exception as error:  # anything that such a reply may raise
+            raise self._malformed("the registry", error) from error
         finally:
             self._refreshed_at = time.monotonic()
             self._pause_s = max(self._settings.refresh_interval_s, 10 * (self._refreshed_at - started_at))
@@ -317,37 +311,24 @@ class Shard:
             self._count("breaker_closed")
         self._num_failures = 0
 
-    def _recover(self, error: Exception) -> None:
-        """Count and log an error that no reply should cause, and continue on another connection."""
-        self.registry.complain(b"reading", f"reading raised {type(error).__name__}: {error!s:.200}")
-        logger.debug("reading raised", exc_info=error)
-        self.client.reconnect("reading failed")
-
     async def probe(self) -> None:
         """Look at the registry every `poll_s`; while the breaker is open, find out when to close it."""
         while True:
             interval_s = self._settings.breaker_probe_s if self.breaker_open else self._settings.poll_s
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._wake_probe.wait()
-            except TimeoutError:
-                pass
             self._wake_probe.clear()
             if not self.client.up:
                 continue
             if time.monotonic() - self._refreshed_at > self._settings.max_refresh_age_s:
                 self._start_refresh()
             started_at = time.monotonic()
-            try:
+            with suppress(RedisDownError, TimeoutError):
                 async with asyncio.timeout(_TIMEOUT_S):
                     await self.lookup(b"", None)
-            except (RedisDownError, TimeoutError):
-                continue
-            except Exception as error:
-                self._recover(error)
-                continue
-            if time.monotonic() - started_at <= self._settings.deadline_s:
-                self.succeeded()
+                if time.monotonic() - started_at <= self._settings.deadline_s:
+                    self.succeeded()
 
     def _connection_changed(self, up: bool) -> None:
         self._version = None

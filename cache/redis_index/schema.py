@@ -54,9 +54,8 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _decode_state: Final = msgspec.msgpack.Decoder(State).decode
-_encode_state: Final = msgspec.msgpack.Encoder().encode
 _decode_member: Final = msgspec.json.Decoder(WorkerMember).decode
-_encode_member: Final = msgspec.json.Encoder().encode
+encode_member: Final = msgspec.json.Encoder().encode
 
 
 class Keys:
@@ -162,10 +161,6 @@ def shard_of(worker_id: WorkerId, num_shards: int) -> int:
     return zlib.crc32(worker_id.encode()) % num_shards
 
 
-def encode_member(member: WorkerMember) -> bytes:
-    return _encode_member(member)
-
-
 def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
     """Return the member found under `worker_id`. Raises RegistryError."""
     if len(data) > MAX_MEMBER_BYTES or len(worker_id) > 128:
@@ -184,18 +179,9 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
     return member
 
 
-def encode_state(
-    member: WorkerMember,
-    load: WorkerLoad,
-    *,
-    generation: int,
-    batch: int,
-    deadline_ms: int,
-    written_ms: int,
-    num_entries: int,
-) -> bytes:
-    fields = (generation, batch, deadline_ms, written_ms, num_entries)
-    return _encode_state(State(_STATE_FORMAT, member.epoch, *fields, load))
+def encode_state(member: WorkerMember, load: WorkerLoad, **numbers: int) -> bytes:
+    """Encode a `State`; `numbers` are its other fields."""
+    return msgspec.msgpack.encode(State(format=_STATE_FORMAT, epoch=member.epoch, load=load, **numbers))
 
 
 def decode_state(data: Any) -> State:

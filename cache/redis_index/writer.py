@@ -7,6 +7,8 @@ that has gone back in time. A late command of an old connection lands in a dead 
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -150,9 +152,8 @@ class IndexWriter:
             state = schema.decode_state(found)
         except RegistryError:
             return False
-        if state.epoch != self._member.epoch:
-            return False
-        return not self._signer.enabled or verifies_state(self._signer.state_mac(self._member.worker_id), found)
+        is_genuine = not self._signer.enabled or verifies_state(self._signer.state_mac(self._member.worker_id), found)
+        return state.epoch == self._member.epoch and is_genuine
 
     async def rewrite(self, held: Sequence[IndexEntry], load: WorkerLoad) -> bool:
         """Write a new generation of everything held, parents first, and switch to it. False: try again later."""
@@ -205,7 +206,7 @@ class IndexWriter:
         try:
             entries, now_ms = schema.decode_hash(replies[0]), schema.decode_time_ms(replies[1])
         except ReplyError as error:
-            self._malformed(error)
+            self.client.reconnect(str(error))
             return 0
         limit_ms = now_ms - int(self._settings.dead_after_s * 1000)
         own = self._member.worker_id.encode()
@@ -239,18 +240,11 @@ class IndexWriter:
 
         Each chunk sets the TTL in its own MULTI: no set is ever without one, wherever the worker dies.
         """
-        chunks = self._chunked("SADD", key, held)
-        for start in range(0, len(chunks), self._settings.chunks_in_flight):
-            commands: list[_Command] = []
-            for chunk in chunks[start : start + self._settings.chunks_in_flight]:
-                commands += [("MULTI",), chunk, ("PEXPIRE", key, ttl_ms), ("EXEC",)]
-            replies = await self._ask(*commands)
-            if replies is None:
+        chunks, size = self._chunked("SADD", key, held), self._settings.chunks_in_flight
+        for start in range(0, len(chunks), size):
+            sent = [self._transaction([chunk, ("PEXPIRE", key, ttl_ms)]) for chunk in chunks[start : start + size]]
+            if None in await asyncio.gather(*sent):
                 return False
-            for reply in replies[3::4]:
-                if not isinstance(reply, list) or not all(type(result) is int for result in reply):
-                    self._refused(reply)
-                    return False
         return True
 
     async def _transaction(self, commands: list[_Command]) -> list[Reply] | None:
@@ -259,25 +253,21 @@ class IndexWriter:
         if replies is None:
             return None
         results = replies[-1]
-        is_complete = isinstance(results, list) and len(results) == len(commands)
-        errors = [reply for reply in (results if is_complete else replies) if isinstance(reply, ResponseError)]
-        if errors:
-            self._refused(errors[0])
-        elif not is_complete:
-            self._malformed(ReplyError(f"{schema.brief(results)} to a MULTI of {len(commands)} commands"))
-        if is_complete and errors:
-            await self._remove_other_types(commands, results)
-        return results if is_complete and not errors else None
-
-    async def _remove_other_types(self, commands: list[_Command], results: list[Reply]) -> None:
-        """Unlink keys that have become another type: they hold nothing of use."""
-        keys = {
-            command[1]: None
-            for command, result in zip(commands, results, strict=True)
-            if isinstance(result, ResponseError) and str(result).startswith("WRONGTYPE")
-        }
-        if keys:
-            await self._ask(("UNLINK", *keys))
+        if not isinstance(results, list) or len(results) != len(commands):
+            refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
+            if refusals:
+                self._refused(refusals[0])
+            else:
+                self.client.reconnect(f"{schema.brief(results)} to a MULTI of {len(commands)} commands")
+            return None
+        errors = [result for result in results if isinstance(result, ResponseError)]
+        if not errors:
+            return results
+        self._refused(errors[0])
+        is_other_type = [isinstance(r, ResponseError) and str(r).startswith("WRONGTYPE") for r in results]
+        if any(is_other_type):  # such keys hold nothing of use
+            await self._ask(("UNLINK", *{command[1] for command in itertools.compress(commands, is_other_type)}))
+        return None
 
     async def _ask(self, *commands: _Command) -> list[Reply] | None:
         """Return one reply per command, or None without a connection or in time."""
@@ -293,11 +283,6 @@ class IndexWriter:
             self._is_refused = True
             logger.warning("Redis refuses what %s publishes: %s", self._member.worker_id, schema.brief(reply))
 
-    def _malformed(self, error: ReplyError) -> None:
-        """Count a reply that does not fit its command, and continue on another connection."""
-        self._count("invalid")
-        self.client.reconnect(str(error))
-
     def _connection_changed(self, up: bool) -> None:
         self.in_doubt = True
 
@@ -308,7 +293,7 @@ class IndexWriter:
         try:
             self._offset_ms = schema.decode_time_ms(now) - time.monotonic() * 1000
         except ReplyError as error:
-            self._malformed(error)
+            self.client.reconnect(str(error))
             return False
         return True
 
