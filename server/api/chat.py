@@ -22,7 +22,7 @@ from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.response import ResponseStream
+from server.request.request import ResponseStream
 from server.request_context import stage
 from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt

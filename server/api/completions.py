@@ -26,8 +26,7 @@ from server.event_loop import Pace
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
-from server.request.request import Generation
-from server.request.response import ResponseStream
+from server.request.request import Generation, ResponseStream
 from server.request_context import stage
 from server.schema.requests import COMPLETION, CompletionRequest
 from worker.wire import SamplingParams, TokenLogprobs

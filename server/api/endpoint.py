@@ -25,8 +25,7 @@ from server.event_loop import Pace
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.request import Generation, RequestServices
-from server.request.response import ResponseStream
+from server.request.request import Generation, RequestServices, ResponseStream
 from server.request_context import RequestContext, context_of
 from server.tracing import RequestTrace
 from worker.common.tracing import Tracing

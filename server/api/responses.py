@@ -22,7 +22,7 @@ from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.auth.identity import Identity
 from server.errors import ApiError, InvalidRequestError
 from server.request.choice import ChoiceDelta, TokenEntry
-from server.request.response import ResponseStream
+from server.request.request import ResponseStream
 from server.request_context import stage
 from server.schema import fields as schema
 from server.schema.decoding import unsupported

@@ -108,8 +108,7 @@ class OpsApi:
         endpoint = self._services.api.chat if "messages" in fields else self._services.api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
         prepared = await endpoint.prepare(body, self._services.of_tenant(tenant))
-        spec = prepared.specs[0]
-        return json_response(await self._overview.router.explain(spec.route_request(spec.prompt_hashes())))
+        return json_response(await self._overview.router.explain(prepared.specs[0].route_request()))
 
     async def drain(self, request: Request) -> Response:
         self._services.drain()

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from cache.hashing import hash_chain
-from cache.types import BlockHash, WorkerIncarnation
+from cache.types import BlockHash
 from server.models import ServedModel
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
@@ -43,24 +43,13 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     end_of_thought_id: int | None = None
     """The token that ends the model's reasoning, where one token does."""
 
-    def prompt_hashes(self) -> list[BlockHash]:
-        """Return the hashes of the prompt's full blocks."""
-        return hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size)
-
-    def route_request(
-        self,
-        hashes: Sequence[BlockHash],
-        numerics: str | None = None,
-        excluded: frozenset[WorkerIncarnation] = frozenset(),
-    ) -> RouteRequest:
+    def route_request(self) -> RouteRequest:
         """Describe the prompt to the router."""
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
             num_prompt_tokens=len(self.prompt_ids),
-            hashes=hashes,
-            numerics=numerics,
-            excluded=excluded,
+            hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
             affinity_key=self.affinity_key,
         )
 

@@ -18,13 +18,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec.structs import replace
+
 from cache.records import WorkerMember
 from cache.types import GatewayId, WorkerIncarnation
-from server.errors import WorkerLostError
+from server.errors import ShuttingDownError, WorkerLostError
+from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.metrics import GatewayMetrics
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.limits import PromptTokenLimiter, Reservation
-from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, backpressure_error, no_worker_error
+from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, soonest_error
 from server.request_context import attempt, stage
 from server.router.placement import Placement
 from server.router.router import Router
@@ -38,7 +41,6 @@ from worker.wire import (
     End,
     Failed,
     Finished,
-    Frame,
     GenerateRequest,
     PromptLogprobs,
     Started,
@@ -49,6 +51,8 @@ from worker.wire import (
 
 log = logging.getLogger(__name__)
 
+MAX_AT_ONCE: Final = 64
+"""Prompts of one request that are at workers; the next begins when one has ended."""
 WORKER_WAIT_S: Final = 0.25
 """Pause before the next search for a worker: a lost one may live, or a new one start."""
 
@@ -86,8 +90,8 @@ class Generation:
         self.committed = False
         """Set when the client has seen a part, which may not be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
-        self._hashes = spec.prompt_hashes()
-        self._history = AttemptHistory(spec)
+        self._route = spec.route_request()
+        self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
         self._reservation: Reservation | None = None
@@ -119,40 +123,80 @@ class Generation:
         return None not in [choice.finish_reason for choice in self.choices]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Generate every choice; `deliver` what is new as it arrives. Without it, `drain` once. Raises ApiError."""
-        self._admit()
+        """Generate every choice; `deliver` what is new as it arrives. Without it, `drain` once.
+
+        Raises ApiError, also for a poison request, or when no more prompts may wait.
+        """
+        spec, services = self.spec, self._services
+        services.retry.admit(spec)
+        self._reservation = services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
+        if (same := services.retokenisation.continued(self._route.hashes)) is not None:
+            services.metrics.continued.inc("same" if same else "other")
         try:
             while not self.finished:
                 await self._attempt(await self._place(), deliver)
         finally:
-            self._account()
+            self._reservation.release()
+        if len(self.choices) == 1:
+            output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
+            services.retokenisation.answered(spec.prompt_ids, self._route.hashes, output_ids, block_size)
 
     def drain(self) -> list[ChoiceDelta]:
         """Return what each choice gained since the last call."""
         return [delta for choice in self.choices if (delta := choice.drain()) is not None]
 
-    def _admit(self) -> None:
-        """Reserve room for the prompt. Raises ApiError for a poison request, or when no more prompts may wait."""
-        spec, services = self.spec, self._services
-        services.retry.admit(spec)
-        self._reservation = services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
-        if (same := services.retokenisation.continued(self._hashes)) is not None:
-            services.metrics.continued.inc("same" if same else "other")
+    async def _place(self) -> Placement:
+        """Return a worker for the next attempt, as soon as there is one. Raises ApiError."""
+        spec, history, services = self.spec, self._history, self._services
+        while True:
+            resumed = self.num_output_tokens > 0
+            full: Mapping[WorkerIncarnation, WorkerRefused] = {}
+            if not (resumed or history.num_losses):
+                full = services.retry.backpressure.refusals(spec.tenant)
+            workers = services.router.fleet.workers(spec.model.name) if full else ()
+            if full and all((each.worker_id, each.epoch) in full for each in workers):
+                raise soonest_error(full.values(), spec)
+            request = self._route
+            if resumed or full or history.excluded:
+                numerics = self._numerics if resumed else None
+                request = replace(request, numerics=numerics, excluded=history.excluded.union(full))
+            try:
+                with stage("route") as span:
+                    placement = await services.router.place(request)
+                    if span is not None:
+                        span.set_attribute("headstart.worker", placement.worker.worker_id)
+                        span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
+            except NoWorkerError as error:
+                if full:
+                    raise soonest_error(full.values(), spec) from error
+                await self._wait_for_worker(error, resumed=resumed)
+                continue
+            if self.worker is None or not self.committed:
+                self.worker = placement.worker
+                self.promised_tokens = placement.promised_tokens
+            if resumed:
+                services.metrics.resumed.inc()
+            self._numerics = placement.worker.numerics
+            return placement
 
-    def _account(self) -> None:
-        """Release the reservation, and remember the answer for the conversation's next turn."""
-        assert self._reservation is not None
-        self._reservation.release()
-        spec = self.spec
-        if len(self.choices) == 1 and self.finished:
-            block_size = spec.model.bundle.block_size
-            self._services.retokenisation.answered(
-                spec.prompt_ids, self._hashes, self.choices[0].output_ids, block_size
-            )
+    async def _wait_for_worker(self, error: NoWorkerError, *, resumed: bool) -> None:
+        """Prepare another search for a worker. Raises ApiError when that cannot help."""
+        history = self._history
+        if resumed and not self.committed:  # the client has seen nothing: start from the prompt on any worker
+            for choice in self.choices:
+                choice.reset()
+            self._services.metrics.restarted.inc()
+        elif history.readmit_lost() or (not error.contended and history.may_wait()):
+            await asyncio.sleep(WORKER_WAIT_S)
+        elif resumed:
+            message = "The worker was lost and no other can continue its answer."
+            raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
+        else:
+            raise history.no_worker_error(error) from error
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Let one worker generate the unfinished choices. Raises ApiError when no other attempt may follow."""
-        worker, ok = placement.worker, False
+        worker = placement.worker
         self._history.stage = Stage.SENT
         try:
             with attempt(worker, placement.promised_tokens) as trace:
@@ -161,57 +205,82 @@ class Generation:
                 with self._services.watch.watching(stream):
                     async with stream:
                         await self._read(stream, placement, trace, deliver)
-            ok = True
+            return
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
-            self._failed(worker, error)
+            if not (isinstance(error, WorkerLost) and self.finished):
+                self._history.failed(worker, error)
         finally:
             placement.close()
-        if not ok and deliver is not None and (deltas := self.drain()):
+        for choice in self.choices:
+            if not choice.done:
+                choice.finish_if_complete(self.spec.sampling.max_tokens)
+        if deliver is not None and (deltas := self.drain()):
             await deliver(deltas)
+
+    def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
+        spec = self.spec
+        return GenerateRequest(
+            request_id=spec.request_id,
+            gateway_id=self._services.gateway_id,
+            epoch=worker.epoch,
+            root=spec.root,
+            prompt_ids=spec.prompt_ids,
+            choices=tuple([choice.state() for choice in self.choices if not choice.done]),
+            sampling=spec.sampling,
+            priority=spec.priority,
+            tenant=spec.tenant,
+            deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
+            is_suspect=self._history.num_suspicions > 0,
+            traceparent=carrier.get("traceparent", ""),
+            tracestate=carrier.get("tracestate", ""),
+            protocol=shared_protocol(worker) or PROTOCOL_VERSION,
+        )
 
     async def _read(
         self, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None, deliver: Deliver | None
     ) -> None:
-        self._history.stage = Stage.ACCEPTED
+        history, choices = self._history, self.choices
+        history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
-                if type(frame) is Tokens:
-                    self._take(frame, placement, trace)
-                else:
+                if not isinstance(frame, (Tokens, Finished)):
                     self._absorb(frame, stream, placement)
+                    continue
+                if not 0 <= frame.choice < len(choices):
+                    raise WorkerLost(f"the worker speaks of choice {frame.choice}, there are {len(choices)}")
+                choice = choices[frame.choice]
+                if isinstance(frame, Tokens) and history.stage is not Stage.ANSWERED:
+                    self._first_token(placement, trace)
+                if choice.finish_reason is not None:
+                    continue
+                if isinstance(frame, Tokens):
+                    if choice.take(frame):
+                        self._stopped_here(choice, placement.worker)
+                elif frame.reason == "abort":
+                    raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
+                else:
+                    choice.finish(frame)
             if deliver is not None and (deltas := self.drain()):
                 await deliver(deltas)
 
-    def _take(self, frame: Tokens, placement: Placement, trace: AttemptTrace | None) -> None:
-        if self._history.stage is not Stage.ANSWERED:
-            self._first_token(placement, trace)
-        choice = self._choice(frame.choice)
-        if choice.finish_reason is None and choice.take(frame):
-            self._stopped_here(choice, placement.worker)
-
-    def _absorb(self, frame: Frame, stream: GenerateStream, placement: Placement) -> None:
-        if isinstance(frame, Finished):
-            choice = self._choice(frame.choice)
-            if choice.done:
-                return
-            if frame.reason == "abort":
-                raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
-            choice.finish(frame)
-        elif isinstance(frame, Started):
-            self._history.stage = Stage.PREFILLING
-            placement.prefill_started(frame.num_cached_tokens)
-            if self.num_cached_tokens is None or not self.num_output_tokens:
-                self.num_cached_tokens = frame.num_cached_tokens
-                self._services.metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens)
-        elif isinstance(frame, PromptLogprobs):
-            self.prompt_logprobs = frame.positions
-        elif isinstance(frame, Failed):
-            raise WorkerFailed(frame)
-        else:
-            assert isinstance(frame, End), frame
-            stream.complete()
-            if not self.finished:
-                raise WorkerLost(f"{stream.url}: End before every choice was finished")
+    def _absorb(
+        self, frame: Started | PromptLogprobs | Failed | End, stream: GenerateStream, placement: Placement
+    ) -> None:
+        match frame:
+            case Started():
+                self._history.stage = Stage.PREFILLING
+                placement.prefill_started(frame.num_cached_tokens)
+                if self.num_cached_tokens is None or not self.num_output_tokens:
+                    self.num_cached_tokens = frame.num_cached_tokens
+                    self._services.metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens)
+            case PromptLogprobs():
+                self.prompt_logprobs = frame.positions
+            case Failed():
+                raise WorkerFailed(frame)
+            case End():
+                stream.complete()
+                if not self.finished:
+                    raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
     def _first_token(self, placement: Placement, trace: AttemptTrace | None) -> None:
         assert self._reservation is not None
@@ -220,11 +289,6 @@ class Generation:
         self._reservation.release()
         if trace is not None:
             trace.first_token(self.num_cached_tokens)
-
-    def _choice(self, index: int) -> Choice:
-        if not 0 <= index < len(self.choices):
-            raise WorkerLost(f"the worker speaks of choice {index}, there are {len(self.choices)}")
-        return self.choices[index]
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: the worker, which knows tokens only, still writes it."""
@@ -240,87 +304,99 @@ class Generation:
         except WorkerLost as error:
             log.info("%s: abort of choice %d failed: %s", self.spec.request_id, choice, error)
 
-    def _failed(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
-        """Record a failed attempt. Raises ApiError when no other may follow."""
-        retry = self._services.retry
-        match error:
-            case WorkerRefused():
-                retry.refused(self._history, worker, error)
-            case WorkerFailed():
-                retry.failed(self._history, worker, error)
-            case WorkerLost() if not self.finished:
-                retry.lost(self._history, worker, error)
-        for choice in self.choices:
-            if not choice.done:
-                choice.finish_if_complete(self.spec.sampling.max_tokens)
 
-    async def _place(self) -> Placement:
-        """Return a worker for the next attempt, as soon as there is one. Raises ApiError."""
-        spec, history, router = self.spec, self._history, self._services.router
-        while True:
-            resumed = self.num_output_tokens > 0
-            full: Mapping[WorkerIncarnation, WorkerRefused] = {}
-            if not (resumed or history.num_losses):
-                full = self._services.retry.backpressure.refusals(spec.tenant)
-            if full and all((each.worker_id, each.epoch) in full for each in router.fleet.workers(spec.model.name)):
-                raise backpressure_error(full, spec)
-            numerics = self._numerics if resumed else None
-            request = spec.route_request(self._hashes, numerics, frozenset(history.excluded).union(full))
-            try:
-                with stage("route") as span:
-                    placement = await router.place(request)
-                    if span is not None:
-                        span.set_attribute("headstart.worker", placement.worker.worker_id)
-                        span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
-            except NoWorkerError as error:
-                await self._wait_for_worker(error, resumed, full)
-                continue
-            if self.worker is None or not self.committed:
-                self.worker = placement.worker
-                self.promised_tokens = placement.promised_tokens
-            if resumed:
-                self._services.metrics.resumed.inc()
-            self._numerics = placement.worker.numerics
-            return placement
+class ResponseStream:
+    """The generations of one request, one per prompt."""
 
-    async def _wait_for_worker(
-        self, error: NoWorkerError, resumed: bool, full: Mapping[WorkerIncarnation, WorkerRefused]
-    ) -> None:
-        """Prepare another search for a worker. Raises ApiError when that cannot help."""
-        history = self._history
-        if full:
-            raise backpressure_error(full, self.spec) from error
-        if resumed and not self.committed:
-            self._restart()
-        elif history.readmit_lost() or (not error.contended and history.may_wait()):
-            await asyncio.sleep(WORKER_WAIT_S)
-        elif resumed:
-            message = "The worker was lost and no other can continue its answer."
-            raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
-        else:
-            raise no_worker_error(history, error) from error
+    def __init__(self, generations: Sequence[Generation], deadline_s: float) -> None:
+        """`deadline_s` is on the monotonic clock."""
+        assert generations
+        self.generations = generations
+        self._deadline_s = deadline_s
+        self._guard: CancelOnDisconnect | None = None
 
-    def _restart(self) -> None:
-        """Start from the prompt on any worker: the client has seen nothing."""
-        for choice in self.choices:
-            choice.reset()
-        self._services.metrics.restarted.inc()
+    def guard(self, client: ClientConnection) -> CancelOnDisconnect:
+        """Return a context that is cancelled at the deadline, at shutdown, and when the client goes away."""
+        self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
+        return self._guard
 
-    def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
-        spec = self.spec
-        return GenerateRequest(
-            request_id=spec.request_id,
-            gateway_id=self._services.gateway_id,
-            epoch=worker.epoch,
-            root=spec.root,
-            prompt_ids=spec.prompt_ids,
-            choices=tuple([choice.state() for choice in self.choices if not choice.done]),
-            sampling=spec.sampling,
-            priority=spec.priority,
-            tenant=spec.tenant,
-            deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
-            is_suspect=self._history.is_poison_candidate,
-            traceparent=carrier.get("traceparent", ""),
-            tracestate=carrier.get("tracestate", ""),
-            protocol=shared_protocol(worker) or PROTOCOL_VERSION,
-        )
+    def shutdown(self) -> None:
+        """End with a ShuttingDownError."""
+        if self._guard is not None:
+            self._guard.end(ShuttingDownError)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum([generation.num_output_tokens for generation in self.generations])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum([generation.num_cached_tokens or 0 for generation in self.generations])
+
+    @property
+    def first(self) -> Generation:
+        return self.generations[0]
+
+    def commit(self) -> None:
+        """Record that the client has seen a part."""
+        for generation in self.generations:
+            generation.committed = True
+
+    async def run(self, deliver: Deliver | None = None) -> None:
+        """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError."""
+        if len(self.generations) == 1:
+            await self.first.run(deliver)
+            return
+        slots, turn = asyncio.Semaphore(MAX_AT_ONCE), asyncio.Lock()
+
+        async def deliver_in_turn(deltas: list[ChoiceDelta]) -> None:
+            assert deliver is not None
+            async with turn:
+                await deliver(deltas)
+
+        async def run_one(generation: Generation) -> None:
+            async with slots:
+                await generation.run(None if deliver is None else deliver_in_turn)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for generation in self.generations:
+                    group.create_task(run_one(generation))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+
+    async def collect(self) -> list[ChoiceDelta]:
+        """Return every choice in full, by index. Raises ApiError."""
+        await self.run()
+        return [delta for generation in self.generations for delta in generation.drain()]
+
+    def usage(self) -> dict[str, object]:
+        """Count tokens. A prompt is charged once, whatever the number of its choices."""
+        prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
+        output_tokens = self.num_output_tokens
+        reasoning_tokens = sum([generation.num_reasoning_tokens for generation in self.generations])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        }
+
+    def worker_ids(self) -> str:
+        """Name the workers that took the prompts, each once."""
+        return ",".join(dict.fromkeys([g.worker.worker_id for g in self.generations if g.worker is not None]))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that name the workers and count the cached tokens.
+
+        A stream whose keep-alive comes before its prefill has only the index's promise, in whole blocks.
+        """
+        worker_ids = self.worker_ids()
+        if not worker_ids:
+            return []
+        cached_tokens = sum(generation.num_reused_tokens for generation in self.generations)
+        return [
+            (b"x-headstart-worker", worker_ids.encode("latin-1", "replace")),
+            (b"x-headstart-cached-tokens", b"%d" % cached_tokens),
+        ]

@@ -10,7 +10,7 @@ Source: docs/reliability.md, "How it works".
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final
 
@@ -26,6 +26,7 @@ from server.errors import (
     OverloadedError,
     UnavailableError,
     WorkerLostError,
+    as_api_error,
 )
 from server.metrics import GatewayMetrics
 from server.request.choice import GenerationSpec
@@ -43,6 +44,7 @@ MAX_LOSSES: Final = 5
 MAX_REFUSALS: Final = 8
 MAX_READMISSIONS: Final = 2
 MAX_WAITS: Final = 4
+_RETRIED_STATUSES: Final = frozenset({401, 409, 429, 502, 503, 504})
 
 
 class WorkerFailed(Exception):
@@ -64,37 +66,115 @@ class Stage(Enum):
     """A token has come."""
 
 
+class RetryPolicy:
+    """What every generation of this process shares to judge failed attempts."""
+
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
+        self.fleet = fleet
+        self.metrics = metrics
+        self.budget = RetryBudget()
+        self.poison = PoisonCache()
+        self.backpressure = BackpressureCache()
+
+    def admit(self, spec: GenerationSpec) -> None:
+        """Count a new request. Raises InternalError for one that is known as poison."""
+        self.budget.earn()
+        if spec in self.poison:
+            raise InternalError("This request has failed a moment ago and is not tried again.")
+
+
 class AttemptHistory:
     """The attempts of one generation: how far the current one has come, and how the others failed."""
 
-    def __init__(self, spec: GenerationSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: GenerationSpec, policy: RetryPolicy) -> None:
+        self._spec = spec
+        self._policy = policy
         self.stage = Stage.SENT
-        self.excluded: set[WorkerIncarnation] = set()
+        self.excluded: frozenset[WorkerIncarnation] = frozenset()
         """Workers that shall not get the request again, unless they have restarted."""
         self.num_losses = 0
         self.num_suspicions = 0
-        self.num_refusals = 0
-        self.num_readmissions = 0
-        self.num_waits = 0
-        self.soonest_refusal: WorkerRefused | None = None
-        """The refusal that may be tried again first."""
-
-    @property
-    def is_poison_candidate(self) -> bool:
-        return self.num_suspicions > 0
+        """Workers that were lost in the request's prefill: it is a poison candidate."""
+        self._refusals: list[WorkerRefused] = []
+        self._num_refusals = 0
+        self._num_readmissions = 0
+        self._num_waits = 0
 
     def answered(self) -> None:
         """Record the attempt's first token: the request is no poison candidate."""
         self.stage = Stage.ANSWERED
         self.num_suspicions = 0
 
-    def exclude(self, worker: WorkerMember) -> None:
-        self.excluded.add((worker.worker_id, worker.epoch))
+    def failed(self, worker: WorkerMember, error: WorkerRefused | WorkerFailed | WorkerLost) -> None:
+        """Record how the attempt failed. Raises ApiError when no other may follow."""
+        failure: ApiError | None = None
+        match error:
+            case WorkerRefused():
+                failure = self._refused(worker, error)
+            case WorkerFailed(failed=Failed(retryable=False) as failed):
+                failure = error_of(failed, self._spec)
+            case WorkerFailed(failed=Failed(code="draining")):
+                self._exclude(worker)
+            case StaleConnection() if not self._num_refusals:
+                self._num_refusals = 1
+            case _:
+                failure = self._lost(worker, error)
+        if failure is None:
+            log.info(
+                "%s: another attempt follows that at worker %s: %s", self._spec.request_id, worker.worker_id, error
+            )
+            return
+        if isinstance(failure, InternalError) and not isinstance(error, WorkerRefused):
+            log.error("%s: the request is refused from now on: it has failed on its own", self._spec.request_id)
+            self._policy.poison.add(self._spec)
+            self._policy.metrics.quarantined.inc()
+        raise failure from error
 
-    def lost(self, worker: WorkerMember) -> ApiError | None:
-        """Record a lost worker. Return why the request is not tried again, or None."""
-        self.exclude(worker)
+    def readmit_lost(self) -> bool:
+        """Let the lost workers have the request again, should they live. Return whether that is allowed."""
+        if not self.num_losses or self.num_suspicions or self._num_readmissions >= MAX_READMISSIONS:
+            return False
+        self._num_readmissions += 1
+        self.excluded = frozenset()
+        return True
+
+    def may_wait(self) -> bool:
+        """Return whether to wait for a worker to start in the place of one that stops."""
+        self._num_waits += 1
+        return not self.num_losses and self._num_waits <= MAX_WAITS
+
+    def no_worker_error(self, error: NoWorkerError) -> ApiError:
+        """Say why there is no worker: those that refused or died say more than the router, which left them out."""
+        if self.num_losses:
+            return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
+        return soonest_error(self._refusals, self._spec) if self._refusals else as_api_error(error)
+
+    def _exclude(self, worker: WorkerMember) -> None:
+        self.excluded |= {(worker.worker_id, worker.epoch)}
+
+    def _refused(self, worker: WorkerMember, refusal: WorkerRefused) -> ApiError | None:
+        policy, spec, failed = self._policy, self._spec, refusal.failed
+        policy.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
+        if failed.code == "queue_full":
+            policy.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
+        if failed.code == "wrong_epoch":
+            policy.fleet.report_wrong_epoch(worker)
+        if refusal.status in _RETRIED_STATUSES:
+            self._refusals.append(refusal)
+            self._num_refusals += 1
+            if refusal.status != 409 or self._num_refusals > 1:
+                self._exclude(worker)
+            if self._num_refusals <= MAX_REFUSALS and policy.budget.spend():
+                return None
+        return error_of(failed, spec, refusal.status)
+
+    def _lost(self, worker: WorkerMember, error: WorkerLost | WorkerFailed) -> ApiError | None:
+        """Record a lost worker, or one that gave up without stopping."""
+        self._policy.metrics.lost.inc()
+        log.warning("%s: worker %s lost: %s", self._spec.request_id, worker.worker_id, error)
+        if isinstance(error, WorkerLost):
+            self._policy.fleet.report_failure(worker.worker_id)
+        self._exclude(worker)
         self.num_losses += 1
         if self.stage is Stage.PREFILLING or (self.stage is Stage.ACCEPTED and not self.num_suspicions):
             self.num_suspicions += 1
@@ -104,138 +184,32 @@ class AttemptHistory:
             return WorkerLostError("The request has lost too many workers.", retry_after_s=1.0)
         return None
 
-    def refused(self, worker: WorkerMember, refusal: WorkerRefused) -> bool:
-        """Record a refusal. Return whether another attempt may follow."""
-        self.num_refusals += 1
-        if self.soonest_refusal is None or refusal.retry_after_s < self.soonest_refusal.retry_after_s:
-            self.soonest_refusal = refusal
-        if refusal.status != 409 or self.num_refusals > 1:
-            self.exclude(worker)
-        return self.num_refusals <= MAX_REFUSALS
 
-    def excuse_stale(self) -> bool:
-        """Return whether a kept-alive connection that ended early is no loss: only as the first failure."""
-        if self.num_refusals:
-            return False
-        self.num_refusals += 1
-        return True
-
-    def readmit_lost(self) -> bool:
-        """Let the lost workers have the request again, should they live. Return whether that is allowed."""
-        if not self.num_losses or self.num_suspicions or self.num_readmissions >= MAX_READMISSIONS:
-            return False
-        self.num_readmissions += 1
-        self.excluded.clear()
-        return True
-
-    def may_wait(self) -> bool:
-        """Return whether to wait for a worker to start in the place of one that stops."""
-        self.num_waits += 1
-        return not self.num_losses and self.num_waits <= MAX_WAITS
-
-
-class RetryPolicy:
-    """The rules for failed attempts, shared by every generation of this process.
-
-    `refused`, `failed` and `lost` raise ApiError when the request shall not be tried again.
-    """
-
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
-        self._fleet = fleet
-        self._metrics = metrics
-        self.budget = RetryBudget()
-        self._poison = PoisonCache()
-        self.backpressure = BackpressureCache()
-
-    def admit(self, spec: GenerationSpec) -> None:
-        """Count a new request. Raises InternalError for one that is known as poison."""
-        self.budget.earn()
-        if spec in self._poison:
-            raise InternalError("This request has failed a moment ago and is not tried again.")
-
-    def refused(self, history: AttemptHistory, worker: WorkerMember, refusal: WorkerRefused) -> None:
-        """Judge a refusal: the worker has begun nothing."""
-        spec = history.spec
-        self._metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
-        if refusal.failed.code == "queue_full":
-            self.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
-        if refusal.failed.code == "wrong_epoch":
-            self._fleet.report_wrong_epoch(worker)
-        may_retry = refusal.status in (401, 409, 429, 502, 503, 504)
-        if not (may_retry and history.refused(worker, refusal) and self.budget.spend()):
-            raise error_of(refusal.failed, spec, refusal.status) from refusal
-        log.info("%s: worker %s refused: %s", spec.request_id, worker.worker_id, refusal)
-
-    def failed(self, history: AttemptHistory, worker: WorkerMember, error: WorkerFailed) -> None:
-        """Judge a Failed frame: the worker has given the request up."""
-        if not error.failed.retryable:
-            raise self._judged(history.spec, error_of(error.failed, history.spec)) from error
-        if error.failed.code == "draining":
-            log.info("%s: worker %s hands it over", history.spec.request_id, worker.worker_id)
-            history.exclude(worker)
-            return
-        self.lost(history, worker, error)
-
-    def lost(self, history: AttemptHistory, worker: WorkerMember, error: Exception) -> None:
-        """Judge a lost worker, or one that gave up without stopping."""
-        spec = history.spec
-        if isinstance(error, StaleConnection) and history.excuse_stale():
-            log.info("%s: worker %s is asked again: %s", spec.request_id, worker.worker_id, error)
-            return
-        self._metrics.lost.inc()
-        log.warning("%s: worker %s lost: %s", spec.request_id, worker.worker_id, error)
-        if isinstance(error, WorkerLost):
-            self._fleet.report_failure(worker.worker_id)
-        if (failure := history.lost(worker)) is not None:
-            raise self._judged(spec, failure) from error
-
-    def _judged(self, spec: GenerationSpec, failure: ApiError) -> ApiError:
-        """Return the failure; remember the request as poison when the failure is its own."""
-        if isinstance(failure, InternalError):
-            log.error("%s: the request is refused from now on: it has failed on its own", spec.request_id)
-            self._poison.add(spec)
-            self._metrics.quarantined.inc()
-        return failure
-
-
-def no_worker_error(history: AttemptHistory, error: NoWorkerError) -> ApiError:
-    """Say why there is no worker: those that refused or died say more than the router, which left them out."""
-    if history.num_losses:
-        return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
-    if (refusal := history.soonest_refusal) is not None:
-        return error_of(refusal.failed, history.spec, refusal.status)
-    if error.contended:
-        return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
-    return UnavailableError(str(error), retry_after_s=error.retry_after_s)
-
-
-def backpressure_error(refusals: Mapping[WorkerIncarnation, WorkerRefused], spec: GenerationSpec) -> ApiError:
+def soonest_error(refusals: Iterable[WorkerRefused], spec: GenerationSpec) -> ApiError:
     """Repeat the refusal of the worker that will have room first."""
-    soonest = min(refusals.values(), key=lambda refusal: refusal.retry_after_s)
+    soonest = min(refusals, key=lambda refusal: refusal.retry_after_s)
     return error_of(soonest.failed, spec, soonest.status)
 
 
 def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) -> ApiError:
     """Return what a worker's Failed frame means to the client."""
-    match failed.code:
-        case "context_length_exceeded":
+    match failed.code, status:
+        case "context_length_exceeded", _:
             return ContextLengthError(failed.message, param=spec.prompt_param)
-        case "invalid_grammar":
+        case "invalid_grammar", _:
             return InvalidRequestError(failed.message, param=spec.grammar_param)
-        case "queue_full" | "queue_timeout" | "no_room" | "overloaded":
+        case "queue_full" | "queue_timeout", _:
             asked_s = 1.0 if failed.retry_after_s is None else failed.retry_after_s
             return OverloadedError(failed.message, code="queue_full", retry_after_s=asked_s)
-        case "draining" | "wrong_epoch" | "not_ready":
-            return UnavailableError("The worker is not ready; try again.", retry_after_s=1.0)
-        case "payload_too_large":
+        case "payload_too_large", _:
             return BodyTooLargeError("The request is too large for a worker.")
-        case "deadline" | "timeout":
+        case "deadline", _:
             return DeadlineError(failed.message)
-    if status == 400 or failed.code.startswith("invalid"):
-        return InvalidRequestError(failed.message)
-    if status == 429:
-        return OverloadedError(failed.message, code="queue_full", retry_after_s=1.0)
-    if status in (502, 503, 504) or failed.retryable:
+        case code, _ if status == 400 or code.startswith("invalid"):
+            return InvalidRequestError(failed.message)
+        case _, 429:
+            return OverloadedError(failed.message, code="queue_full", retry_after_s=1.0)
+    if status in _RETRIED_STATUSES or failed.retryable:
         return UnavailableError("The worker could not take the request; try again.", retry_after_s=1.0)
     log.error("a worker failed a request: %s: %s", failed.code, failed.message)
     return InternalError("The worker met an internal error.")

@@ -10,6 +10,7 @@ import pytest
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from server.errors import ApiError, InternalError, WorkerLostError
+from server.metrics import GatewayMetrics
 from server.request.limits import MAX_POISON_ENTRIES, MAX_RETRIES, POISON_TTL_S, PoisonCache, RetryBudget
 from server.request.retry import (
     MAX_LOSSES,
@@ -17,15 +18,40 @@ from server.request.retry import (
     MAX_REFUSALS,
     MAX_WAITS,
     AttemptHistory,
+    RetryPolicy,
     Stage,
+    WorkerFailed,
     error_of,
-    no_worker_error,
 )
 from server.router.types import NoWorkerError
-from server.workers.client import WorkerRefused
+from server.workers.client import StaleConnection, WorkerLost, WorkerRefused
 from worker.wire import Failed, SamplingParams
 
-SPEC: Any = SimpleNamespace(prompt_param="messages", grammar_param="response_format")
+SPEC: Any = SimpleNamespace(
+    request_id="r",
+    tenant="",
+    prompt_param="messages",
+    grammar_param="response_format",
+    root=b"r" * 16,
+    prompt_ids=[1],
+    sampling=SamplingParams(max_tokens=1),
+)
+FLEET: Any = SimpleNamespace(report_failure=lambda worker_id: None, report_wrong_epoch=lambda member: None)
+
+
+def new_history() -> AttemptHistory:
+    return AttemptHistory(SPEC, RetryPolicy(FLEET, GatewayMetrics()))
+
+
+def failure(
+    history: AttemptHistory, error: WorkerRefused | WorkerFailed | WorkerLost, name: str = "w"
+) -> ApiError | None:
+    """Return why the request is not tried again."""
+    try:
+        history.failed(member(name), error)
+    except ApiError as failure:
+        return failure
+    return None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +82,7 @@ def test_failed_frames_become_openai_errors(code: str, status: int | None, expec
 
 @pytest.mark.parametrize(("contended", "status"), [(True, 429), (False, 503)])
 def test_without_a_worker_the_error_is_429_or_503(contended: bool, status: int) -> None:
-    error = no_worker_error(AttemptHistory(SPEC), NoWorkerError("none", contended=contended, retry_after_s=3.0))
+    error = new_history().no_worker_error(NoWorkerError("none", contended=contended, retry_after_s=3.0))
     assert (error.status, error.retry_after_s) == (status, 3.0)
 
 
@@ -64,9 +90,9 @@ def member(name: str = "w") -> WorkerMember:
     return WorkerMember(WorkerId(name), Epoch("e"), "http://w", "m", "n", "cpu", 16, 4096, protocol=1)
 
 
-def lost(history: AttemptHistory, stage: Stage, worker: WorkerMember) -> ApiError | None:
+def lost(history: AttemptHistory, stage: Stage) -> ApiError | None:
     history.stage = stage
-    return history.lost(worker)
+    return failure(history, WorkerLost("gone"))
 
 
 def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefused:
@@ -74,66 +100,67 @@ def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefu
 
 
 def test_two_workers_that_die_in_its_prefill_make_a_request_poison() -> None:
-    history = AttemptHistory(SPEC)
-    assert lost(history, Stage.SENT, member()) is None
-    assert not history.is_poison_candidate, "it never had the request"
-    assert lost(history, Stage.ACCEPTED, member()) is None
-    assert history.is_poison_candidate
-    assert lost(history, Stage.ACCEPTED, member()) is None, "its prefill is announced before it is computed"
-    assert isinstance(lost(history, Stage.PREFILLING, member()), InternalError)
+    history = new_history()
+    assert lost(history, Stage.SENT) is None
+    assert history.num_suspicions == 0, "it never had the request"
+    assert lost(history, Stage.ACCEPTED) is None
+    assert history.num_suspicions == 1
+    assert lost(history, Stage.ACCEPTED) is None, "its prefill is announced before it is computed"
+    assert isinstance(lost(history, Stage.PREFILLING), InternalError)
 
 
 def test_a_token_clears_a_request() -> None:
-    history = AttemptHistory(SPEC)
+    history = new_history()
     for _ in range(MAX_LOSSES - 1):
-        assert lost(history, Stage.PREFILLING, member()) is None
+        assert lost(history, Stage.PREFILLING) is None
         history.answered()
-        assert not history.is_poison_candidate
-    assert isinstance(lost(history, Stage.ANSWERED, member()), WorkerLostError), "the number of losses is limited too"
+        assert history.num_suspicions == 0
+    assert isinstance(lost(history, Stage.ANSWERED), WorkerLostError), "the number of losses is limited too"
 
 
 def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
-    history = AttemptHistory(SPEC)
+    history = new_history()
     for retry_after_s in (5.0, 2.0, 9.0):
-        assert history.refused(member(), refusal(retry_after_s=retry_after_s))
-    assert history.soonest_refusal is not None
-    assert history.soonest_refusal.failed.retry_after_s == 2.0
-    assert [history.refused(member(), refusal()) for _ in range(MAX_REFUSALS - 2)] == [True] * (MAX_REFUSALS - 3) + [
-        False
-    ]
+        assert failure(history, refusal(retry_after_s=retry_after_s)) is None
+    error = history.no_worker_error(NoWorkerError("none", contended=False, retry_after_s=7.0))
+    assert (error.code, error.retry_after_s) == ("queue_full", 2.0)
+    others = [failure(history, refusal(retry_after_s=9.0)) for _ in range(MAX_REFUSALS - 2)]
+    assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]
 
 
 def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None:
-    history = AttemptHistory(SPEC)
-    history.refused(member("a"), refusal(409))
+    history = new_history()
+    failure(history, refusal(409))
     assert history.excluded == set()
-    history.refused(member("a"), refusal(409))
-    assert history.excluded == {("a", "e")}
+    failure(history, refusal(409))
+    assert history.excluded == {("w", "e")}
 
 
 def test_the_first_stale_connection_is_no_loss() -> None:
-    history = AttemptHistory(SPEC)
-    assert [history.excuse_stale(), history.excuse_stale()] == [True, False]
+    history = new_history()
+    for num_losses in (0, 1):
+        assert failure(history, StaleConnection("closed")) is None
+        assert history.num_losses == num_losses
 
 
 def test_lost_workers_are_readmitted_unless_the_request_is_a_poison_candidate() -> None:
-    history = AttemptHistory(SPEC)
+    history = new_history()
     assert not history.readmit_lost(), "no worker was lost"
-    lost(history, Stage.ANSWERED, member("a"))
+    lost(history, Stage.ANSWERED)
     for _ in range(MAX_READMISSIONS):
         assert history.readmit_lost()
         assert history.excluded == set()
     assert not history.readmit_lost()
-    candidate = AttemptHistory(SPEC)
-    lost(candidate, Stage.PREFILLING, member("a"))
+    candidate = new_history()
+    lost(candidate, Stage.PREFILLING)
     assert not candidate.readmit_lost()
 
 
 @pytest.mark.parametrize(("is_lost", "num_waits"), [(False, MAX_WAITS), (True, 0)])
 def test_a_request_without_losses_waits_for_a_worker_for_a_while(is_lost: bool, num_waits: int) -> None:
-    history = AttemptHistory(SPEC)
+    history = new_history()
     if is_lost:
-        lost(history, Stage.ANSWERED, member())
+        lost(history, Stage.ANSWERED)
     assert [history.may_wait() for _ in range(MAX_WAITS + 1)].count(True) == num_waits
 
 
