@@ -218,7 +218,7 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._client.close()
+            self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
             if self._tracing is not None:
                 self._tracing.close()

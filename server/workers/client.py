@@ -8,19 +8,16 @@ WorkerError
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import time
 from typing import Any, Final, Self, TypeVar
 
-import aiohttp
 import msgspec
 
 from cache.records import WorkerState
 from server.workers.connection import ConnectionBrokenError, ConnectionPool, HttpConnection, loop_time_timeout
 from server.workers.networks import WorkerNetworks
 from worker.wire import (
-    CONTENT_TYPE,
     Failed,
     Frame,
     FrameReader,
@@ -39,7 +36,6 @@ PROBE_TIMEOUT_S: Final = 2.0
 ACTION_TIMEOUT_S: Final = 10.0
 BUNDLE_TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
-_HEADERS: Final = {"content-type": CONTENT_TYPE}
 
 
 class WorkerError(Exception):
@@ -82,8 +78,8 @@ class GenerateStream:
     async def __aenter__(self) -> Self:
         """Send the request. Raises WorkerRefused or WorkerLost."""
         try:
-            connection = await self._pool.post(self.url, pack_request(self._request))
-        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a URL that cannot be dialled
+            connection = await self._pool.send(self.url, b"POST /generate", pack_request(self._request))
+        except (OSError, ValueError) as error:  # ValueError: a URL that cannot be dialled
             raise WorkerLost(f"{self.url}: {type(error).__name__}: {error}") from error
         self._connection = connection
         try:
@@ -142,31 +138,14 @@ class WorkerClient:
     def __init__(
         self, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Create it inside a running loop. It shows `token` to every worker and dials none outside `networks`.
+        """Show `token` to every worker, and dial none outside `networks`.
 
         `tls` checks the certificates of https workers; None: this machine's CAs do.
         """
-        networks = networks or WorkerNetworks()
         self._pool = ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=20.0,
-                ttl_dns_cache=5,
-                socket_factory=networks.open_socket,
-                ssl=True if tls is None else tls,
-            ),
-            headers={"authorization": f"Bearer {token}"} if token else None,
-            timeout=aiohttp.ClientTimeout(total=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        )
-        """For everything but /generate."""
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._pool.close()
-        await self._session.close()
 
     def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
         return GenerateStream(self._pool, url, request)
@@ -174,20 +153,20 @@ class WorkerClient:
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
         body = msgspec.msgpack.encode({"request_id": request_id, "choice": choice})
-        await self._exchange("POST", url + "/abort", PROBE_TIMEOUT_S, body=body)
+        await self._exchange(url, b"POST /abort", PROBE_TIMEOUT_S, body)
 
     async def state(self, url: str) -> WorkerState:
         """Return the worker's member and load. Raises WorkerLost."""
-        return _decoded(url, await self._exchange("GET", url + "/state", PROBE_TIMEOUT_S), WorkerState)
+        return _decoded(url, await self._exchange(url, b"GET /state", PROBE_TIMEOUT_S), WorkerState)
 
     async def bundle(self, url: str) -> TokenizerBundle:
         """Return the worker's tokenizer bundle. Raises WorkerLost."""
-        data = await self._exchange("GET", url + "/bundle", BUNDLE_TIMEOUT_S, max_bytes=MAX_BUNDLE_BYTES)
+        data = await self._exchange(url, b"GET /bundle", BUNDLE_TIMEOUT_S, max_bytes=MAX_BUNDLE_BYTES)
         return _decoded(url, data, TokenizerBundle)
 
     async def act(self, url: str, action: str) -> dict[str, Any]:
         """Do an operator's action, "drain" or "purge", and return the worker's answer. Raises WorkerLost."""
-        data = await self._exchange("POST", f"{url}/{action}", ACTION_TIMEOUT_S)
+        data = await self._exchange(url, b"POST /" + action.encode(), ACTION_TIMEOUT_S)
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -196,34 +175,35 @@ class WorkerClient:
     async def is_alive(self, url: str) -> bool:
         """Return whether the worker answers that its engine lives."""
         try:
-            await self._exchange("GET", url + "/health/live", PROBE_TIMEOUT_S)
+            await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S)
         except WorkerLost:
             return False
         return True
 
     async def _exchange(
-        self, method: str, url: str, timeout_s: float, *, body: bytes | None = None, max_bytes: int = MAX_ANSWER_BYTES
+        self, url: str, call: bytes, timeout_s: float, body: bytes = b"", *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> bytes:
         """Send a request and return the body of its answer. Raises WorkerLost."""
         try:
-            return await loop_time_timeout(self._ask(method, url, body, max_bytes), timeout_s)
-        except TimeoutError as error:
-            raise WorkerLost(f"{url}: no answer within {timeout_s:g} s") from error
-
-    async def _ask(self, method: str, url: str, body: bytes | None, max_bytes: int) -> bytes:
-        answer = bytearray()
-        request = self._session.request(method, url, data=body, headers=_HEADERS, allow_redirects=False)
-        try:
-            async with request as response:
-                async for part in response.content.iter_any():
-                    answer += part
-                    if len(answer) > max_bytes:
-                        raise WorkerLost(f"{url}: the answer has more than {max_bytes} bytes")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            status, answer = await loop_time_timeout(self._ask(url, call, body, max_bytes), timeout_s)
+        except (ConnectionBrokenError, OSError, ValueError) as error:
             raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
-        if response.status >= 300:
-            raise WorkerLost(f"{url}: status {response.status}")
-        return bytes(answer)
+        if status >= 300:
+            raise WorkerLost(f"{url}: status {status}")
+        return answer
+
+    async def _ask(self, url: str, call: bytes, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+        while True:
+            connection = await self._pool.send(url, call, body)
+            try:
+                status, answer = await connection.head(), await connection.read_all(max_bytes)
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, ConnectionBrokenError) and error.reused:
+                    continue  # it was closed while it was idle
+                raise
+            connection.release()
+            return status, answer
 
 
 def _decoded(url: str, data: bytes, kind: type[T]) -> T:
@@ -235,11 +215,8 @@ def _decoded(url: str, data: bytes, kind: type[T]) -> T:
 
 async def _refusal(status: int, connection: HttpConnection) -> Failed:
     """Return the Failed frame in the body of a refusal; a stand-in when the body is something else."""
-    data = b""
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            while (part := await connection.read()) and len(data) < MAX_REFUSAL_BYTES:
-                data += part
+        data = await loop_time_timeout(connection.read_all(MAX_REFUSAL_BYTES), PROBE_TIMEOUT_S)
         for frame in FrameReader().feed(data):
             if isinstance(frame, Failed):
                 return frame

@@ -1,8 +1,8 @@
-"""The hot path's HTTP/1.1 client: keep-alive connections to workers, for a POST and its streamed answer.
+"""An HTTP/1.1 client for workers: keep-alive connections, each with one request and its streamed answer at a time.
 
     idle -> send -> head -> read ... -> release -> idle          anything else closes the connection
 
-A general client costs several times as much a request; everything that is not hot goes through aiohttp.
+A general client costs several times as much a request.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from server.workers.networks import WorkerNetworks
+from worker.wire import CONTENT_TYPE
 
 HIGH_WATER_BYTES: Final = 256 * 1024
 """With so many unread bytes the worker must wait: a slow client shall not fill our memory."""
@@ -61,18 +62,17 @@ async def loop_time_timeout(
 
 
 class WorkerAddress:
-    """A worker's parsed URL, the head of every request to it up to its content length, and its idle connections."""
+    """A worker's parsed URL, the headers of every request to it up to its content length, and its idle connections."""
 
     def __init__(self, url: str, token: str = "") -> None:
         parts = urlsplit(url)
         self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if self.tls else 80)
-        self.head = (
-            f"POST {parts.path}/generate HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/msgpack\r\n"
-            + (f"authorization: Bearer {token}\r\n" if token else "")
-            + "content-length: "
-        ).encode()
+        authorization = f"authorization: Bearer {token}\r\n" if token else ""
+        self.headers = (
+            f"host: {parts.netloc}\r\ncontent-type: {CONTENT_TYPE}\r\n{authorization}content-length: ".encode()
+        )
         self.idle: list[HttpConnection] = []
 
 
@@ -95,11 +95,11 @@ class HttpConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def send(self, body: bytes) -> None:
+    def send(self, call: bytes, body: bytes) -> None:
         assert self._transport is not None
         self._cancel_timer()
         self._status, self._complete, self._released = None, False, False
-        self._transport.write(b"%b%d\r\n\r\n%b" % (self._address.head, len(body), body))
+        self._transport.write(b"%b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (call, self._address.headers, len(body), body))
 
     async def head(self) -> int:
         """Return the answer's status. Raises ConnectionBrokenError."""
@@ -120,6 +120,15 @@ class HttpConnection(asyncio.Protocol):
             assert self._transport is not None
             self._transport.resume_reading()
         return data
+
+    async def read_all(self, max_bytes: int) -> bytes:
+        """Return the whole body. Raises ConnectionBrokenError, also when it is longer than `max_bytes`."""
+        body = bytearray()
+        while part := await self.read():
+            body += part
+            if len(body) > max_bytes:
+                raise ConnectionBrokenError(f"the answer has more than {max_bytes} bytes")
+        return bytes(body)
 
     def release(self) -> None:
         """Keep the connection for another request once its answer, of which no more is read, has ended."""
@@ -230,8 +239,8 @@ class ConnectionPool:
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._addresses: dict[str, WorkerAddress] = {}
 
-    async def post(self, url: str, body: bytes) -> HttpConnection:
-        """Send `body` to the worker's /generate. Raises OSError or TimeoutError when there is no connection."""
+    async def send(self, url: str, call: bytes, body: bytes = b"") -> HttpConnection:
+        """Send a `call` such as b"POST /generate" to a worker. Raises OSError or ValueError without a connection."""
         address = self._addresses.get(url)
         if address is None:
             if len(self._addresses) >= MAX_WORKERS:
@@ -243,7 +252,7 @@ class ConnectionPool:
                 break
         else:
             connection = await loop_time_timeout(self._dial(address), self._connect_timeout_s, HttpConnection.close)
-        connection.send(body)
+        connection.send(call, body)
         return connection
 
     def close(self) -> None:

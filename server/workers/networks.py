@@ -68,14 +68,6 @@ class WorkerNetworks:
             raise PermissionError(errno.EACCES, f"{host} is outside of --worker-networks")
         return allowed
 
-    def open_socket(self, info: AddressInfo) -> socket.socket:
-        """Open a socket for an address that aiohttp is about to dial. Raises PermissionError."""
-        if not self.allows(str(info[4][0])):
-            raise PermissionError(errno.EACCES, f"{info[4][0]} is outside of --worker-networks")
-        opened = socket.socket(info[0], info[1], info[2])
-        opened.setblocking(False)
-        return opened
-
 
 async def resolve(host: str, port: int) -> list[AddressInfo]:
     """Return the addresses of a name. Raises OSError, also for an invalid name."""

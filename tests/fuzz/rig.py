@@ -275,7 +275,7 @@ async def worker_client() -> AsyncIterator[WorkerClient]:
     try:
         yield client
     finally:
-        await client.close()
+        client.close()
 
 
 def chain(rng: random.Random, length: int) -> list[BlockHash]:

@@ -127,16 +127,16 @@ async def test_worker_certificates_are_checked(
             url = f"https://127.0.0.1:{port.port}"
             assert await client.is_alive(url) == works
             if works:
-                connection = await pool.post(url, b"x")
+                connection = await pool.send(url, b"POST /generate", b"x")
                 assert await connection.head() == 200
                 assert await connection.read() == b"ht"
                 connection.close()
             else:
                 with pytest.raises(ssl.SSLCertVerificationError):
-                    await pool.post(url, b"x")
+                    await pool.send(url, b"POST /generate", b"x")
     finally:
         pool.close()
-        await client.close()
+        client.close()
 
 
 async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_p
             ca.reload_if_changed()
             assert await client.is_alive(url)
     finally:
-        await client.close()
+        client.close()
 
 
 def test_a_worker_without_tls_is_refused_where_it_is_asked_for() -> None:

@@ -61,7 +61,7 @@ async def test_a_connection_is_reused_after_an_answer_that_comes_byte_by_byte(po
 
     async with server(serve) as (url, heads):
         for _ in range(3):
-            connection = await pool.post(url, b"body")
+            connection = await pool.send(url, b"POST /generate", b"body")
             assert await connection.head() == 200
             assert await read_all(connection) == b"hello world"
             connection.release()
@@ -79,15 +79,15 @@ async def test_release_before_the_last_chunk(pool: ConnectionPool) -> None:
         writer.write(b"0\r\n\r\n")
 
     async with server(serve) as (url, heads):
-        first = await pool.post(url, b"")
+        first = await pool.send(url, b"POST /generate", b"")
         assert await first.read() == b"x"
         first.release()
-        second = await pool.post(url, b"")
+        second = await pool.send(url, b"POST /generate", b"")
         assert second is not first, "the first has not ended yet"
         go.set()
         assert await read_all(second) == b"x"
         await until(lambda: first.usable)
-        assert await pool.post(url, b"") is first
+        assert await pool.send(url, b"POST /generate", b"") is first
         num_peers = len(heads)
         second.close()
     assert num_peers <= 3
@@ -100,11 +100,11 @@ async def test_a_connection_closed_while_idle_is_not_taken(pool: ConnectionPool)
         raise ConnectionResetError
 
     async with server(serve) as (url, _):
-        connection = await pool.post(url, b"")
+        connection = await pool.send(url, b"POST /generate", b"")
         assert await read_all(connection) == b"x"
         connection.release()
         await until(lambda: not connection.usable)
-        assert await pool.post(url, b"") is not connection
+        assert await pool.send(url, b"POST /generate", b"") is not connection
 
 
 @pytest.mark.parametrize("sent", [b"", CHUNKED[:20], CHUNKED + b"5\r\nhe", b"\0\0\0\0\r\n\r\n", CHUNKED + b"zz\r\n"])
@@ -115,7 +115,7 @@ async def test_broken_answers(pool: ConnectionPool, sent: bytes) -> None:
         raise ConnectionResetError
 
     async with server(serve) as (url, _):
-        connection = await pool.post(url, b"")
+        connection = await pool.send(url, b"POST /generate", b"")
         with pytest.raises(ConnectionBrokenError) as broken:
             await read_all(connection)
         assert not broken.value.reused
@@ -134,7 +134,7 @@ async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
         writer.write(b"0\r\n\r\n")
 
     async with server(serve) as (url, _):
-        connection = await pool.post(url, b"")
+        connection = await pool.send(url, b"POST /generate", b"")
         await connection.head()
         seen = -1
         while seen != sent:
@@ -147,4 +147,4 @@ async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
 
 async def test_no_listener() -> None:
     with pytest.raises(OSError, match="Connect"):
-        await ConnectionPool(connect_timeout_s=1.0).post("http://127.0.0.1:1", b"")
+        await ConnectionPool(connect_timeout_s=1.0).send("http://127.0.0.1:1", b"POST /generate", b"")

@@ -240,7 +240,7 @@ async def opened_client() -> AsyncIterator[WorkerClient]:
     try:
         yield client
     finally:
-        await client.close()
+        client.close()
 
 
 @pytest.mark.parametrize("cuts", [[1], [100], [50, 51, 52]])

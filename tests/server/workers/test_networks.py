@@ -55,7 +55,7 @@ async def test_an_unusable_url_is_refused_and_loses_only_its_worker(url: str) ->
             async with client.generate(url, REQUEST):
                 pass
     finally:
-        await client.close()
+        client.close()
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, "\udc80"])

@@ -103,11 +103,13 @@ async def test_no_other_network_is_dialled(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         for host in ("127.0.0.1", "localhost"):
             with pytest.raises(PermissionError, match="--worker-networks"):
-                await ConnectionPool(connect_timeout_s=1, networks=networks).post(f"http://{host}:9", b"")
+                await ConnectionPool(connect_timeout_s=1, networks=networks).send(
+                    f"http://{host}:9", b"POST /generate", b""
+                )
             with pytest.raises(WorkerLost, match="--worker-networks"):
                 await client.bundle(f"http://{host}:9")
     finally:
-        await client.close()
+        client.close()
 
 
 async def test_a_worker_answers_who_shows_its_token() -> None:
@@ -133,7 +135,7 @@ async def test_a_worker_answers_who_shows_its_token() -> None:
             with pytest.raises(WorkerLost, match="503"):
                 await client.bundle(url)
         finally:
-            await client.close()
+            client.close()
 
 
 async def test_redirects_are_not_followed() -> None:
@@ -152,5 +154,5 @@ async def test_redirects_are_not_followed() -> None:
             await client.bundle(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         assert len(asked) == 1
     finally:
-        await client.close()
+        client.close()
         server.close()
