@@ -162,8 +162,7 @@ class ChatTemplate:
 
     def plain_conversation(self) -> str:
         """Render a plain conversation; return "" when the template refuses it."""
-        roles = ("user", "assistant", "user")
-        messages = [{"role": role, "content": "-"} for role in roles]
+        messages = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
         try:
             clock = RenderClock()
             variables = {**self._tokens, **clock.variables(), "messages": messages, "add_generation_prompt": False}
