@@ -32,9 +32,8 @@ from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.app import Lifecycle, PublicApi, public_app
 from server.auth.api_keys import KeyFile
-from server.auth.authentication import Authenticator, KeyAuthenticator, SingleTenant
-from server.auth.identity import tenant_identity
-from server.auth.limits import AuthThrottle
+from server.auth.authentication import Authenticator
+from server.auth.identity import DEFAULT_TENANT, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.middleware import Application, KnownHostsMiddleware
@@ -53,7 +52,6 @@ from server.request.request import RequestServices
 from server.request.retry import RetryPolicy
 from server.request_context import add_ids
 from server.router.router import Router
-from server.tracing import SERVICE
 from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
@@ -83,7 +81,7 @@ class Gateway:
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()
         self.metrics, self.lifecycle = GatewayMetrics(), Lifecycle()
-        self._tracing = open_tracing(SERVICE, config.otlp_endpoint, gateway_id)
+        self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
         self._keys = _open_keys(config, self.metrics)
@@ -134,9 +132,7 @@ class Gateway:
         )
         api = PublicApi(self.endpoint, self.lifecycle, self.fleet.live_workers)
 
-        self.authenticator: Authenticator = SingleTenant(secret)
-        if self._keys is not None:
-            self.authenticator = KeyAuthenticator(secret, self._keys, AuthThrottle())
+        self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
         self.public = public_app(
             api,
             self.metrics,
@@ -257,7 +253,7 @@ class Gateway:
 def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:
     """Raises KeyFileError."""
     if config.api_keys is not None:
-        keys = KeyFile(Path(config.api_keys), on_reload=metrics.key_reloads.inc)
+        keys = KeyFile(Path(config.api_keys), config.cluster_secret(), on_reload=metrics.key_reloads.inc)
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
     if not is_loopback(config.host):

@@ -1,23 +1,82 @@
-"""The context of a request, for its handlers, the log and the traces."""
+"""The context of a request, for its handlers, the log and its spans:
+
+POST /v1/chat/completions          parent: the client's traceparent
+  |-- validate, tokenise
+  |-- route                        one a placement
+  +-- generate                     one an attempt; the worker's spans are its children, by the request on the wire
+        |-- first token
+        +-- stream
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Scope
 
 from cache.records import WorkerMember
-from server.tracing import AttemptTrace, RequestTrace
+from worker.common.tracing import Tracing, as_parent, mark_failed
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, Tracer
 
 CONTEXT: Final = "headstart.context"
 _NOT_TRACED: Final[AbstractContextManager[None]] = nullcontext()
+
+
+class Trace:
+    """A span, and those below it."""
+
+    __slots__ = ("_context", "_part", "_tracer", "span")
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self.span = span
+        self._tracer = tracer
+        self._context = as_parent(span)
+        self._part: Span | None = None
+
+    @contextmanager
+    def child(self, name: str, part: str | None = None, **options: Any) -> Iterator[Trace]:
+        """Record a span below this one, which itself begins with `part`; `options` are OpenTelemetry's."""
+        span = self._tracer.start_span(name, self._context, **options)
+        child = Trace(self._tracer, span)
+        child.begin_part(part)
+        try:
+            yield child
+        except (GeneratorExit, asyncio.CancelledError):
+            span.set_attribute("headstart.aborted", True)
+            raise
+        except Exception as error:
+            mark_failed(span, type(error).__name__)
+            raise
+        finally:
+            child.begin_part(None)
+            span.end()
+
+    def begin_part(self, name: str | None) -> None:
+        """End the open part of this span; begin the next, unless there is none."""
+        if self._part is not None:
+            self._part.end()
+        self._part = None if name is None else self._tracer.start_span(name, self._context)
+
+    def first_token(self, num_cached_tokens: int | None) -> None:
+        self.begin_part("stream")
+        if num_cached_tokens is not None:
+            self.span.set_attribute("headstart.cached_tokens", num_cached_tokens)
+
+    def carrier(self) -> dict[str, str]:
+        """Return `traceparent`, and `tracestate` where there is one."""
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier, self._context)
+        return carrier
 
 
 @dataclass(slots=True, eq=False)
@@ -28,15 +87,36 @@ class RequestContext:
     started_s: float
     route: str = "other"
     status: int = 0
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """Further headers of the answer; the list's owner may still change it."""
+    """0: the response never began."""
+    key_headers: Callable[[], list[tuple[bytes, bytes]]] = list
+    """Returns the headers on the limits of the request's key."""
     worker: str = ""
     """The worker that took the request; several, joined by commas, when it had several prompts."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    trace: RequestTrace | None = None
-    """Its spans; None: not traced, or not sampled."""
+    trace: Trace | None = None
+    """None: not traced, or not sampled."""
+
+    def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
+        path, names = scope["path"], (b"traceparent", b"tracestate")
+        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
+        attributes = {"http.request.method": "POST", "http.route": path, "headstart.request_id": self.request_id}
+        span = tracing.begin(f"POST {path}", carrier, attributes)
+        self.trace = None if span is None else Trace(tracing.tracer, span)
+
+    def end_trace(self) -> None:
+        if self.trace is None:
+            return
+        span = self.trace.span
+        if self.status:
+            span.set_attribute("http.response.status_code", self.status)
+        if not self.status or self.status >= 500:
+            mark_failed(span)
+        span.set_attribute("gen_ai.usage.input_tokens", self.num_prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", self.num_output_tokens)
+        span.set_attribute("headstart.cached_tokens", self.num_cached_tokens)
+        span.end()
 
 
 _CURRENT: Final[ContextVar[RequestContext | None]] = ContextVar("current_request", default=None)
@@ -60,17 +140,26 @@ def add_ids(record: logging.LogRecord) -> bool:
     if context is not None:
         record.request_id = context.request_id
         if context.trace is not None:
-            record.trace_id = context.trace.trace_id
+            record.trace_id = f"{context.trace.span.get_span_context().trace_id:032x}"
     return True
 
 
-def stage(name: str) -> AbstractContextManager[Span | None]:
+def stage(name: str) -> AbstractContextManager[Trace | None]:
     """Trace a part of the running request's time."""
     context = _CURRENT.get()
-    return _NOT_TRACED if context is None or context.trace is None else context.trace.stage(name)
+    return _NOT_TRACED if context is None or context.trace is None else context.trace.child(name)
 
 
-def attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[AttemptTrace | None]:
-    """Trace the running request at one worker."""
+def attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[Trace | None]:
+    """Trace the running request at one worker, until its stream ends or is left."""
     context = _CURRENT.get()
-    return _NOT_TRACED if context is None or context.trace is None else context.trace.attempt(worker, promised_tokens)
+    if context is None or context.trace is None:
+        return _NOT_TRACED
+    from opentelemetry.trace import SpanKind
+
+    attributes = {
+        "gen_ai.request.model": worker.model,
+        "headstart.worker": worker.worker_id,
+        "headstart.promised_tokens": promised_tokens,
+    }
+    return context.trace.child("generate", "first token", kind=SpanKind.CLIENT, attributes=attributes)

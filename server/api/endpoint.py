@@ -18,7 +18,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
-from server.auth.authentication import lease_of
+from server.auth.authentication import usage_of
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error
 from server.event_loop import Pace
@@ -27,8 +27,7 @@ from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import Generation, RequestServices, ResponseStream
 from server.request_context import RequestContext, context_of
-from server.tracing import RequestTrace
-from worker.common.tracing import Tracing
+from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +83,12 @@ class GenerateEndpoint(ABC):
         context.route = self.route
         deadline_s = time.monotonic() + services.request_timeout_s
         if services.tracing is not None:
-            context.trace = RequestTrace.begin(services.tracing, scope["path"], scope["headers"], context.request_id)
+            context.begin_trace(services.tracing, scope)
         request = await self.prepare(await read_body(receive), identity_of(scope))
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
-        lease = lease_of(scope)
-        if lease is not None:
-            lease.take("tokens", num_prompt_tokens)
+        usage = usage_of(scope)
+        if usage is not None:
+            usage.take("tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         generations, pace = [], Pace()
@@ -109,8 +108,8 @@ class GenerateEndpoint(ABC):
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
             self._metrics.output_tokens.inc(by=context.num_output_tokens)
-            if lease is not None:
-                lease.add_tokens(context.num_output_tokens)
+            if usage is not None:
+                usage.add_tokens(context.num_output_tokens)
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""
@@ -164,7 +163,7 @@ class GenerateEndpoint(ABC):
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
             self._metrics.drops.inc(failure.code or failure.type)
             if context.trace is not None:
-                context.trace.fail(failure)
+                mark_failed(context.trace.span, type(failure).__name__)
             await writer.write(formatter.error_event(failure), more=False)
 
     async def _relay(

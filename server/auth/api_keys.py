@@ -19,13 +19,14 @@ import hashlib
 import hmac
 import logging
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from server.auth.identity import DIGEST_PREFIX, Identity, KeyEntry
 from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -33,27 +34,6 @@ log = logging.getLogger(__name__)
 MAX_KEYS: Final = 4096
 """Every presented key is compared with all of them, a tenth of a microsecond each."""
 MAX_FILE_BYTES: Final = 4 << 20
-_DIGEST_PREFIX: Final = "sha256:"
-
-_Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
-_Limit = Annotated[int, Meta(ge=1, le=10**12)]
-
-
-class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[keys]]` table of the file."""
-
-    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
-    tenant: _Label
-    name: _Label | None = None
-    models: frozenset[str] | None = None
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    max_streams: _Limit | None = None
-    may_prioritise: bool = False
-
-    @property
-    def raw_digest(self) -> bytes:
-        return bytes.fromhex(self.digest.removeprefix(_DIGEST_PREFIX))
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +50,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def digest_text(key: bytes) -> str:
-    return _DIGEST_PREFIX + digest_of(key).hex()
+    return DIGEST_PREFIX + digest_of(key).hex()
 
 
 def parse_keys(text: str) -> tuple[KeyEntry, ...]:
@@ -105,37 +85,41 @@ class KeyFile(WatchedFiles):
 
     interval_s = 1.0
 
-    def __init__(self, path: Path, *, on_reload: Callable[[str], None] = lambda outcome: None) -> None:
-        """Raises KeyFileError."""
+    def __init__(
+        self, path: Path, cluster_secret: bytes, *, on_reload: Callable[[str], None] = lambda outcome: None
+    ) -> None:
+        """Raises KeyFileError. `on_reload` receives "loaded" or "rejected"."""
         super().__init__([path])
+        self._cluster_secret = cluster_secret
         self._on_reload = on_reload
-        self._entries = _by_digest(load_keys(path))
+        self._load()
+
+    def _load(self) -> None:
+        """Raises KeyFileError."""
+        self._identities = [
+            (bytes.fromhex(entry.digest.removeprefix(DIGEST_PREFIX)), Identity(self._cluster_secret, entry))
+            for entry in load_keys(self.paths[0])
+        ]
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._identities)
 
-    def find(self, key: bytes) -> KeyEntry | None:
+    def find(self, key: bytes) -> Identity | None:
         """Compare with every digest, whether or not one has matched, in constant time each."""
         presented = digest_of(key)
         found = None
-        for digest, entry in self._entries:
+        for digest, identity in self._identities:
             if hmac.compare_digest(digest, presented):
-                found = entry
+                found = identity
         return found
 
     def reload(self) -> None:
         """Read the file. One that cannot be used changes nothing: the keys in force stay, and the log says why."""
-        path = self.paths[0]
         try:
-            entries = load_keys(path)
+            self._load()
         except KeyFileError as error:
             log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
             self._on_reload("rejected")
-            return
-        self._entries = _by_digest(entries)
-        log.info("%d API keys reloaded from %s", len(self), path)
-        self._on_reload("loaded")
-
-
-def _by_digest(entries: Iterable[KeyEntry]) -> list[tuple[bytes, KeyEntry]]:
-    return [(entry.raw_digest, entry) for entry in entries]
+        else:
+            log.info("%d API keys reloaded from %s", len(self), self.paths[0])
+            self._on_reload("loaded")

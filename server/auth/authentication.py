@@ -8,70 +8,45 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Final, Protocol
+from collections.abc import Awaitable
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.auth.api_keys import KeyEntry, KeyFile
-from server.auth.identity import DEFAULT_TENANT, IDENTITY, Identity, KeyLimits, tenant_identity, tenant_salt
-from server.auth.limits import AuthThrottle, Lease, RateLimits
+from server.auth.api_keys import KeyFile
+from server.auth.identity import IDENTITY, Identity
+from server.auth.limits import AuthThrottle, KeyUsage, RateLimits, source_of
 from server.errors import AuthenticationError, ForbiddenError
 from server.request_context import context_of
 
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})
-LEASE: Final = "headstart.lease"
+USAGE: Final = "headstart.usage"
 MAX_KEY_BYTES: Final = 1024
 _READING: Final = frozenset({"GET", "HEAD"})
 _QUESTIONS: Final = frozenset({"/route/explain"})
 """POST routes of the ops port that change nothing. A query string names a tenant, whose cache the answer describes."""
 
 
-class Authenticator(Protocol):
-    """Finds the identity of a request's sender."""
+class Authenticator:
+    """Finds the identity of a request's sender by its `Authorization: Bearer KEY`. A key may hold spaces."""
+
+    def __init__(self, keys: KeyFile | None, everyone: Identity) -> None:
+        """Without `keys`, every request is one of `everyone`, who is trusted."""
+        self._keys = keys
+        self._everyone = everyone
+        self.throttle = AuthThrottle()
 
     def authenticate(self, scope: Scope) -> Identity:
         """Raises AuthenticationError, or OverloadedError for a source that has failed too often."""
-
-
-class SingleTenant:
-    """Takes every request as one trusted tenant's, where there are no API keys."""
-
-    def __init__(self, cluster_secret: bytes) -> None:
-        self._identity = tenant_identity(cluster_secret, DEFAULT_TENANT)
-
-    def authenticate(self, scope: Scope) -> Identity:
-        return self._identity
-
-
-class KeyAuthenticator:
-    """Requires a key of the file: `Authorization: Bearer KEY`. A key may hold spaces."""
-
-    def __init__(self, cluster_secret: bytes, keys: KeyFile, throttle: AuthThrottle) -> None:
-        self._cluster_secret = cluster_secret
-        self._keys = keys
-        self._throttle = throttle
-        self._identities: dict[KeyEntry, Identity] = {}
-
-    def authenticate(self, scope: Scope) -> Identity:
-        key = _bearer(scope)
-        self._throttle.check(scope, key)
-        entry = self._keys.find(key)
-        if entry is None:
-            self._throttle.failed(scope)
-            raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
-        self._throttle.succeeded(scope, key)
-        identity = self._identities.get(entry)
+        if self._keys is None:
+            return self._everyone
+        source, key = source_of(scope), _bearer(scope)
+        self.throttle.check(source, key)
+        identity = self._keys.find(key)
         if identity is None:
-            if len(self._identities) > 2 * len(self._keys):  # entries that a reload has replaced
-                self._identities.clear()
-            identity = self._identities[entry] = Identity(
-                tenant=entry.tenant,
-                salt=tenant_salt(self._cluster_secret, entry.tenant),
-                may_prioritise=entry.may_prioritise,
-                models=entry.models,
-                limits=KeyLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_streams),
-                key_digest=entry.raw_digest,
-            )
+            self.throttle.failed(source)
+            raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
+        self.throttle.succeeded(source, key)
         return identity
 
 
@@ -84,33 +59,32 @@ def _bearer(scope: Scope) -> bytes:
 
 
 class AuthenticationMiddleware:
-    """Puts an Identity, and the Lease of a key with limits, into the scope."""
+    """Puts an Identity, and the KeyUsage of a key with limits, into the scope."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, limits: RateLimits) -> None:
         self._app = app
         self._authenticator = authenticator
         self._limits = limits
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         scope[IDENTITY] = identity = self._authenticator.authenticate(scope)
-        lease = self._limits.admit(identity) if scope["method"] == "POST" else None
-        if lease is None:
-            await self._app(scope, receive, send)
-            return
-        scope[LEASE] = lease
-        context_of(scope).headers = lease.headers
+        usage = self._limits.admit(identity.key) if scope["method"] == "POST" else None
+        return self._app(scope, receive, send) if usage is None else self._limited(usage, scope, receive, send)
+
+    async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[USAGE] = usage
+        context_of(scope).key_headers = usage.headers
         try:
             await self._app(scope, receive, send)
         finally:
-            lease.close()
+            usage.num_open -= 1
 
 
-def lease_of(scope: Scope) -> Lease | None:
-    lease: Lease | None = scope.get(LEASE)
-    return lease
+def usage_of(scope: Scope) -> KeyUsage | None:
+    usage: KeyUsage | None = scope.get(USAGE)
+    return usage
 
 
 class OpsKeyMiddleware:

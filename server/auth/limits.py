@@ -11,13 +11,12 @@ import ipaddress
 import math
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.types import Scope
 
-from server.auth.identity import NO_LIMITS, Identity, KeyLimits
+from server.auth.identity import KeyEntry
 from server.errors import OverloadedError
 from server.rates import TokenBucket
 
@@ -28,67 +27,54 @@ MAX_GOOD_KEYS: Final = 10_000
 _MINUTE_S: Final = 60.0
 _STREAMS_RETRY_S: Final = 1.0
 
+K = TypeVar("K")
+V = TypeVar("V")
 
-class _KeyUsage:
-    """The usage of one key, under the limits that it has."""
 
-    __slots__ = ("buckets", "limits", "num_open")
+class KeyUsage:
+    """The usage of one key with limits: its open requests, and a bucket each for requests and tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.num_open = 0
-        self.limits = NO_LIMITS
-        self.buckets: dict[str, TokenBucket] = {}
-        """By what they count: requests, tokens."""
-
-    def apply(self, limits: KeyLimits) -> None:
-        """Adopt the limits of a reloaded key file; what has been used stays used."""
-        self.limits = limits
-        for name, limit in (("requests", limits.requests_per_minute), ("tokens", limits.tokens_per_minute)):
-            if limit is None:
-                self.buckets.pop(name, None)
-                continue
-            bucket = self.buckets.setdefault(name, TokenBucket(limit / _MINUTE_S, limit))
-            bucket.per_s, bucket.capacity = limit / _MINUTE_S, limit
-
-
-class Lease:
-    """One open request of a key with limits. Close it exactly once."""
-
-    def __init__(self, usage: _KeyUsage, clock: Callable[[], float]) -> None:
-        self._usage = usage
+        self.key: KeyEntry | None = None
         self._clock = clock
-        self.headers: list[tuple[bytes, bytes]] = []
-        """The x-ratelimit-* headers of the answer."""
+        self._buckets: dict[str, TokenBucket] = {}
+
+    def apply(self, key: KeyEntry) -> None:
+        """Adopt the limits of a reloaded key file; what has been used stays used."""
+        self.key = key
+        for name, limit in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
+            if limit is None:
+                self._buckets.pop(name, None)
+                continue
+            bucket = self._buckets.setdefault(name, TokenBucket(limit / _MINUTE_S, limit))
+            bucket.per_s, bucket.capacity = limit / _MINUTE_S, limit
 
     def take(self, name: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
-        bucket, wait_s = self._usage.buckets.get(name), 0.0
-        if bucket is not None:
-            wait_s = bucket.take(self._clock(), amount)
-        self._describe()
-        if bucket is not None and wait_s > 0.0:
+        bucket = self._buckets.get(name)
+        if bucket is not None and (wait_s := bucket.take(self._clock(), amount)):
             message = f"This key may use {bucket.capacity} {name} a minute; try again in {math.ceil(wait_s)} s."
-            headers = tuple(self.headers) if name == "requests" else ()
+            headers = tuple(self.headers()) if name == "requests" else ()
             raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
-        if (bucket := self._usage.buckets.get("tokens")) is not None:
+        if (bucket := self._buckets.get("tokens")) is not None:
             bucket.add(self._clock(), -num_tokens)
 
-    def close(self) -> None:
-        self._usage.num_open -= 1
-
-    def _describe(self) -> None:
-        self.headers.clear()
-        for name, bucket in self._usage.buckets.items():
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the x-ratelimit-* headers of an answer that begins now."""
+        headers = []
+        for name, bucket in self._buckets.items():
             level = bucket.level(self._clock())
             reset_s = (bucket.capacity - level) / bucket.per_s
-            self.headers += [
+            headers += [
                 (f"x-ratelimit-limit-{name}".encode(), b"%d" % bucket.capacity),
                 (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
                 (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
             ]
+        return headers
 
 
 class RateLimits:
@@ -96,28 +82,29 @@ class RateLimits:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._usage: dict[bytes, _KeyUsage] = {}
+        self._usage: dict[str, KeyUsage] = {}
 
-    def admit(self, identity: Identity) -> Lease | None:
-        """Return a lease for one request, or None for a key without limits. Raises OverloadedError."""
-        limits = identity.limits
-        if limits == NO_LIMITS:
+    def admit(self, key: KeyEntry) -> KeyUsage | None:
+        """Open a request; whoever calls counts `num_open` down at its end. Return None for a key without limits.
+
+        Raises OverloadedError.
+        """
+        if key.requests_per_minute is key.tokens_per_minute is key.max_streams is None:
             return None
-        usage = self._usage.get(identity.key_digest)
+        usage = self._usage.get(key.digest)
         if usage is None:
             if len(self._usage) >= MAX_KEYS:
-                self._usage = {key: held for key, held in self._usage.items() if held.num_open}
-            usage = self._usage[identity.key_digest] = _KeyUsage()
-        if usage.limits != limits:
-            usage.apply(limits)
-        if limits.max_streams is not None and usage.num_open >= limits.max_streams:
+                self._usage = {digest: held for digest, held in self._usage.items() if held.num_open}
+            usage = self._usage[key.digest] = KeyUsage(self._clock)
+        if usage.key is not key:
+            usage.apply(key)
+        if key.max_streams is not None and usage.num_open >= key.max_streams:
             raise OverloadedError(
-                f"This key may have {limits.max_streams} requests open at a time.", retry_after_s=_STREAMS_RETRY_S
+                f"This key may have {key.max_streams} requests open at a time.", retry_after_s=_STREAMS_RETRY_S
             )
-        lease = Lease(usage, self._clock)
-        lease.take("requests", 1)
+        usage.take("requests", 1)
         usage.num_open += 1
-        return lease
+        return usage
 
 
 def duration_text(seconds: float) -> str:
@@ -142,42 +129,36 @@ class AuthThrottle:
         self._per_s = per_s
         self._clock = clock
         self._blinding = secrets.token_bytes(16)
-        self._allowances: OrderedDict[str, TokenBucket] = OrderedDict()
-        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._allowances: dict[str, TokenBucket] = {}
+        self._good: dict[bytes, None] = {}
 
-    def check(self, scope: Scope, key: bytes) -> None:
+    def check(self, source: str, key: bytes) -> None:
         """Raises OverloadedError for a source over its allowance."""
-        if not self._allowances:
-            return
-        source = source_of(scope)
         allowance = self._allowances.get(source)
-        if allowance is None:
-            return
-        missing = 1.0 - allowance.level(self._clock())
+        missing = 0.0 if allowance is None else 1.0 - allowance.level(self._clock())
         if missing > 0.0 and self._pair(source, key) not in self._good:
             raise OverloadedError("Too many requests without a valid API key.", retry_after_s=missing / self._per_s)
 
-    def failed(self, scope: Scope) -> None:
+    def failed(self, source: str) -> None:
         """Count a wrong key."""
-        source, now_s = source_of(scope), self._clock()
-        allowance = self._allowances.get(source)
-        if allowance is None:
-            allowance = self._allowances[source] = TokenBucket(self._per_s, self._burst)
-        allowance.add(now_s, -1.0)
-        self._allowances.move_to_end(source)
-        if len(self._allowances) > MAX_SOURCES:
-            self._allowances.popitem(last=False)
+        allowance = self._allowances.get(source) or TokenBucket(self._per_s, self._burst)
+        allowance.add(self._clock(), -1.0)
+        _renew(self._allowances, source, allowance, MAX_SOURCES)
 
-    def succeeded(self, scope: Scope, key: bytes) -> None:
+    def succeeded(self, source: str, key: bytes) -> None:
         """Remember that this source has used this key."""
-        pair = self._pair(source_of(scope), key)
-        self._good[pair] = None
-        self._good.move_to_end(pair)
-        if len(self._good) > MAX_GOOD_KEYS:
-            self._good.popitem(last=False)
+        _renew(self._good, self._pair(source, key), None, MAX_GOOD_KEYS)
 
     def _pair(self, source: str, key: bytes) -> bytes:
         return hashlib.blake2b(source.encode() + b"\0" + key, key=self._blinding, digest_size=16).digest()
+
+
+def _renew(table: dict[K, V], key: K, value: V, most: int) -> None:
+    """Make `key` the newest of the table; past `most`, drop the oldest."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]
 
 
 def source_of(scope: Scope) -> str:

@@ -75,7 +75,7 @@ class RequestMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", context.request_id.encode()),
                     (b"openai-processing-ms", b"%d" % elapsed_ms),
-                    *context.headers,
+                    *context.key_headers(),
                 ]
             await send(message)
 
@@ -100,8 +100,7 @@ class RequestMiddleware:
             elapsed_s = time.perf_counter() - context.started_s
             metrics.answers.inc(context.route, context.status)
             metrics.request_s.observe(elapsed_s, context.route)
-            if context.trace is not None:
-                context.trace.end(context)
+            context.end_trace()
             if self._access_log and (context.route != "other" or context.status >= 400):
                 log_answer(context, elapsed_s)
 

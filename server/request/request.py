@@ -28,12 +28,11 @@ from server.metrics import GatewayMetrics
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.limits import PromptTokenLimiter, Reservation
 from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, soonest_error
-from server.request_context import attempt, stage
+from server.request_context import Trace, attempt, stage
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import NoWorkerError
 from server.text.retokenisation import RetokenisationCheck
-from server.tracing import AttemptTrace
 from server.workers.client import GenerateStream, WorkerClient, WorkerLost, WorkerRefused
 from server.workers.watch import StallWatch
 from worker.wire import (
@@ -161,11 +160,11 @@ class Generation:
                 numerics = self._numerics if resumed else None
                 request = replace(request, numerics=numerics, excluded=history.excluded.union(full))
             try:
-                with stage("route") as span:
+                with stage("route") as trace:
                     placement = await services.router.place(request)
-                    if span is not None:
-                        span.set_attribute("headstart.worker", placement.worker.worker_id)
-                        span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
+                    if trace is not None:
+                        trace.span.set_attribute("headstart.worker", placement.worker.worker_id)
+                        trace.span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
             except NoWorkerError as error:
                 if full:
                     raise soonest_error(full.values(), spec) from error
@@ -237,7 +236,7 @@ class Generation:
         )
 
     async def _read(
-        self, stream: GenerateStream, placement: Placement, trace: AttemptTrace | None, deliver: Deliver | None
+        self, stream: GenerateStream, placement: Placement, trace: Trace | None, deliver: Deliver | None
     ) -> None:
         history, choices = self._history, self.choices
         history.stage = Stage.ACCEPTED
@@ -282,7 +281,7 @@ class Generation:
                 if not self.finished:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
-    def _first_token(self, placement: Placement, trace: AttemptTrace | None) -> None:
+    def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         assert self._reservation is not None
         self._history.answered()
         placement.first_token()

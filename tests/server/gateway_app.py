@@ -10,7 +10,6 @@ from typing import Any
 
 from cache.records import WorkerMember
 from cache.types import WorkerId
-from server.auth.authentication import KeyAuthenticator
 from server.auth.limits import AuthThrottle
 from server.config import GatewayConfig
 from server.gateway import Gateway
@@ -126,8 +125,7 @@ async def gateway(
         if budget is not None:
             built.requests.retry.budget = budget
         if throttle is not None:
-            assert isinstance(built.authenticator, KeyAuthenticator)
-            built.authenticator._throttle = throttle
+            built.authenticator.throttle = throttle
         await built.fleet.poll()
         for member in router.members:
             await built.models.admit(member)

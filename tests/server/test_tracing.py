@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from server.tracing import RequestTrace
+from server.request_context import RequestContext
 from tests.waiting import HANG_S, wait_until
 from worker.common import tracing
 
@@ -48,9 +48,10 @@ def test_lost_collector_does_not_delay_shutdown(
     shutdown = exporter._provider.shutdown
     monkeypatch.setattr(exporter._provider, "shutdown", lambda: gone.wait(HANG_S))
     with caplog.at_level(logging.CRITICAL, "opentelemetry"):
-        trace = RequestTrace.begin(exporter, "/v1/completions", [], "req_1")
-        assert trace is not None
-        with trace.stage("route"):
+        context = RequestContext("req_1", 0.0)
+        context.begin_trace(exporter, {"path": "/v1/completions", "headers": []})
+        assert context.trace is not None
+        with context.trace.child("route"):
             pass
         exporter.close()
         assert [thread for thread in threading.enumerate() if thread.name == "tracing"], "the exporter still tries"

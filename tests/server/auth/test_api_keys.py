@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from starlette.types import Scope
 
 from server import cli
 from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, KeyFileError, digest_text, load_keys, parse_keys
-from server.auth.authentication import MAX_KEY_BYTES, KeyAuthenticator
-from server.auth.identity import Identity, KeyLimits, request_salt, tenant_identity, tenant_salt
+from server.auth.authentication import MAX_KEY_BYTES, Authenticator
+from server.auth.identity import KeyEntry, request_salt, tenant_identity, tenant_salt
 from server.auth.limits import MAX_KEYS, AuthThrottle, RateLimits, duration_text, source_of
 from server.cli.keys import new_key
 from server.errors import AuthenticationError, OverloadedError
@@ -29,10 +28,12 @@ def request(key: str | None, client: str = "192.0.2.1") -> Scope:
     return {"type": "http", "headers": headers, "client": (client, 1)}
 
 
-def authenticator(tmp_path: Path, text: str, throttle: AuthThrottle | None = None) -> KeyAuthenticator:
+def authenticator(tmp_path: Path, text: str, throttle: AuthThrottle | None = None) -> Authenticator:
     path = tmp_path / "keys.toml"
     path.write_text(text)
-    return KeyAuthenticator(b"secret", KeyFile(path), throttle or AuthThrottle())
+    made = Authenticator(KeyFile(path, b"secret"), tenant_identity(b"secret", "default"))
+    made.throttle = throttle or made.throttle
+    return made
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,17 @@ def test_valid_key_gives_its_identity(tmp_path: Path) -> None:
     extra = 'models = ["tiny"]\nrequests_per_minute = 5\nmay_prioritise = true'
     who = authenticator(tmp_path, entry("My API Key") + entry("second", "two", extra) + entry("third", "two"))
     one, two = who.authenticate(request("My API Key")), who.authenticate(request("second"))
-    assert (one.tenant, one.salt, one.models, one.may_prioritise) == ("one", tenant_salt(b"secret", "one"), None, False)
-    assert (two.models, two.may_prioritise, two.limits) == (frozenset({"tiny"}), True, KeyLimits(5))
+    assert (one.tenant, one.salt, one.key.models, one.key.may_prioritise) == (
+        "one",
+        tenant_salt(b"secret", "one"),
+        None,
+        False,
+    )
+    assert (two.key.models, two.key.may_prioritise) == (frozenset({"tiny"}), True)
+    assert (two.key.requests_per_minute, two.key.tokens_per_minute, two.key.max_streams) == (5, None, None)
     third = who.authenticate(request("third"))
     assert third.salt == two.salt != one.salt
-    assert third.key_digest != two.key_digest, "a limit is one key's"
+    assert third.key.digest != two.key.digest, "a limit is one key's"
     assert tenant_identity(b"secret", "two").salt == two.salt
 
 
@@ -125,7 +132,7 @@ def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
     path = tmp_path / "keys.toml"
     path.write_text(entry("old"))
     outcomes: list[str] = []
-    keys = KeyFile(path, on_reload=outcomes.append)
+    keys = KeyFile(path, b"secret", on_reload=outcomes.append)
     keys.reload_if_changed()
     assert outcomes == []
     path.write_text("nonsense [")
@@ -150,7 +157,7 @@ def test_reload_and_a_bad_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_every_digest_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("".join(entry(f"key {number}", f"t{number}") for number in range(20)))
-    keys = KeyFile(path)
+    keys = KeyFile(path, b"secret")
     compared: list[int] = []
     real = __import__("hmac").compare_digest
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: (compared.append(1), real(a, b))[1])
@@ -195,14 +202,14 @@ def test_a_source_is_a_network_of_one_client(client: str, source: str) -> None:
 def test_sources_are_bounded() -> None:
     throttle = AuthThrottle()
     for number in range(30_000):
-        throttle.failed({"client": (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 1)})
-        throttle.succeeded({"client": (f"10.0.0.{number & 255}", 1)}, b"%d" % number)
+        throttle.failed(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+        throttle.succeeded(f"10.0.0.{number & 255}", b"%d" % number)
     assert len(throttle._allowances) == 10_000
     assert len(throttle._good) == 10_000
 
 
-def limited(**limits: int) -> Identity:
-    return Identity("t", b"salt", limits=KeyLimits(**limits), key_digest=b"d" * 32)
+def limited(**limits: int) -> KeyEntry:
+    return KeyEntry(tenant="t", digest="d" * 32, **limits)
 
 
 def test_requests_a_minute() -> None:
@@ -210,10 +217,10 @@ def test_requests_a_minute() -> None:
     limits = RateLimits(clock=lambda: now_s)
     who = limited(requests_per_minute=6)
     for remaining in range(5, -1, -1):
-        lease = limits.admit(who)
-        assert lease is not None
-        assert (b"x-ratelimit-remaining-requests", b"%d" % remaining) in lease.headers
-        lease.close()
+        usage = limits.admit(who)
+        assert usage is not None
+        assert (b"x-ratelimit-remaining-requests", b"%d" % remaining) in usage.headers()
+        usage.num_open -= 1
     with pytest.raises(OverloadedError) as refused:
         limits.admit(who)
     assert refused.value.retry_after_s == pytest.approx(10.0)
@@ -221,46 +228,46 @@ def test_requests_a_minute() -> None:
     assert (b"retry-after", b"10") in refused.value.headers()
     now_s += 10.0
     assert limits.admit(who) is not None
-    assert limits.admit(Identity("t", b"salt")) is None, "no limits, no lease"
+    assert limits.admit(KeyEntry(digest="", tenant="t")) is None, "no limits, no usage"
 
 
 def test_tokens_a_minute_may_be_overdrawn() -> None:
     now_s = 50.0
     limits = RateLimits(clock=lambda: now_s)
-    lease = limits.admit(limited(tokens_per_minute=600))
-    assert lease is not None
-    lease.take("tokens", 400)
-    assert (b"x-ratelimit-remaining-tokens", b"200") in lease.headers
-    lease.add_tokens(260)
+    usage = limits.admit(limited(tokens_per_minute=600))
+    assert usage is not None
+    usage.take("tokens", 400)
+    assert (b"x-ratelimit-remaining-tokens", b"200") in usage.headers()
+    usage.add_tokens(260)
     with pytest.raises(OverloadedError) as refused:
-        lease.take("tokens", 40)
+        usage.take("tokens", 40)
     assert refused.value.retry_after_s == pytest.approx(10.0)
     now_s += 10.0
-    lease.take("tokens", 40)
+    usage.take("tokens", 40)
     now_s += 60.0
-    lease.take("tokens", 10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
+    usage.take("tokens", 10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
     with pytest.raises(OverloadedError) as refused:
-        lease.take("tokens", 1)
+        usage.take("tokens", 1)
     assert refused.value.retry_after_s == pytest.approx(940.1)
 
 
 def test_open_requests() -> None:
     limits = RateLimits()
     who = limited(max_streams=2)
-    leases = [limits.admit(who), limits.admit(who)]
+    usages = [limits.admit(who), limits.admit(who)]
     with pytest.raises(OverloadedError, match="2 requests open"):
         limits.admit(who)
-    assert leases[0] is not None
-    leases[0].close()
+    assert usages[0] is not None
+    usages[0].num_open -= 1
     assert limits.admit(who) is not None
 
 
 def test_refused_request_does_not_count_as_open() -> None:
     limits = RateLimits()
     who = limited(max_streams=1, requests_per_minute=1)
-    lease = limits.admit(who)
-    assert lease is not None
-    lease.close()
+    usage = limits.admit(who)
+    assert usage is not None
+    usage.num_open -= 1
     for _ in range(3):
         with pytest.raises(OverloadedError, match="a minute"):
             limits.admit(who)
@@ -268,39 +275,38 @@ def test_refused_request_does_not_count_as_open() -> None:
 
 def test_a_reloaded_limit_keeps_what_was_used() -> None:
     limits = RateLimits(clock=lambda: 50.0)
-    lease = limits.admit(limited(tokens_per_minute=600))
-    assert lease is not None
-    lease.take("tokens", 400)
-    lease = limits.admit(limited(tokens_per_minute=300))
-    assert lease is not None
-    lease.take("tokens", 200)
+    usage = limits.admit(limited(tokens_per_minute=600))
+    assert usage is not None
+    usage.take("tokens", 400)
+    usage = limits.admit(limited(tokens_per_minute=300))
+    assert usage is not None
+    usage.take("tokens", 200)
     with pytest.raises(OverloadedError, match="300 tokens"):
-        lease.take("tokens", 1)
+        usage.take("tokens", 1)
 
 
 def test_unused_keys_are_forgotten_and_open_requests_are_not() -> None:
     limits = RateLimits()
     kept = limits.admit(limited(max_streams=1))
     for number in range(2 * MAX_KEYS):
-        lease = limits.admit(replace(limited(max_streams=1), key_digest=b"%032d" % number))
-        assert lease is not None
-        lease.close()
+        usage = limits.admit(KeyEntry(tenant="t", digest=f"{number:032}", max_streams=1))
+        assert usage is not None
+        usage.num_open -= 1
     assert kept is not None
     with pytest.raises(OverloadedError):
         limits.admit(limited(max_streams=1))
     assert len(limits._usage) <= MAX_KEYS
 
 
-def test_identities_of_entries_that_were_replaced_are_forgotten(tmp_path: Path) -> None:
+def test_a_replaced_entry_counts_at_once(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(entry("k"))
-    keys = KeyFile(path)
-    who = KeyAuthenticator(b"secret", keys, AuthThrottle())
+    keys = KeyFile(path, b"secret")
+    who = Authenticator(keys, tenant_identity(b"secret", "default"))
     for number in range(1, 20):
         path.write_text(entry("k", extra=f"max_streams = {number}") + "#" * number)
         keys.reload_if_changed()
-        assert who.authenticate(request("k")).limits.max_streams == number
-    assert len(who._identities) <= 3
+        assert who.authenticate(request("k")).key.max_streams == number
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.12, "120ms"), (1.0, "1s"), (59.2, "1m0s"), (360, "6m0s")])
@@ -318,10 +324,10 @@ def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.Ca
     assert key.startswith("hs-")
     assert key not in file.read_text()
     file.write_text(file.read_text() + shown)
-    keys = KeyFile(file)
+    keys = KeyFile(file, b"")
     found = keys.find(key.encode())
     assert found is not None
-    assert (found.tenant, found.name, found.models, found.requests_per_minute) == (
+    assert (found.tenant, found.key.name, found.key.models, found.key.requests_per_minute) == (
         "research",
         "laptop",
         frozenset({"tiny"}),
