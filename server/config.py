@@ -1,4 +1,4 @@
-"""The options of a gateway, from the command line into one frozen dataclass."""
+"""The options of a gateway: each is one field, with its default, its group and its help."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
@@ -25,58 +25,99 @@ from worker.common.options import (
 from worker.common.tls import WorkerCa
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_ABOVE_ZERO: Final = (
-    "max_body_bytes",
-    "max_header_bytes",
-    "header_timeout_s",
-    "body_timeout_s",
-    "max_connections",
-    "request_timeout_s",
-    "keepalive_s",
-    "lookup_deadline_s",
-    "stall_s",
-)
+_MAY_BE_ZERO: Final = ("port", "ops_port", "drain_grace_s")
+
+
+def _option(group: str, default: Any, text: str, metavar: str | None = None, **arguments: Any) -> Any:
+    """Return a field that is an option too; `arguments` are those of `add_argument`, some derived from the default."""
+    if metavar is not None:
+        arguments["metavar"] = metavar
+    if default is False:
+        arguments["action"] = "store_true"
+    elif isinstance(default, int | float):
+        arguments = {"type": type(default), **arguments}
+    if isinstance(default, int | float | str):
+        arguments["default"] = default
+    return field(default=default, metadata={"group": group, "help": text, **arguments})
+
+
+_net = partial(_option, "network")
+_fleet = partial(_option, "workers")
+_api = partial(_option, "API")
+_watch = partial(_option, "observability")
+
+
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def model_alias(text: str) -> tuple[str, str]:
+    """Parse `NAME=MODEL`."""
+    name, equals, model = text.partition("=")
+    if not (name and equals and model):
+        raise argparse.ArgumentTypeError(f"NAME=MODEL is needed, got {text!r}")
+    return name, model
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig(SharedConfig):
     """Raises ValueError that names the option."""
 
-    port: int = 8000
-    share_port: bool = False
-    ops_host: str = "127.0.0.1"
-    ops_port: int = 8001
-    ops_hosts: tuple[str, ...] = ()
-    ops_key_file: str | None = None
-    lookup_deadline_s: float = 0.025
-    workers: tuple[str, ...] = ()
-    policy: str = "headstart"
-    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    tool_parser: ToolFormat | None = None
-    reasoning: bool | None = None
-    control_tokens_in_content: bool = False
-    worker_networks: tuple[str, ...] = DEFAULT_NETWORKS
-    worker_ca: str | None = None
-    worker_tls_name: str | None = None
-    api_keys: str | None = None
-    max_body_bytes: int = 32 << 20
-    max_header_bytes: int = 64 << 10
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    max_connections: int = 8192
-    request_timeout_s: float = 3600.0
-    keepalive_s: float = 15.0
-    stall_s: float = 5.0
-    max_queued_tokens: int = 1 << 22
-    access_log: bool = False
+    host: str = _net("127.0.0.1", "address of the public port (default 127.0.0.1)")
+    port: int = _net(8000, "the OpenAI API and health (default 8000)")
+    ops_host: str = _net("127.0.0.1", "address of the ops port (default 127.0.0.1)")
+    ops_port: int = _net(8001, "metrics, workers, explain (default 8001)")
+    ops_hosts: tuple[str, ...] = _net(
+        (),
+        "names that the ops port answers to, next to addresses and localhost (default: --ops-host)",
+        "NAME,...",
+        type=_comma_separated,
+    )
+    share_port: bool = _net(False, "let other gateways listen on the public port too (SO_REUSEPORT)")
+    max_body_bytes: int = _net(32 << 20, "default 32M", "SIZE", type=num_bytes)
+    max_header_bytes: int = _net(64 << 10, "64K", "SIZE", type=num_bytes)
+    header_timeout_s: float = _net(10.0, "for a head (10)")
+    body_timeout_s: float = _net(30.0, "for 30 KiB of a body (30)")
+    max_connections: int = _net(8192, "open at a time, on each port (8192)")
+    ops_key_file: str | None = _net(None, "what drain and purge need (default: ops port on loopback)", "FILE")
+    request_timeout_s: float = _net(3600.0, "default 3600")
+    keepalive_s: float = _net(15.0, "of silent streams (default 15)")
+    stall_s: float = _net(5.0, "silence after which a worker is asked (5)")
+    drain_grace_s: float = _net(30.0, "time for open requests (30)")
+    max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (4M)")
+    lookup_deadline_s: float = _fleet(0.025, "then route without (0.025)")
+    workers: tuple[str, ...] = _fleet((), "http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+")
+    worker_networks: tuple[str, ...] = _fleet(
+        DEFAULT_NETWORKS,
+        "where workers may be (default: loopback and private addresses)",
+        "CIDR,...",
+        type=_comma_separated,
+    )
+    worker_ca: str | None = _fleet(None, "speak TLS alone to workers, whose certificates it signed", "FILE")
+    worker_tls_name: str | None = _fleet(None, "what they are for (default: each worker's address)", "NAME")
+    policy: str = _fleet("headstart", "default headstart", choices=tuple(POLICIES))
+    api_keys: str | None = _api(None, "who may use it, see `headstart keys` (default: anyone)", "FILE")
+    aliases: Mapping[str, str] | None = _api(
+        None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
+    )
+    tool_parser: ToolFormat | None = _api(  # noqa: RUF009 (a field)
+        None, "how models write tool calls (default: by template)", choices=tuple(MARKERS)
+    )
+    reasoning: bool | None = _api(
+        None, "split <think> ... </think> from the answer (default: by template)", action=argparse.BooleanOptionalAction
+    )
+    control_tokens_in_content: bool = _api(
+        False, "control tokens that messages hold are control tokens: clients can forge turns (default: they are text)"
+    )
+    access_log: bool = _watch(False, "a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
         self.require("ops_port", 0, (1 << 16) - 1)
-        self.require("max_queued_tokens", 1)
-        for name in _ABOVE_ZERO:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{option_name(name)} must be above 0, got {getattr(self, name)}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if type(option.default) in (int, float) and option.name not in _MAY_BE_ZERO and not value > 0:
+                raise ValueError(f"{option_name(option.name)} must be above 0, got {value}")
         WorkerNetworks(self.worker_networks)
         for name in self.ops_hosts:
             if _HOST_NAME.fullmatch(name) is None:
@@ -115,99 +156,29 @@ class GatewayConfig(SharedConfig):
         return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
 
 
-def _comma_separated(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def model_alias(text: str) -> tuple[str, str]:
-    """Parse `NAME=MODEL`."""
-    name, equals, model = text.partition("=")
-    if not (name and equals and model):
-        raise argparse.ArgumentTypeError(f"NAME=MODEL is needed, got {text!r}")
-    return name, model
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="headstart gateway",
         description="The OpenAI API in front of the workers. Holds no model files: workers serve their tokenizers.",
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    net = p.add_argument_group("network")
-    net.add_argument("--host", help="address of the public port (default 127.0.0.1)")
-    net.add_argument("--port", type=int, help="the OpenAI API and health (default 8000)")
-    net.add_argument("--ops-host", help="address of the ops port (default 127.0.0.1)")
-    net.add_argument("--ops-port", type=int, help="metrics, workers, explain (default 8001)")
-    net.add_argument(
-        "--ops-hosts",
-        type=_comma_separated,
-        metavar="NAME,...",
-        help="names that the ops port answers to, next to addresses and localhost (default: --ops-host)",
-    )
-    net.add_argument(
-        "--share-port", action="store_true", help="let other gateways listen on the public port too (SO_REUSEPORT)"
-    )
-    net.add_argument("--max-body", dest="max_body_bytes", type=num_bytes, metavar="SIZE", help="default 32M")
-    net.add_argument("--max-header", dest="max_header_bytes", type=num_bytes, metavar="SIZE", help="64K")
-    net.add_argument("--header-timeout-s", type=float, help="for a head (10)")
-    net.add_argument("--body-timeout-s", type=float, help="for 30 KiB of a body (30)")
-    net.add_argument("--max-connections", type=int, help="open at a time, on each port (8192)")
-    add_tls_options(net, "of both ports")
-    net.add_argument("--ops-key-file", metavar="FILE", help="what drain and purge need (default: ops port on loopback)")
-    net.add_argument("--request-timeout-s", type=float, help="default 3600")
-    net.add_argument("--keepalive-s", type=float, help="of silent streams (default 15)")
-    net.add_argument("--stall-s", type=float, help="silence after which a worker is asked (5)")
-    net.add_argument("--drain-grace-s", type=float, help="time for open requests (30)")
-    net.add_argument("--max-queued-tokens", type=int, help="prompt tokens that may wait (4M)")
-
-    fleet = p.add_argument_group("workers")
-    add_redis_options(fleet, "the registry and prefix index")
-    fleet.add_argument("--lookup-deadline-s", type=float, help="then route without (0.025)")
-    fleet.add_argument("--workers", action="extend", nargs="+", metavar="URL", help="http://HOST:PORT or dns:NAME:PORT")
-    fleet.add_argument(
-        "--worker-networks",
-        type=_comma_separated,
-        metavar="CIDR,...",
-        help="where workers may be (default: loopback and private addresses)",
-    )
-    fleet.add_argument("--worker-ca", metavar="FILE", help="speak TLS alone to workers, whose certificates it signed")
-    fleet.add_argument("--worker-tls-name", metavar="NAME", help="what they are for (default: each worker's address)")
-    fleet.add_argument("--policy", choices=tuple(POLICIES), help="default headstart")
-
-    api = p.add_argument_group("API")
-    api.add_argument("--api-keys", metavar="FILE", help="who may use it, see `headstart keys` (default: anyone)")
-    api.add_argument(
-        "--alias",
-        dest="aliases",
-        action="append",
-        type=model_alias,
-        metavar="NAME=MODEL",
-        help="a further name of a model",
-    )
-    api.add_argument("--tool-parser", choices=tuple(MARKERS), help="how models write tool calls (default: by template)")
-    api.add_argument(
-        "--reasoning",
-        action=argparse.BooleanOptionalAction,
-        help="split <think> ... </think> from the answer (default: by template)",
-    )
-    api.add_argument(
-        "--control-tokens-in-content",
-        action="store_true",
-        help="control tokens that messages hold are control tokens: clients can forge turns (default: they are text)",
-    )
-
-    watch = p.add_argument_group("observability")
-    add_log_options(watch)
-    watch.add_argument("--access-log", action="store_true", help="a line for each answer: status, seconds, tokens")
-    defaults = GatewayConfig(workers=("http://unused",))
-    p.set_defaults(**{option.name: getattr(defaults, option.name) for option in fields(defaults)})
-    p.set_defaults(workers=[], aliases=[])
+    groups = {title: p.add_argument_group(title) for title in ("network", "workers", "API", "observability")}
+    for option in fields(GatewayConfig):
+        if option.metadata:
+            arguments = dict(option.metadata)
+            flag = arguments.pop("flag", option_name(option.name))
+            groups[arguments.pop("group")].add_argument(flag, dest=option.name, **arguments)
+    add_tls_options(groups["network"], "of both ports")
+    add_redis_options(groups["workers"], "the registry and prefix index")
+    add_log_options(groups["observability"])
     return p
 
 
 def parse(argv: Sequence[str]) -> GatewayConfig:
     """Parse a command line. Exits as argparse does on an unknown option; raises ValueError on a bad value."""
     args = vars(parser().parse_args(argv))
-    args["workers"] = tuple(args["workers"])
-    args["aliases"] = MappingProxyType(dict(args["aliases"]))
+    for name, convert in (("workers", tuple), ("aliases", dict)):
+        if name in args:
+            args[name] = convert(args[name])
     return GatewayConfig(**args)

@@ -93,7 +93,9 @@ class Gateway:
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        options = ModelOptions(config.aliases, config.tool_parser, config.reasoning, config.control_tokens_in_content)
+        options = ModelOptions(
+            config.aliases or {}, config.tool_parser, config.reasoning, config.control_tokens_in_content
+        )
         self.models = Models(self._client, self._executor, options)
         self.fleet = Fleet(
             self._index,
