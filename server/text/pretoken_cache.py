@@ -65,11 +65,10 @@ class PretokenCache:
         parts = text.split(" ")
         found = list(map(self._ids.get, parts))
         found[0] = None  # no space stands before it
+        found.append(None)  # ends the search
         unknown: list[tuple[int, str, str]] = []
         end = 0
-        for start in [at for at, ids in enumerate(found) if ids is None]:
-            if start < end:
-                continue
+        while (start := found.index(None, end)) < len(parts):
             end = start + 1
             while end < len(parts) and not _is_word(parts[end - 1]):
                 found[end] = ()
@@ -80,6 +79,7 @@ class PretokenCache:
             found[start] = self._ids.get(key)
             if found[start] is None:
                 unknown.append((start, key, chunk))
+        found.pop()
         if unknown:
             fresh = self._encode([chunk for _, _, chunk in unknown])
             for (at, key, _), ids in zip(unknown, fresh, strict=True):
