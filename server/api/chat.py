@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.api import sampling
@@ -12,8 +12,6 @@ from server.api.formatting import (
     Spread,
     chat_logprobs,
     encode_json,
-    json_parts,
-    prompt_logprobs,
     response_id,
 )
 from server.api.tools import chat_grammar, output_rules
@@ -43,12 +41,9 @@ class ChatEndpoint(GenerateEndpoint):
 
 
 async def chat_spec(
-    request: ChatRequest, model: ServedModel, identity: Identity, id_: str, field_names: Mapping[str, str] | None = None
+    request: ChatRequest, model: ServedModel, identity: Identity, id_: str
 ) -> tuple[GenerationSpec, OutputRules]:
-    """Render and tokenise a chat, and apply its limits. Raises ApiError.
-
-    `field_names`: what fields are called in the body, where the route has other names.
-    """
+    """Render and tokenise a chat, and apply its limits. Raises ApiError."""
     rendered = await render_chat(request, model)
     prompt_ids = await sampling.prompt_tokens(
         rendered.text,
@@ -63,7 +58,6 @@ async def chat_spec(
     max_tokens = sampling.token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
     rules = output_rules(request, model, rendered.text)
     grammar, grammar_param = chat_grammar(request, model)
-    names = field_names or {}
     spec = GenerationSpec(
         request_id=id_,
         model=model,
@@ -74,8 +68,8 @@ async def chat_spec(
             request, model, max_tokens=max_tokens, logprobs=request.num_top_logprobs, grammar=grammar
         ),
         rules=sampling.text_rules(request, model, rules.markers()),
-        prompt_param=names.get("messages", "messages"),
-        grammar_param=names.get(grammar_param, grammar_param),
+        prompt_param="messages",
+        grammar_param=grammar_param,
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
         affinity_key=request.prompt_cache_key,
@@ -120,36 +114,20 @@ def num_chars(request: ChatRequest) -> int:
 class ChatFormatter(ChunkFormatter):
     """Chat shapes. Source: the OpenAI specification's CreateChatCompletionResponse and its stream twin."""
 
+    prompt_per_choice = False
+
     def __init__(self, id_: str, request: ChatRequest, model: ServedModel, rules: OutputRules) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__(id_, kind, request, model.tokenizer.token_bytes)
+        super().__init__(id_, kind, request, model.tokenizer.token_bytes, request.num_top_logprobs)
         if request.service_tier is not None:
             self._head["service_tier"] = "default"
-        self._num_top = request.num_top_logprobs
         self._rules = rules
         self._messages: dict[int, ChoiceMessage] = {}
-        self._begun: set[int] = set()
         self._prefix = b""
         """The bytes of every plain chunk up to the choice's index."""
         annotated = self._num_top is not None or self._usage_in_chunks or self._token_ids
         self._plain = rules.plain and not annotated
         self._suffix = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        fields = self._fields(response)
-        in_one_go = len(choices) == 1 and self._num_top is None and self._num_prompt_logprobs is None
-        written = (self._choice(choice) for choice in choices)
-        fields["choices"] = list(written) if in_one_go else written
-        fields["usage"] = response.usage()
-        spec = response.first.spec
-        if self._num_prompt_logprobs is not None:
-            positions = response.first.prompt_logprobs
-            fields["prompt_logprobs"] = prompt_logprobs(
-                self._token_bytes, spec.prompt_ids, positions, self._num_prompt_logprobs
-            )
-        if self._token_ids:
-            fields["prompt_token_ids"] = list(spec.prompt_ids)
-        return encode_json(fields) if in_one_go else json_parts(Spread(fields))
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
         if not self._prefix:
@@ -157,48 +135,42 @@ class ChatFormatter(ChunkFormatter):
         return b"".join([self._delta_events(response, delta) for delta in deltas])
 
     def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> bytes:
-        events = b""
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            events = self._chunk(response, delta.choice, {"role": "assistant", "content": ""}, first=True)
+        events, index = b"", delta.choice
+        if index not in self._messages:
+            self._messages[index] = ChoiceMessage(self._rules)
+            prompt_ids = response.first.spec.prompt_ids
+            fields: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)} if self._token_ids and index == 0 else {}
+            events = self._chunk(response, index, {"role": "assistant", "content": ""}, **fields)
         if not self._plain:
             events += self._parsed_events(response, delta)
         elif delta.text:
             events += self._prefix + b'%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
-                delta.choice,
+                index,
                 encode_json(delta.text),
                 self._suffix,
             )
         if delta.finish_reason is not None:
-            events += self._chunk(response, delta.choice, {}, finish_reason=self._finish_reason(delta))
+            events += self._chunk(response, index, {}, finish_reason=self._finish_reason(delta))
         return events
 
     def _parsed_events(self, response: ResponseStream, delta: ChoiceDelta) -> bytes:
         """Write one chunk per part of a message. Log probabilities and token ids go with the first."""
-        parts = self._message(delta.choice).deltas(delta.text, last=delta.finish_reason is not None)
+        parts = self._messages[delta.choice].deltas(delta.text, last=delta.finish_reason is not None)
         if not parts and (delta.entries or (self._token_ids and delta.token_ids)):
             parts = [{"content": ""}]
+        extras: dict[str, Any] = {"token_ids": delta.token_ids}
+        if delta.entries:
+            content = list(chat_logprobs(self._token_bytes, delta.entries, self._num_top or 0))
+            extras["logprobs"] = {"content": content, "refusal": None}
         events = b""
-        for number, part in enumerate(parts):
-            logprobs = None
-            if number == 0 and delta.entries:
-                content = list(chat_logprobs(self._token_bytes, delta.entries, self._num_top or 0))
-                logprobs = {"content": content, "refusal": None}
-            token_ids = delta.token_ids if number == 0 else None
-            events += self._chunk(response, delta.choice, part, logprobs=logprobs, token_ids=token_ids)
+        for part in parts:
+            events += self._chunk(response, delta.choice, part, **extras)
+            extras = {}
         return events
 
-    def _message(self, index: int) -> ChoiceMessage:
-        message = self._messages.get(index)
-        if message is None:
-            message = self._messages[index] = ChoiceMessage(self._rules)
-        return message
-
     def _finish_reason(self, choice: ChoiceDelta) -> str | None:
-        called = self._rules.forced is None and choice.choice in self._messages
-        if called and self._messages[choice.choice].has_calls and choice.finish_reason == "stop":
-            return "tool_calls"
-        return choice.finish_reason
+        has_calls = self._rules.forced is None and self._messages[choice.choice].has_calls
+        return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _chunk(
         self,
@@ -209,29 +181,23 @@ class ChatFormatter(ChunkFormatter):
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
         token_ids: list[int] | None = None,
-        first: bool = False,
+        **fields: Any,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._token_ids:
             choice["token_ids"] = token_ids
-        fields = self._chunk_fields(response, [choice])
-        if first and self._token_ids and index == 0:
-            fields["prompt_token_ids"] = list(response.first.spec.prompt_ids)
-        return sse(encode_json(fields))
+        return sse(encode_json(self._chunk_fields(response, [choice]) | fields))
 
-    def _choice(self, choice: ChoiceDelta) -> dict[str, Any]:
-        message = self._message(choice.choice).whole(choice.text)
-        fields: dict[str, Any] = {
-            "index": choice.choice,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": self._finish_reason(choice),
-        }
-        if self._num_top is not None:
-            content = chat_logprobs(self._token_bytes, choice.entries, self._num_top)
-            fields = Spread(fields, logprobs=Spread(content=content, refusal=None))
-        if choice.stop_reason is not None:
-            fields["stop_reason"] = choice.stop_reason
-        if self._token_ids:
-            fields["token_ids"] = choice.token_ids
-        return fields
+    def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
+        for choice in choices:
+            message = self._messages[choice.choice] = ChoiceMessage(self._rules)
+            fields = Spread(index=choice.choice, message=message.whole(choice.text), logprobs=None)
+            fields["finish_reason"] = self._finish_reason(choice)
+            if self._num_top is not None:
+                content = chat_logprobs(self._token_bytes, choice.entries, self._num_top)
+                fields["logprobs"] = Spread(content=content, refusal=None)
+            if choice.stop_reason is not None:
+                fields["stop_reason"] = choice.stop_reason
+            if self._token_ids:
+                fields["token_ids"] = choice.token_ids
+            yield fields

@@ -16,7 +16,6 @@ from server.api.formatting import (
     encode_json,
     json_logprob,
     json_parts,
-    prompt_logprobs,
     response_id,
     token_text,
 )
@@ -141,23 +140,18 @@ async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model
 class CompletionFormatter(ChunkFormatter):
     """Completion shapes. `num_sampled` choices were generated per prompt, the best n of them are shown."""
 
+    prompt_per_choice = True
+
     def __init__(
         self, id_: str, request: CompletionRequest, model: ServedModel, echoes: list[str], num_sampled: int
     ) -> None:
-        super().__init__(id_, "text_completion", request, model.tokenizer.token_bytes)
+        super().__init__(id_, "text_completion", request, model.tokenizer.token_bytes, request.logprobs)
         self._num_shown = request.num_choices
-        self._num_top = request.logprobs
         self._echoes = echoes
         self._num_sampled = num_sampled
         self._begun: set[int] = set()
         self._is_scoring = request.max_tokens == 0
         """Only the prompt's log probabilities are asked for."""
-
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        fields = Spread(self._fields(response), choices=self._choices(response, choices), usage=self._usage(response))
-        if len(choices) == 1 and self._num_top is None and self._num_prompt_logprobs is None:
-            return encode_json({**fields, "choices": list(fields["choices"])})
-        return json_parts(fields)
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
         parts = (part for delta in deltas for part in self._delta_events(response, delta))
@@ -171,64 +165,47 @@ class CompletionFormatter(ChunkFormatter):
 
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         num_shown = 0
-        for prompt in range(len(response.generations)):
+        for prompt, generation in enumerate(response.generations):
             sampled = choices[prompt * self._num_sampled : (prompt + 1) * self._num_sampled]
             if len(sampled) > self._num_shown:
                 sampled = sorted(sampled, key=_mean_logprob, reverse=True)[: self._num_shown]
+            echo = self._echoes[prompt] if self._echoes else ""
             for choice in sampled:
-                yield self._choice(response, prompt, num_shown, choice)
+                fields = Spread(
+                    index=num_shown,
+                    text=echo if self._is_scoring else echo + choice.text,
+                    logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
+                    finish_reason=choice.finish_reason,
+                )
+                if choice.stop_reason is not None:
+                    fields["stop_reason"] = choice.stop_reason
+                if self._token_ids:
+                    fields["token_ids"] = [] if self._is_scoring else choice.token_ids
+                self._add_prompt(fields, generation)
+                yield fields
                 num_shown += 1
 
-    def _choice(self, response: ResponseStream, prompt: int, index: int, choice: ChoiceDelta) -> dict[str, Any]:
-        generation = response.generations[prompt]
-        echo = self._echoes[prompt] if self._echoes else ""
-        fields = Spread(
-            index=index,
-            text=echo if self._is_scoring else echo + choice.text,
-            logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
-            finish_reason=choice.finish_reason,
-        )
-        if choice.stop_reason is not None:
-            fields["stop_reason"] = choice.stop_reason
-        if self._num_prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(
-                self._token_bytes, generation.spec.prompt_ids, generation.prompt_logprobs, self._num_prompt_logprobs
-            )
-        if self._token_ids:
-            fields["token_ids"] = [] if self._is_scoring else choice.token_ids
-            fields["prompt_token_ids"] = list(generation.spec.prompt_ids)
-        return fields
-
     def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> Iterator[bytes]:
-        prompt = delta.choice // self._num_sampled
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            if self._echoes:
-                echoed = self._logprobs(response, prompt, (), echo=True)
-                yield from self._chunk(response, delta.choice, self._echoes[prompt], echoed, None, None)
+        index, prompt = delta.choice, delta.choice // self._num_sampled
+        if self._echoes and index not in self._begun:
+            self._begun.add(index)
+            logprobs = self._logprobs(response, prompt, (), echo=True)
+            yield from self._chunk(response, index=index, text=self._echoes[prompt], logprobs=logprobs)
         text, entries, token_ids = ("", [], []) if self._is_scoring else (delta.text, delta.entries, delta.token_ids)
         if text or entries or (self._token_ids and token_ids) or delta.finish_reason is not None:
             logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
-            shown_ids = token_ids if self._token_ids else None
-            yield from self._chunk(response, delta.choice, text, logprobs, delta.finish_reason, shown_ids)
+            choice = Spread(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
+            if self._token_ids:
+                choice["token_ids"] = token_ids
+            yield from self._chunk(response, **choice)
 
-    def _chunk(
-        self,
-        response: ResponseStream,
-        index: int,
-        text: str,
-        logprobs: Spread | None,
-        finish_reason: str | None,
-        token_ids: list[int] | None,
-    ) -> Iterator[bytes]:
-        choice = Spread(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
-        if token_ids is not None:
-            choice["token_ids"] = token_ids
+    def _chunk(self, response: ResponseStream, *, logprobs: Spread | None, **fields: Any) -> Iterator[bytes]:
+        choice = Spread(logprobs=logprobs, finish_reason=None) | fields
         if logprobs is None:
             yield sse(encode_json(self._chunk_fields(response, [choice])))
         else:
             yield b"data: "
-            yield from json_parts(Spread(self._chunk_fields(response, iter((choice,)))))
+            yield from json_parts(Spread(self._chunk_fields(response, iter((Spread(choice),)))))
             yield b"\n\n"
 
     def _logprobs(

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -124,34 +124,46 @@ class GenerateEndpoint(ABC):
         with response.guard(client_of(scope)):
             choices = await response.collect()
         headers = [(b"content-type", b"application/json"), *response.headers()]
-        body = formatter.body(response, choices)
-        if not isinstance(body, bytes):
-            parts, num_bytes, begun, pace = list[bytes](), 0, False, Pace()
-            for part in body:
-                parts.append(part)
-                num_bytes += len(part)
-                if num_bytes > PART_BYTES:
-                    if not begun:
-                        begun = True
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
-                    parts, num_bytes = [], 0
-                await pace.rest()
-            body = b"".join(parts)
-            if begun:
-                await send({"type": "http.response.body", "body": body})
-                return
-        headers.append((b"content-length", b"%d" % len(body)))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        parts, num_bytes, begun = list[bytes](), 0, False
+        async for part in _paced(formatter.body(response, choices)):
+            if num_bytes > PART_BYTES:
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts, num_bytes = [], 0
+            parts.append(part)
+            num_bytes += len(part)
+        if not begun:
+            headers.append((b"content-length", b"%d" % num_bytes))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"".join(parts)})
 
     async def _stream(
         self, formatter: ResponseFormatter, response: ResponseStream, context: RequestContext, scope: Scope, send: Send
     ) -> None:
         writer = SseWriter(send, response.headers)
+        first_s = 0.0
+
+        async def deliver(deltas: list[ChoiceDelta]) -> None:
+            nonlocal first_s
+            events = formatter.events(response, deltas)
+            if not isinstance(events, bytes):
+                events = b"".join([part async for part in _paced(events)])
+            if not events:
+                return
+            if not first_s:
+                response.commit()
+                first_s = time.perf_counter()
+                self._metrics.ttft_s.observe(first_s - context.started_s)
+            await writer.write(events)
+
         try:
             with response.guard(client_of(scope)), self._services.keep_alive.keeping(writer):
-                await self._relay(formatter, response, context, writer)
+                await response.run(deliver)
+            num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
+            if first_s and num_gaps > 0:
+                self._metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
             await writer.write(formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise
@@ -166,37 +178,12 @@ class GenerateEndpoint(ABC):
                 mark_failed(context.trace.span, type(failure).__name__)
             await writer.write(formatter.error_event(failure), more=False)
 
-    async def _relay(
-        self, formatter: ResponseFormatter, response: ResponseStream, context: RequestContext, writer: SseWriter
-    ) -> None:
-        first_s = 0.0
 
-        async def deliver(deltas: list[ChoiceDelta]) -> None:
-            nonlocal first_s
-            events = formatter.events(response, deltas)
-            if not isinstance(events, bytes):
-                events = await _joined(events)
-            if not events:
-                return
-            if not first_s:
-                response.commit()
-                first_s = time.perf_counter()
-                self._metrics.ttft_s.observe(first_s - context.started_s)
-            await writer.write(events)
-
-        await response.run(deliver)
-        num_gaps = sum(generation.num_output_tokens - len(generation.choices) for generation in response.generations)
-        if first_s and num_gaps > 0:
-            self._metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
-
-
-async def _joined(parts: Iterable[bytes]) -> bytes:
+async def _paced(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
     pace = Pace()
-    joined = []
     for part in parts:
-        joined.append(part)
+        yield part
         await pace.rest()
-    return b"".join(joined)
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from server.errors import ApiError
 from server.http.stream import DONE, sse
 from server.request.choice import ChoiceDelta, TokenEntry
-from server.request.request import ResponseStream
+from server.request.request import Generation, ResponseStream
 from server.schema.fields import SamplingFields
 from server.text.detokenizer import TokenBytes
 from worker.wire import TokenLogprobs
@@ -54,7 +54,7 @@ class ResponseFormatter(ABC):
     """The writer of one response in its route's shapes. Stateful: one formatter, one response."""
 
     @abstractmethod
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
         """Write the unstreamed response, in parts where it may be long."""
 
     @abstractmethod
@@ -73,19 +73,48 @@ class ResponseFormatter(ABC):
 class ChunkFormatter(ResponseFormatter):
     """The common part of chats and completions: the fields of every chunk, and the usage at the end."""
 
-    def __init__(self, id_: str, kind: str, request: SamplingFields, token_bytes: TokenBytes) -> None:
+    prompt_per_choice: ClassVar[bool]
+    """Each choice shows its prompt's fields, rather than the response."""
+
+    def __init__(
+        self, id_: str, kind: str, request: SamplingFields, token_bytes: TokenBytes, num_top: int | None
+    ) -> None:
+        """`num_top`: the best tokens shown at each position; None: no log probabilities are asked for."""
         options = request.stream_options
         self._head = {"id": id_, "object": kind, "created": int(time.time()), "model": request.model}
         self._token_bytes = token_bytes
+        self._num_top = num_top
         self._num_prompt_logprobs = request.prompt_logprobs
         self._token_ids = bool(request.return_token_ids)
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = self._include_usage and options is not None and bool(options.continuous_usage_stats)
 
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
+        is_short = len(choices) == 1 and self._num_top is None and self._num_prompt_logprobs is None
+        written = self._choices(response, choices)
+        fields = self._fields(response)
+        fields["choices"] = list(written) if is_short else written
+        fields["usage"] = self._usage(response)
+        if not self.prompt_per_choice:
+            self._add_prompt(fields, response.first)
+        return (encode_json(fields),) if is_short else json_parts(Spread(fields))
+
     def last_events(self, response: ResponseStream) -> bytes:
         if not self._include_usage:
             return DONE
         return sse(encode_json({**self._fields(response), "choices": [], "usage": self._usage(response)})) + DONE
+
+    @abstractmethod
+    def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
+        """Yield the items of an unstreamed response's `choices`."""
+
+    def _add_prompt(self, fields: dict[str, Any], generation: Generation) -> None:
+        prompt_ids = generation.spec.prompt_ids
+        if self._num_prompt_logprobs is not None:
+            positions, num_top = generation.prompt_logprobs, self._num_prompt_logprobs
+            fields["prompt_logprobs"] = prompt_logprobs(self._token_bytes, prompt_ids, positions, num_top)
+        if self._token_ids:
+            fields["prompt_token_ids"] = list(prompt_ids)
 
     def _fields(self, response: ResponseStream) -> dict[str, Any]:
         worker = response.first.worker

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from server.api.chat import chat_spec
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
@@ -61,12 +62,14 @@ class ResponsesEndpoint(GenerateEndpoint):
                 chat.check()
             with stage("tokenise"):
                 model = self._model(chat.model, identity)
-                spec, rules = await chat_spec(chat, model, identity, id_, FIELD_NAMES)
+                spec, rules = await chat_spec(chat, model, identity, id_)
         except InvalidRequestError as error:
             name = re.split(r"[.[]", error.param or "")[0]
             if name in FIELD_NAMES and error.param is not None:
                 error.param = FIELD_NAMES[name] + error.param.removeprefix(name)
             raise
+        grammar_param = FIELD_NAMES.get(spec.grammar_param, spec.grammar_param)
+        spec = replace(spec, prompt_param=FIELD_NAMES[spec.prompt_param], grammar_param=grammar_param)
         formatter = ResponsesFormatter(id_, request, rules, model.tokenizer.token_bytes)
         return PreparedRequest((spec,), formatter, bool(request.stream))
 
@@ -260,9 +263,9 @@ class ResponsesFormatter(ResponseFormatter):
         self._num_events = 0
         self._status = "in_progress"
 
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> bytes:
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         self._add(choices[0])
-        return encode_json(self._response(response))
+        return (encode_json(self._response(response)),)
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
         begun: list[Event] = []
