@@ -26,7 +26,7 @@ from server.request.choice import ChoiceDelta, TokenEntry
 from server.request.request import ResponseStream
 from server.request_context import stage
 from server.schema import fields as schema
-from server.schema.decoding import unsupported
+from server.schema.decoding import invalid, unsupported
 from server.schema.requests import (
     RESPONSES,
     ChatRequest,
@@ -77,13 +77,13 @@ class ResponsesEndpoint(GenerateEndpoint):
 def _chat_request(request: ResponsesRequest) -> ChatRequest:
     tools = [_tool(tool, index) for index, tool in enumerate(request.tools or ())]
     num_top = request.num_top_logprobs
-    without_tools = request.tool_choice if request.tool_choice not in ("auto", "none") else None
+    choice = _tool_choice(chosen) if isinstance(chosen := request.tool_choice, ResponsesToolChoice) else chosen
     return ChatRequest(
         **{field: getattr(request, field) for field in schema.ModelFields.__struct_fields__},
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
         tools=tools or None,
-        tool_choice=_tool_choice(request.tool_choice if tools else without_tools),
+        tool_choice=choice if tools or choice not in ("auto", "none") else None,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
@@ -96,33 +96,29 @@ def _messages(request: ResponsesRequest) -> list[schema.Message]:
     messages = [] if request.instructions is None else [schema.Message(role="system", content=request.instructions)]
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if not items:
-        raise InvalidRequestError("input must not be empty.", param="input")
+        raise invalid("input", "must not be empty")
     for index, item in enumerate(items):
+        field = f"input[{index}]"
         match item.type:
             case "message":
                 if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
-                    text = "a message has a role (system, developer, user, assistant) and content."
-                    raise InvalidRequestError(text, param=f"input[{index}]")
+                    raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
                 messages.append(schema.Message(role=item.role, content=item.content))
             case "function_call":
                 if not (item.call_id and item.name) or item.arguments is None:
-                    text = "a function_call has call_id, name and arguments."
-                    raise InvalidRequestError(text, param=f"input[{index}]")
-                call = schema.ToolCall(
-                    id=item.call_id, function=schema.FunctionCall(name=item.name, arguments=item.arguments)
-                )
-                _add_call(messages, call)
+                    raise invalid(field, "is a function_call without call_id, name or arguments")
+                function = schema.FunctionCall(name=item.name, arguments=item.arguments)
+                _add_call(messages, schema.ToolCall(id=item.call_id, function=function))
             case "function_call_output":
                 if not item.call_id or item.output is None:
-                    text = "a function_call_output has call_id and output."
-                    raise InvalidRequestError(text, param=f"input[{index}]")
+                    raise invalid(field, "is a function_call_output without call_id or output")
                 messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
             case "reasoning":
                 continue  # templates drop the reasoning of earlier turns
             case _:
-                raise unsupported(f"input[{index}].type", "can be message, function_call or function_call_output")
+                raise unsupported(f"{field}.type", "can be message, function_call or function_call_output")
     if not messages:
-        raise InvalidRequestError("input holds no message.", param="input")
+        raise invalid("input", "holds no message")
     return messages
 
 
@@ -145,19 +141,12 @@ def _tool(tool: FunctionTool, index: int) -> schema.Tool:
     return schema.Tool(type="function", function=function)
 
 
-def _tool_choice(choice: str | ResponsesToolChoice | None) -> str | schema.ToolChoice | None:
-    if not isinstance(choice, ResponsesToolChoice):
-        return choice
-    if choice.type == "function" and choice.name:
-        return schema.ToolChoice(type="function", function=schema.NamedFunction(name=choice.name))
-    if choice.type != "allowed_tools" or not choice.tools:
-        raise unsupported("tool_choice.type", "can only be function or allowed_tools")
-    named = [
-        schema.AllowedTool(type=tool.type, function=schema.NamedFunction(name=tool.name or "")) for tool in choice.tools
-    ]
-    return schema.ToolChoice(
-        type="allowed_tools", allowed_tools=schema.AllowedTools(mode=choice.mode or "auto", tools=named)
-    )
+def _tool_choice(choice: ResponsesToolChoice) -> schema.ToolChoice:
+    function = schema.NamedFunction(name=choice.name) if choice.name else None
+    allowed = None
+    if choice.tools:
+        allowed = schema.AllowedTools(mode=choice.mode or "auto", tools=[_tool_choice(tool) for tool in choice.tools])
+    return schema.ToolChoice(type=choice.type, function=function, allowed_tools=allowed)
 
 
 def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
@@ -167,10 +156,9 @@ def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
     if formatted.type != "json_schema":
         return schema.ResponseFormat(type=formatted.type)
     if formatted.schema is None or not formatted.name:
-        raise InvalidRequestError("a json_schema format has a name and a schema.", param="text.format")
-    return schema.ResponseFormat(
-        type="json_schema", json_schema=schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema)
-    )
+        raise invalid("text.format", "of type json_schema needs a name and a schema")
+    json_schema = schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema)
+    return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
 class OutputItems:

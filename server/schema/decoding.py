@@ -43,14 +43,13 @@ class Shape:
 
     def check(self) -> None:
         """Raises InvalidRequestError for a body that would take long to decode, or many times its size."""
-        if self.depth > MAX_DEPTH:
-            raise InvalidRequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
-        if self.num_values > MAX_VALUES:
-            message = f"The body holds more than {MAX_VALUES} JSON values: send fewer token ids in one request."
-            raise InvalidRequestError(message)
-        if self.num_containers > MAX_CONTAINERS:
-            message = f"The body holds more than {MAX_CONTAINERS} arrays and objects: send fewer messages or parts."
-            raise InvalidRequestError(message)
+        for size, limit, unit, remedy in (
+            (self.depth, MAX_DEPTH, "levels of nesting", "nest less deeply"),
+            (self.num_values, MAX_VALUES, "JSON values", "send fewer token ids in one request"),
+            (self.num_containers, MAX_CONTAINERS, "arrays and objects", "send fewer messages or parts"),
+        ):
+            if size > limit:
+                raise InvalidRequestError(f"The body holds more than {limit} {unit}: {remedy}.")
 
 
 def measure(body: bytes) -> Steps[Shape]:
@@ -141,29 +140,23 @@ class BodyDecoder(Generic[BodyT]):
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
 
-    def decode(self, body: bytes, *, inspected: bool = False) -> BodyT:
-        """Return a checked request. Raises InvalidRequestError, whatever the bytes are."""
-        request = self._decode_fields(body, inspected=inspected)
-        request.check()
-        return request
-
     async def read(self, body: bytes, max_text_bytes: TextLimit, param: str) -> BodyT:
-        """Decode with rests between the steps of a large body. `param` names the field that holds its text."""
-        if not await inspect(body, max_text_bytes, param):
-            return self.decode(body)
-        request = self._decode_fields(body, inspected=True)
-        await asyncio.sleep(0)
-        request.check()
-        await asyncio.sleep(0)
-        return request
+        """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError.
 
-    def _decode_fields(self, body: bytes, *, inspected: bool) -> BodyT:
+        `param` names the field that holds its text.
+        """
+        is_large = await inspect(body, max_text_bytes, param)
         try:
-            request: BodyT = decode_json(body, self._decode, inspected=inspected)
+            request: BodyT = decode_json(body, self._decode, inspected=is_large)
         except InvalidRequestError as error:
             if error.param is not None and error.param in self.refused:
                 raise unsupported(error.param, self.refused[error.param]) from None
             raise
+        if is_large:
+            await asyncio.sleep(0)
+        request.check()
+        if is_large:
+            await asyncio.sleep(0)
         return request
 
 
@@ -190,9 +183,14 @@ def _is_json(media_type: bytes) -> bool:
     return essence == _JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
 
 
+def invalid(field: str, why: str, code: str | None = None) -> InvalidRequestError:
+    """Return the error for a field's value."""
+    return InvalidRequestError(f"{field} {why}.", param=field, code=code)
+
+
 def unsupported(field: str, why: str) -> InvalidRequestError:
     """Return the error for a known field, or a value of it, that is not offered."""
-    return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter")
+    return invalid(field, why, "unsupported_parameter")
 
 
 def _validation_error(text: str) -> InvalidRequestError:

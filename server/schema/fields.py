@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
-from server.errors import InvalidRequestError
-from server.schema.decoding import Body, unsupported
+from server.schema.decoding import Body, invalid, unsupported
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 128
@@ -87,19 +86,18 @@ class Message(Struct, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequestError, whose `param` is a field of the message."""
         if self.role not in ROLES:
-            raise InvalidRequestError(f"role must be one of {', '.join(ROLES)}.", param="role")
+            raise invalid("role", f"must be one of {', '.join(ROLES)}")
         if self.audio is not None:
             raise unsupported("audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
             for index, part in enumerate(self.content):
                 if not part.readable:
-                    at = f"content[{index}].type"
-                    raise InvalidRequestError("this model reads text: only parts of type text are accepted.", param=at)
+                    raise invalid(f"content[{index}].type", "must be text: this model reads text")
         called = self.tool_calls or self.function_call or self.refusal is not None
         if self.content is None and not (self.role == "assistant" and called):
-            raise InvalidRequestError("content is required.", param="content")
+            raise invalid("content", "is required")
         if self.role == "tool" and not self.tool_call_id:
-            raise InvalidRequestError("a tool message needs tool_call_id.", param="tool_call_id")
+            raise invalid("tool_call_id", "is required in a tool message")
 
 
 class FunctionDefinition(Struct, kw_only=True):
@@ -128,22 +126,26 @@ class NamedFunction(Struct, kw_only=True):
     name: str
 
 
-class AllowedTool(Struct, kw_only=True):
-    type: str
-    function: NamedFunction | None = None
-
-
 class AllowedTools(Struct, kw_only=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ToolChoice(Struct, kw_only=True):
-    """One function (`type` function), or some of the tools (`type` allowed_tools)."""
+    """One function (`type` function), or some of the tools (`type` allowed_tools), each named in the same way."""
 
     type: str
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
+
+    def names(self) -> list[str]:
+        """Return the names of the functions. Raises InvalidRequestError."""
+        match self:
+            case ToolChoice(type="function", function=NamedFunction(name=name)):
+                return [name]
+            case ToolChoice(type="allowed_tools", allowed_tools=AllowedTools(tools=tools)):
+                return [tool.function.name if tool.function else "" for tool in tools]
+        raise unsupported("tool_choice.type", "can only be function or allowed_tools")
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
@@ -169,10 +171,9 @@ class StructuredOutputs(Struct, kw_only=True):
         """Raises InvalidRequestError."""
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            text = "structured_outputs takes exactly one of json, json_object, regex, choice, grammar."
-            raise InvalidRequestError(text, param="structured_outputs")
+            raise invalid("structured_outputs", f"takes exactly one of {', '.join(self.__struct_fields__)}")
         if self.choice == []:
-            raise InvalidRequestError("choice must not be empty.", param="structured_outputs.choice")
+            raise invalid("structured_outputs.choice", "must not be empty")
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -226,16 +227,15 @@ class ModelFields(Body, kw_only=True):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def check_fields(self) -> None:
-        """Check what no single field's type can say. Raises InvalidRequestError."""
+    def check(self) -> None:
         if self.stop is not None:
             stops = self.stop_strings
             if len(stops) > 4:
-                raise InvalidRequestError("stop takes at most 4 strings.", param="stop")
+                raise invalid("stop", "takes at most 4 strings")
             if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-                raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_CHARS} characters.", param="stop")
+                raise invalid("stop", f"takes strings of 1 to {MAX_STOP_CHARS} characters")
         if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
-            raise InvalidRequestError("metadata takes 16 pairs with keys of 64 characters.", param="metadata")
+            raise invalid("metadata", "takes 16 pairs with keys of 64 characters")
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
@@ -255,17 +255,15 @@ class SamplingFields(ModelFields, kw_only=True):
         return self.n or 1
 
     def check(self) -> None:
-        """Raises InvalidRequestError."""
-        self.check_fields()
+        ModelFields.check(self)
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options is only allowed with stream: true.", param="stream_options")
+            raise invalid("stream_options", "is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError("prompt_logprobs is not available with stream: true.", param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "is not available with stream: true")
         formatted = self.response_format
         if formatted is None or formatted.type == "text":
             return
         if self.structured_outputs is not None:
-            text = "response_format and structured_outputs exclude each other."
-            raise InvalidRequestError(text, param="structured_outputs")
+            raise invalid("structured_outputs", "and response_format exclude each other")
         if formatted.type == "json_schema" and formatted.json_schema is None:
-            raise InvalidRequestError("json_schema is required.", param="response_format.json_schema")
+            raise invalid("response_format.json_schema", "is required")

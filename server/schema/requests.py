@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
-from server.schema.decoding import BodyDecoder, unsupported
+from server.schema.decoding import BodyDecoder, invalid, unsupported
 from server.schema.fields import (
     MAX_TOOLS,
     NOT_OFFERED,
@@ -82,38 +82,35 @@ class ChatRequest(SamplingFields, kw_only=True):
         choice, tools = self.tool_choice, self.tools or []
         if not isinstance(choice, ToolChoice) or choice.allowed_tools is None:
             return tools
-        allowed = {tool.function.name for tool in choice.allowed_tools.tools if tool.function is not None}
+        allowed = set(choice.names())
         return [tool for tool in tools if tool.name in allowed]
 
     @property
     def named_tool(self) -> Tool:
         """The one function that has to be called, in the mode `named`."""
         assert isinstance(self.tool_choice, ToolChoice)
-        assert self.tool_choice.function is not None, "checked with the request"
-        name = self.tool_choice.function.name
+        (name,) = self.tool_choice.names()
         return next(tool for tool in self.tools or () if tool.name == name)
 
     def check(self) -> None:
         SamplingFields.check(self)
         for field, limit in (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens)):
             if limit == 0:
-                raise InvalidRequestError(f"{field} must be at least 1.", param=field)
+                raise invalid(field, "must be at least 1")
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+            raise invalid("top_logprobs", "needs logprobs: true")
         if self.modalities is not None and self.modalities != ["text"]:
             raise unsupported("modalities", "can only be ['text']: this server makes text")
         if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other."
-            raise InvalidRequestError(message, param="continue_final_message")
-        for index, message_ in enumerate(self.messages):
+            raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
+        for index, message in enumerate(self.messages):
             try:
-                message_.check()
+                message.check()
             except InvalidRequestError as error:
                 error.param = f"messages[{index}].{error.param}"
                 raise
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            message = "continue_final_message needs a last message of the assistant."
-            raise InvalidRequestError(message, param="continue_final_message")
+            raise invalid("continue_final_message", "needs a last message of the assistant")
         if self.tools is not None or self.tool_choice is not None:
             self._check_tools()
 
@@ -123,19 +120,15 @@ class ChatRequest(SamplingFields, kw_only=True):
                 raise unsupported(f"tools[{index}].type", "can only be function")
         choice = self.tool_choice
         if isinstance(choice, ToolChoice):
-            if not {tool.name for tool in self.tools or ()}.issuperset(_chosen_names(choice)):
-                text = "tool_choice names a function that is not among the tools."
-                raise InvalidRequestError(text, param="tool_choice")
+            if not {tool.name for tool in self.tools or ()}.issuperset(choice.names()):
+                raise invalid("tool_choice", "names a function that is not among the tools")
         elif choice not in (None, "none", "auto", "required"):
-            text = "tool_choice is none, auto, required, one function or allowed_tools."
-            raise InvalidRequestError(text, param="tool_choice")
+            raise invalid("tool_choice", "is none, auto, required, one function or allowed_tools")
         elif choice in ("auto", "required") and not self.tools:
-            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+            raise invalid("tool_choice", "needs tools")
         if self.structured_outputs is not None and self.tool_mode != "none":
-            text = (
-                "structured_outputs would keep the model from calling tools: use response_format or tool_choice none."
-            )
-            raise InvalidRequestError(text, param="structured_outputs")
+            why = "would keep the model from calling tools: use response_format or tool_choice none"
+            raise invalid("structured_outputs", why)
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -152,12 +145,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
     def check(self) -> None:
         SamplingFields.check(self)
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequestError("max_tokens can be 0 only with echo: true.", param="max_tokens")
+            raise invalid("max_tokens", "can be 0 only with echo: true")
         if self.best_of is not None and self.best_of > 0:
             if self.best_of < self.num_choices:
-                raise InvalidRequestError("best_of must be at least n.", param="best_of")
+                raise invalid("best_of", "must be at least n")
             if self.stream and self.best_of > self.num_choices:
-                raise InvalidRequestError("best_of is not available with stream: true.", param="best_of")
+                raise invalid("best_of", "is not available with stream: true")
 
     def prompts(self) -> list[str | list[int]]:
         """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
@@ -168,7 +161,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
                 return [_token_ids(self.prompt, "prompt")]
             case [_, *_]:
                 return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(self.prompt)]
-        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        raise invalid("prompt", "must not be empty")
 
 
 class InputItem(Struct, kw_only=True):
@@ -191,18 +184,13 @@ class FunctionTool(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ChosenTool(Struct, kw_only=True):
-    type: str
-    name: str | None = None
-
-
 class ResponsesToolChoice(Struct, kw_only=True):
     """One function (`type` function), or some of the tools (`type` allowed_tools)."""
 
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[ChosenTool] | None = None
+    tools: list[ResponsesToolChoice] | None = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -247,7 +235,7 @@ class ResponsesRequest(ModelFields, kw_only=True):
         return (self.top_logprobs or 0) if asked else None
 
     def check(self) -> None:
-        self.check_fields()
+        ModelFields.check(self)
         if self.truncation == "auto":
             raise unsupported("truncation", "can only be disabled")
 
@@ -258,23 +246,14 @@ def _one_prompt(item: object, param: str) -> str | list[int]:
             return text
         case [_, *_]:
             return _token_ids(item, param)
-    raise InvalidRequestError("a prompt is a non-empty string or a non-empty list of token ids.", param=param)
+    raise invalid(param, "is a non-empty string or a non-empty list of token ids")
 
 
 def _token_ids(items: object, param: str) -> list[int]:
     try:
         return msgspec.convert(items, list[TokenId])
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"a prompt of token ids holds integers from 0: {error}.", param=param) from None
-
-
-def _chosen_names(choice: ToolChoice) -> list[str]:
-    match choice.type:
-        case "function" if choice.function is not None:
-            return [choice.function.name]
-        case "allowed_tools" if choice.allowed_tools is not None:
-            return [tool.function.name if tool.function else "" for tool in choice.allowed_tools.tools]
-    raise unsupported("tool_choice.type", "can only be function or allowed_tools")
+        raise invalid(param, f"holds token ids, which are integers from 0: {error}") from None
 
 
 CHAT: Final = BodyDecoder(

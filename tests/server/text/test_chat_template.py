@@ -6,13 +6,15 @@ import msgspec
 import pytest
 
 from server.errors import InvalidRequestError
-from server.schema.requests import CHAT, ChatRequest
+from server.schema.requests import ChatRequest
 from server.text.chat_template import ChatTemplate, TemplateError
 from tests.server.conftest import CHATML
 
 
 def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
-    return CHAT.decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}))
+    asked = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatRequest)
+    asked.check()
+    return asked
 
 
 def template(source: str) -> ChatTemplate:

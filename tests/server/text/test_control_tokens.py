@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import render_chat
 from server.models import ModelOptions, ServedModel, build_model
-from server.schema.requests import CHAT, ChatRequest
+from server.schema.requests import ChatRequest
 from server.text import chat_template
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import PART_CHARS, any_of
@@ -103,7 +103,9 @@ def model(template: str = "chatml", kind: str = "plain", *, control: bool = Fals
 
 
 def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
-    return CHAT.decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}))
+    asked = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatRequest)
+    asked.check()
+    return asked
 
 
 def ids_by_library(asked: ChatRequest, served: ServedModel) -> list[int]:
