@@ -205,6 +205,8 @@ class OutputItems:
             self._emit("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
+            if item["type"] == "message":  # the last tokens may have no text
+                part["logprobs"] += self._logprobs
             done = {key: part[key] for key in ("text", "logprobs") if key in part}
             self._emit(f"{part['type']}.done", content_index=0, **done)
             self._emit("content_part.done", content_index=0, part=dict(part))
