@@ -41,11 +41,10 @@ from server.http.server import HttpLimits, Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
-from server.ops.app import OpsServices, ops_app
+from server.ops.app import OpsApi, ops_app
 from server.ops.decisions import DecisionLog
 from server.ops.feed import Feed
-from server.ops.fleet_metrics import FleetMetrics
-from server.ops.overview import Overview
+from server.ops.overview import FleetMetrics, Overview
 from server.ops.prefix_tree import PrefixTree
 from server.request.limits import PromptTokenLimiter
 from server.request.request import RequestServices
@@ -168,20 +167,16 @@ class Gateway:
     def _ops_app(self, api: PublicApi, overview: Overview) -> Application:
         config = self._config
         self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
-        return ops_app(
-            OpsServices(
-                api=api,
-                of_tenant=partial(tenant_identity, config.cluster_secret()),
-                overview=overview,
-                feed=self.feed,
-                client=self._client,
-                drain=self.drain,
-                public=self.public,
-                key=config.ops_key(),
-                local=is_loopback(config.ops_host),
-                has_tenants=self._keys is not None,
-            )
+        handlers = OpsApi(
+            api=api,
+            of_tenant=partial(tenant_identity, config.cluster_secret()),
+            overview=overview,
+            feed=self.feed,
+            client=self._client,
+            on_drain=self.drain,
         )
+        local, has_tenants = is_loopback(config.ops_host), self._keys is not None
+        return ops_app(handlers, self.public, config.ops_key(), local=local, has_tenants=has_tenants)
 
     async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
         """Serve until drained. A listener that fails ends the process."""
@@ -224,6 +219,7 @@ class Gateway:
     def _background(self) -> Iterator[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
         """Yield each background task with the name under which its failures are counted."""
         yield "fleet", self.fleet.run
+        yield "feed", self.feed.run
         yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
         yield "stall watch", self.watch.run
         yield "keep-alive", self.keep_alive.run

@@ -1,7 +1,7 @@
 """The ops port of a gateway: routes for operators, dashboard and chat page, and the live feed of `headstart top`.
 
-app            routes of the ops port           pages        the files of `server/pages/`, for one origin alone
-feed           one producer for all viewers     overview     gateway, workers and index as JSON
-decisions      routing decisions, sampled       prefix_tree  the tree of shared prefixes
-fleet_metrics  gauges of workers and index
+app        routes of the ops port                       pages        the files of `server/pages/`, for one origin alone
+feed       one producer for all viewers                 overview     gateway, workers and index as JSON and as gauges
+decisions  routing decisions, sampled                   prefix_tree  the tree of shared prefixes
+traffic    rates and quantiles of the last seconds
 """

@@ -7,9 +7,10 @@ GET /dashboard /chat /pages/...                               /chat/api/...: the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -27,7 +28,7 @@ from server.http.middleware import Application, BodyLimitMiddleware, RequestMidd
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
-from server.ops.pages import ChatApiMiddleware, SameOriginMiddleware, page_routes
+from server.ops.pages import PagesMiddleware, page_routes
 from server.schema.decoding import decode_json, inspect
 from server.workers.client import WorkerClient, WorkerLost
 
@@ -38,62 +39,52 @@ ACTIONS: Final = ("drain", "purge")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpsServices:
+class OpsApi:
+    """The handlers of the ops port."""
+
     api: PublicApi
     of_tenant: Callable[[str], Identity]
     """Returns the identity whose cache an explanation is about."""
     overview: Overview
     feed: Feed
     client: WorkerClient
-    drain: Callable[[], None]
-    public: ASGIApp
-    key: bytes | None
-    """Needed for a change through this port."""
-    local: bool
-    """Only this machine reaches this port."""
-    has_tenants: bool
-    """API keys keep clients apart."""
-
-
-class OpsApi:
-    """The handlers of the ops port."""
-
-    def __init__(self, services: OpsServices) -> None:
-        self._services = services
-        self._overview = services.overview
+    on_drain: Callable[[], None]
 
     def routes(self) -> list[Route]:
+        get: dict[str, Callable[..., Any]] = {
+            "/metrics": self.metrics,
+            "/workers": self.workers,
+            "/index": self.index,
+            "/prefixes": self.prefixes,
+            "/events": self.feed,
+            "/health/live": self.api.live,
+            "/health/ready": self.api.ready,
+        }
+        post = {"/route/explain": self.explain, "/drain": self.drain}
+        post |= {f"/workers/{{worker_id}}/{action}": partial(self.act, action=action) for action in ACTIONS}
         return [
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/workers", self.workers, methods=["GET"]),
-            Route("/index", self.index, methods=["GET"]),
-            Route("/prefixes", self.prefixes, methods=["GET"]),
-            Route("/route/explain", self.explain, methods=["POST"]),
-            Route("/drain", self.drain, methods=["POST"]),
-            *(Route(f"/workers/{{worker_id}}/{action}", self._act(action), methods=["POST"]) for action in ACTIONS),
-            Route("/events", self._services.feed, methods=["GET"]),
+            *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
+            *(Route(path, handler, methods=["POST"]) for path, handler in post.items()),
             *page_routes(),
-            Route("/health/live", self._services.api.live, methods=["GET"]),
-            Route("/health/ready", self._services.api.ready, methods=["GET"]),
         ]
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._overview.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.overview.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(self, request: Request) -> Response:
         """Return every live worker, as this gateway last heard it."""
-        return json_response(self._overview.workers())
+        return json_response(self.overview.workers())
 
     async def index(self, request: Request) -> Response:
         """Read from Redis what it holds of every worker: blocks, lease, load."""
-        return json_response(await self._overview.index_report())
+        return json_response(await self.overview.index_report())
 
     async def prefixes(self, request: Request) -> Response:
         """Return the prefixes that this gateway's requests share most: ?limit=20&model=NAME."""
         limit = request.query_params.get("limit", "20")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
             raise InvalidRequestError(f"limit must be 1 to {MAX_PREFIXES}.", param="limit")
-        prefixes = self._overview.prefixes(int(limit), request.query_params.get("model"))
+        prefixes = self.overview.prefixes(int(limit), request.query_params.get("model"))
         return json_response({"prefixes": [asdict(prefix) for prefix in prefixes]})
 
     async def explain(self, request: Request) -> Response:
@@ -105,41 +96,37 @@ class OpsApi:
         fields = decode_json(body, msgspec.json.decode, inspected=await inspect(body))
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body is that of a chat or a completion request.")
-        endpoint = self._services.api.chat if "messages" in fields else self._services.api.completions
+        endpoint = self.api.chat if "messages" in fields else self.api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
-        prepared = await endpoint.prepare(body, self._services.of_tenant(tenant))
-        return json_response(await self._overview.router.explain(prepared.specs[0].route_request()))
+        prepared = await endpoint.prepare(body, self.of_tenant(tenant))
+        return json_response(await self.overview.router.explain(prepared.specs[0].route_request()))
 
     async def drain(self, request: Request) -> Response:
-        self._services.drain()
+        self.on_drain()
         return json_response({"draining": True})
 
-    def _act(self, action: str) -> Callable[[Request], Awaitable[Response]]:
-        async def act(request: Request) -> Response:
-            """Drain a worker, or purge its cache. Raises NotFoundError or UnavailableError."""
-            worker_id = request.path_params["worker_id"]
-            workers = self._overview.fleet.workers()
-            member = next((member for member in workers if member.worker_id == worker_id), None)
-            if member is None:
-                raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
-            try:
-                answer = await self._services.client.act(member.url, action)
-            except WorkerLost as error:
-                raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
-            return json_response({"worker": worker_id, **answer})
-
-        return act
+    async def act(self, request: Request, action: str) -> Response:
+        """Drain a worker, or purge its cache. Raises NotFoundError or UnavailableError."""
+        worker_id = request.path_params["worker_id"]
+        workers = self.overview.fleet.workers()
+        member = next((member for member in workers if member.worker_id == worker_id), None)
+        if member is None:
+            raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
+        try:
+            answer = await self.client.act(member.url, action)
+        except WorkerLost as error:
+            raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
+        return json_response({"worker": worker_id, **answer})
 
 
-def ops_app(services: OpsServices) -> Application:
-    metrics = GatewayMetrics()  # requests of operators do not count as traffic
+def ops_app(api: OpsApi, public: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool) -> Application:
+    """Return the app. A change needs the `key`; `local`: only this machine reaches it."""
     return Application(
-        routes=OpsApi(services).routes(),
+        routes=api.routes(),
         middleware=[
-            Middleware(SameOriginMiddleware),
-            Middleware(ChatApiMiddleware, services.public),
-            Middleware(RequestMiddleware, metrics),
-            Middleware(OpsKeyMiddleware, services.key, local=services.local, has_tenants=services.has_tenants),
+            Middleware(PagesMiddleware, public),
+            Middleware(RequestMiddleware, GatewayMetrics()),  # requests of operators do not count as traffic
+            Middleware(OpsKeyMiddleware, key, local=local, has_tenants=has_tenants),
             Middleware(BodyLimitMiddleware, MAX_BODY_BYTES),
         ],
     )

@@ -6,6 +6,7 @@ A token bucket takes the sample, evenly while the rate is steady.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import deque
 from typing import Any, Final
@@ -80,8 +81,20 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
     request, chosen = decision.request, placement.worker
 
     def rank(worker: WorkerView) -> tuple[bool, float]:
-        return worker.member is not chosen, float("inf") if worker.score is None else worker.score
+        return worker.member is not chosen, math.inf if worker.score is None else worker.score
 
+    candidates = [
+        {
+            "worker": worker.member.worker_id,
+            "matched_tokens": worker.matched_tokens,
+            "overlay_tokens": worker.pending_tokens,
+            "wait_s": worker.queue_s + worker.kv_wait_s,
+            "prefill_s": worker.prefill_s,
+            "cost": worker.score,
+            "guard": worker.guard,
+        }
+        for worker in heapq.nsmallest(MAX_CANDIDATES, decision.workers, key=rank)
+    ]
     return {
         "request": request.request_id,
         "at": time.time(),
@@ -93,17 +106,5 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
         "index_answered": index_answered,
         "resumed": request.numerics is not None,
         "num_candidates": len(decision.workers),
-        "candidates": [_candidate(worker) for worker in heapq.nsmallest(MAX_CANDIDATES, decision.workers, key=rank)],
-    }
-
-
-def _candidate(worker: WorkerView) -> dict[str, Any]:
-    return {
-        "worker": worker.member.worker_id,
-        "matched_tokens": worker.matched_tokens,
-        "overlay_tokens": worker.pending_tokens,
-        "wait_s": worker.queue_s + worker.kv_wait_s,
-        "prefill_s": worker.prefill_s,
-        "cost": worker.score,
-        "guard": worker.guard,
+        "candidates": candidates,
     }

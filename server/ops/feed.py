@@ -4,19 +4,18 @@ event: hello      once: version, policy, the last minutes' traffic, the last dec
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
 event: prefixes   every two seconds, if it changed: the tree of shared prefixes
-
-One producer makes each frame once, for all viewers, and only while there are any.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Final
 
 import msgspec
@@ -27,9 +26,8 @@ from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, c
 from server.ops.decisions import DecisionLog
 from server.ops.overview import Overview
 from server.ops.prefix_tree import MAX_ROWS, tree_rows
+from server.ops.traffic import Traffic, read_totals
 from server.request_context import context_of
-
-log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
 TICKS_PER_SNAPSHOT: Final = 2
@@ -41,34 +39,18 @@ HISTORY_POINTS: Final = 240
 """One a snapshot: two minutes."""
 _POINT: Final = ("output_tokens_per_s", "decisions_per_s", "hit_rate", "ttft_p50_s", "in_flight")
 
-
-class Viewer:
-    """One reader of the feed."""
-
-    def __init__(self) -> None:
-        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD)
-
-    def put(self, frame: bytes | None) -> None:
-        """Add a frame; None ends the feed."""
-        if self._frames.full():
-            self._frames.get_nowait()
-        self._frames.put_nowait(frame)
-
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield every frame, until the feed closes."""
-        while (frame := await self._frames.get()) is not None:
-            yield frame
+Frames = asyncio.Queue[bytes | None]
+"""Frames that one viewer has yet to read; None ends the feed."""
 
 
 class Feed:
-    """The producer and its viewers; as an ASGI app, one viewer per connection. Owned by the event loop."""
+    """An ASGI app, one viewer per connection. `run` makes each frame once, for all viewers, while there are any."""
 
     def __init__(self, overview: Overview, decisions: DecisionLog) -> None:
         self._overview = overview
         self._decisions = decisions
-        self._traffic = overview.traffic()
-        self._viewers: set[Viewer] = set()
-        self._producer: asyncio.Task[None] | None = None
+        self._traffic = Traffic(overview.metrics.ttft_s.bounds)
+        self._viewers: set[Frames] = set()
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
         self._last: dict[str, bytes] = {}
         """The latest frame of each kind that a new viewer needs at once."""
@@ -77,68 +59,20 @@ class Feed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context_of(scope).route = "events"
         writer = SseWriter(send, list)
-        with self.viewing() as viewer:
+        with self._viewing() as frames:
             try:
                 with CancelOnDisconnect(client_of(scope)):
-                    async for frame in viewer.frames():
+                    while (frame := await frames.get()) is not None:
                         await writer.write(frame)
             except ClientGoneError:
                 return  # closing the page is how a viewer leaves
             await writer.write(b"", more=False)
 
-    @contextmanager
-    def viewing(self) -> Iterator[Viewer]:
-        """Add a viewer. Raises UnavailableError."""
-        if self._closed or len(self._viewers) >= MAX_VIEWERS:
-            reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers look on already."
-            raise UnavailableError(reason, retry_after_s=5.0)
-        if self._producer is None:
-            self._start()
-        viewer = Viewer()
-        for frame in (self._hello(), *self._last.values()):
-            viewer.put(frame)
-        self._viewers.add(viewer)
-        try:
-            yield viewer
-        finally:
-            self._viewers.discard(viewer)
-            if not self._viewers:
-                self._stop()
-
-    def close(self) -> None:
-        """End every viewer's stream, for good."""
-        self._closed = True
-        self._stop()
-        self._send(None)
-
-    def _start(self) -> None:
-        self._decisions.start()
-        self._traffic = self._overview.traffic()
-        self._history.clear()
-        self._send_snapshot()
-        self._send_tree()
-        self._producer = asyncio.create_task(self._produce(), name="feed")
-        self._producer.add_done_callback(self._produced)
-
-    def _stop(self) -> None:
-        self._decisions.stop()
-        if self._producer is not None:
-            self._producer.cancel()
-            self._producer = None
-
-    def _produced(self, task: asyncio.Task[None]) -> None:
-        """End the viewers of a producer that failed; they reconnect and start another."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        log.error("the live feed failed", exc_info=error)
-        self._stop()
-        self._send(None)
-
-    async def _produce(self) -> None:
-        tick = 0
-        while True:
+    async def run(self) -> None:
+        for tick in itertools.count(1):
             await asyncio.sleep(TICK_S)
-            tick += 1
+            if not self._viewers:
+                continue
             if (decisions := self._decisions.drain()) is not None:
                 self._send(event("decisions", decisions))
             if tick % TICKS_PER_SNAPSHOT == 0:
@@ -146,9 +80,39 @@ class Feed:
             if tick % TICKS_PER_TREE == 0:
                 self._send_tree()
 
+    def close(self) -> None:
+        """End every viewer's stream, for good."""
+        self._closed = True
+        self._send(None)
+
+    @contextmanager
+    def _viewing(self) -> Iterator[Frames]:
+        """Add a viewer. Raises UnavailableError."""
+        if self._closed or len(self._viewers) >= MAX_VIEWERS:
+            reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers look on already."
+            raise UnavailableError(reason, retry_after_s=5.0)
+        if not self._viewers:
+            self._decisions.start()
+            self._traffic = Traffic(self._overview.metrics.ttft_s.bounds)
+            self._history.clear()
+            self._send_snapshot()
+            self._send_tree()
+        frames = Frames(MAX_UNREAD)
+        for frame in (self._hello(), *self._last.values()):
+            frames.put_nowait(frame)
+        self._viewers.add(frames)
+        try:
+            yield frames
+        finally:
+            self._viewers.discard(frames)
+            if not self._viewers:
+                self._decisions.stop()
+
     def _send(self, frame: bytes | None) -> None:
-        for viewer in self._viewers:
-            viewer.put(frame)
+        for frames in self._viewers:
+            if frames.full():
+                frames.get_nowait()
+            frames.put_nowait(frame)
 
     def _send_tree(self) -> None:
         frame = event("prefixes", {"prefixes": tree_rows(self._overview.prefixes(MAX_ROWS))})
@@ -157,25 +121,30 @@ class Feed:
             self._send(frame)
 
     def _send_snapshot(self) -> None:
-        totals = self._overview.totals(self._decisions.num_decisions)
+        overview, at = self._overview, time.time()
+        totals = read_totals(overview.metrics, self._decisions.num_decisions, overview.num_streamed_tokens())
         traffic = self._traffic.add(totals)
-        self._history.append((time.time(), *(traffic[name] for name in _POINT)))
+        self._history.append((at, *(traffic[name] for name in _POINT)))
         snapshot = {
-            "at": time.time(),
-            "draining": self._overview.lifecycle.draining,
+            "at": at,
+            "draining": overview.lifecycle.draining,
             "traffic": traffic,
             "totals": asdict(totals),
-            "index": self._overview.index_state(),
-            "workers": self._overview.worker_rows(),
+            "index": overview.index_state(),
+            "workers": overview.worker_rows(),
         }
         self._last["snapshot"] = event("snapshot", snapshot)
         self._send(self._last["snapshot"])
 
     def _hello(self) -> bytes:
-        history = {"columns": ("at", *_POINT), "rows": list(self._history)}
-        return event(
-            "hello", {**self._overview.about(), "history": history, "decisions": list(self._decisions.recent.values())}
-        )
+        hello = {
+            "version": version("headstart"),
+            "gateway": self._overview.gateway_id,
+            "policy": self._overview.policy,
+            "history": {"columns": ("at", *_POINT), "rows": list(self._history)},
+            "decisions": list(self._decisions.recent.values()),
+        }
+        return event("hello", hello)
 
 
 def event(name: str, data: object) -> bytes:

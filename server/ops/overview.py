@@ -1,15 +1,14 @@
-"""The state of a gateway, its workers and the shared index, as JSON values."""
+"""The state of a gateway, its workers and the shared index: as JSON values, and as gauges."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from typing import Any, Final
+from typing import Any
 
 import msgspec
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
@@ -20,24 +19,6 @@ from server.metrics import GatewayMetrics
 from server.ops.prefix_tree import PrefixTree, SharedPrefix
 from server.router.router import Router
 from server.workers.fleet import Fleet, NoIndex, state_of
-
-RATE_WINDOW_S: Final = 5.0
-QUANTILE_WINDOW_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counters at one moment, growing since the process began."""
-
-    at_s: float
-    num_decisions: int
-    prompt_tokens: float
-    cached_tokens: float
-    """Prompt tokens that workers found cached."""
-    output_tokens: float
-    in_flight: float
-    ttft_counts: tuple[float, ...]
-    """Cumulative, one per bucket."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,26 +36,17 @@ class Overview:
     """Output tokens of open requests, which `metrics` does not count yet."""
     prefix_tree: PrefixTree
 
-    def about(self) -> dict[str, Any]:
-        """Return what never changes."""
-        return {"version": version("headstart"), "gateway": self.gateway_id, "policy": self.policy}
-
-    def candidates(self) -> list[Candidate]:
-        """Return the live workers of every model."""
-        models = {worker.model for worker in self.fleet.workers()}
-        return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
-
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, and its load as last reported."""
         workers = [
             {**asdict(each.member), "load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
-            for each in self.candidates()
+            for each in live_workers(self.fleet)
         ]
         return {"workers": workers, "index": self.router.index_state()}
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, lost ones included, by model and name."""
-        live = {candidate.member.worker_id: candidate for candidate in self.candidates()}
+        live = {candidate.member.worker_id: candidate for candidate in live_workers(self.fleet)}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
         members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
@@ -84,9 +56,8 @@ class Overview:
         ]
 
     def _row(self, member: WorkerMember, candidate: Candidate | None, entry: RegistryEntry | None) -> dict[str, Any]:
-        state, load = "lost", None
+        load = None
         if candidate is not None:
-            state = state_of(candidate, self.fleet.broken())
             load = {
                 "running": candidate.load.num_running,
                 "waiting": candidate.load.num_waiting,
@@ -104,7 +75,7 @@ class Overview:
             "numerics": member.numerics,
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
-            "state": state,
+            "state": "lost" if candidate is None else state_of(candidate, self.fleet.broken()),
             "hit_rate": self.router.scorer.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
@@ -129,20 +100,11 @@ class Overview:
         """Return the prefixes that saved most tokens at live workers."""
         return self.prefix_tree.top(self.fleet.live_workers(model), limit)
 
-    def totals(self, num_decisions: int) -> Totals:
-        metrics = self.metrics
-        return Totals(
-            at_s=time.monotonic(),
-            num_decisions=num_decisions,
-            prompt_tokens=metrics.prompt_tokens.sum(),
-            cached_tokens=metrics.cached_tokens.sum(),
-            output_tokens=metrics.output_tokens.sum() + self.num_streamed_tokens(),
-            in_flight=metrics.num_in_flight,
-            ttft_counts=metrics.ttft_s.cumulative(),
-        )
 
-    def traffic(self) -> Traffic:
-        return Traffic(self.metrics.ttft_s.bounds)
+def live_workers(fleet: Fleet) -> list[Candidate]:
+    """Return the live workers of every model."""
+    models = {worker.model for worker in fleet.workers()}
+    return [candidate for model in sorted(models) for candidate in fleet.candidates(model, None)]
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:
@@ -165,57 +127,50 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
     }
 
 
-class Traffic:
-    """Rates and quantiles of the last seconds, from totals added at a steady pace."""
-
-    def __init__(self, ttft_bounds_s: Sequence[float]) -> None:
-        self._bounds_s = ttft_bounds_s
-        self._samples: deque[Totals] = deque()
-
-    def add(self, totals: Totals) -> dict[str, Any]:
-        """Return the numbers of now; None where nothing was measured."""
-        samples = self._samples
-        samples.append(totals)
-        while totals.at_s - samples[0].at_s > QUANTILE_WINDOW_S:
-            samples.popleft()
-        near = next(sample for sample in samples if totals.at_s - sample.at_s <= RATE_WINDOW_S)
-        far, elapsed_s = samples[0], totals.at_s - near.at_s
-        prompt_tokens = totals.prompt_tokens - far.prompt_tokens
-        counts = [now - then for now, then in zip(totals.ttft_counts, far.ttft_counts, strict=True)]
-
-        def rate(name: str) -> float | None:
-            amount: float = getattr(totals, name) - getattr(near, name)
-            return max(0.0, amount) / elapsed_s if elapsed_s > 0.0 else None
-
-        return {
-            "window_s": totals.at_s - far.at_s,
-            "in_flight": totals.in_flight,
-            "decisions_per_s": rate("num_decisions"),
-            "output_tokens_per_s": rate("output_tokens"),
-            "prompt_tokens_per_s": rate("prompt_tokens"),
-            "prompt_tokens": prompt_tokens,
-            "hit_rate": min(1.0, (totals.cached_tokens - far.cached_tokens) / prompt_tokens) if prompt_tokens else None,
-            "ttft_p50_s": quantile(0.5, self._bounds_s, counts),
-            "ttft_p95_s": quantile(0.95, self._bounds_s, counts),
-        }
-
-
-def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
-    """Interpolate within a bucket, as Prometheus does. `counts` are cumulative, the last bound is inf."""
-    if not counts or counts[-1] <= 0:
-        return None
-    rank = q * counts[-1]
-    lower, below = 0.0, 0.0
-    for bound, count in zip(bounds, counts, strict=True):
-        if count >= rank:
-            if bound == float("inf") or count == below:
-                return lower
-            return lower + (bound - lower) * (rank - below) / (count - below)
-        lower, below = bound, count
-    return lower
-
-
 def _natural(name: str) -> tuple[str, int]:
     """Sort worker-2 before worker-10."""
     prefix = name.rstrip("0123456789")
     return prefix, int(name[len(prefix) :] or -1)
+
+
+class FleetMetrics(Collector):
+    """The fleet as this gateway knows it, read at each scrape, so that no request pays for it.
+
+    The vllm gauges are those of the model server protocol of the Gateway API inference extension, which sees a gateway
+    as the server of the models behind it. Models whose workers are all gone are named too.
+    """
+
+    def __init__(self, fleet: Fleet, router: Router) -> None:
+        self._fleet = fleet
+        self._router = router
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        blind, num_booked = self._router.index_state()["blind"], self._router.scorer.num_outstanding()
+        yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
+        yield _gauge(
+            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_booked)
+        )
+        workers = _gauge("headstart_workers", "Live workers by state.", "model", "state")
+        waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
+        running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
+        usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
+        pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
+        broken = self._fleet.broken()
+        for model in sorted({worker.model for worker in self._fleet.workers()}):
+            candidates = self._fleet.candidates(model, None)
+            states = [state_of(candidate, broken) for candidate in candidates]
+            for state in ("serving", "draining", "broken"):
+                workers.add_metric((model, state), states.count(state))
+            loads = [candidate.load for candidate in candidates]
+            waiting.add_metric((model,), sum(load.num_waiting for load in loads))
+            running.add_metric((model,), sum(load.num_running for load in loads))
+            num_blocks = sum(load.num_blocks for load in loads)
+            num_free = sum(load.num_free_blocks for load in loads)
+            usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
+            for block_size in sorted({candidate.member.block_size for candidate in candidates}):
+                pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
+        yield from (workers, waiting, running, usage, pools)
+
+
+def _gauge(name: str, text: str, *labels: str, value: float | None = None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value, labels or None)

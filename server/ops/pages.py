@@ -12,14 +12,13 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import ForbiddenError, NotFoundError
+from server.errors import ForbiddenError
 from server.http.middleware import send_error
 
 FOLDER: Final = Path(__file__).parent.parent / "pages"
@@ -42,32 +41,27 @@ def page_routes() -> list[Route]:
     """Return the routes of both pages and of their files."""
     files = StaticFiles(directory=FOLDER)
 
-    async def answer(request: Request, name: str) -> Response:
-        try:
-            response = await files.get_response(name, request.scope)
-        except HTTPException:
-            raise NotFoundError(f"There is no page {name!r:.80}.") from None
+    async def file(request: Request, name: str = "") -> Response:
+        response = await files.get_response(name or request.path_params["name"], request.scope)
         response.headers.update(SECURITY_HEADERS)
         return response
-
-    async def file(request: Request) -> Response:
-        return await answer(request, request.path_params["name"])
 
     async def home(request: Request) -> Response:
         return RedirectResponse("dashboard", status_code=307)
 
     return [
         Route("/", home, methods=["GET"]),
-        Route("/dashboard", partial(answer, name="dashboard.html"), methods=["GET"]),
-        Route("/chat", partial(answer, name="chat.html"), methods=["GET"]),
+        Route("/dashboard", partial(file, name="dashboard.html"), methods=["GET"]),
+        Route("/chat", partial(file, name="chat.html"), methods=["GET"]),
         Route("/pages/{name}", file, methods=["GET"]),
     ]
 
 
-class ChatApiMiddleware:
+class PagesMiddleware:
     """Sends requests under `CHAT_API` to the public app, in process, and all others on.
 
-    The request carries the key that the user typed: the ops port gives away nothing that the public port would not.
+    They carry the key that the user typed: the ops port gives away nothing that the public port would not. A change
+    that another site's page asks for, through an operator's browser, is answered 403.
     """
 
     def __init__(self, app: ASGIApp, public: ASGIApp) -> None:
@@ -75,31 +69,18 @@ class ChatApiMiddleware:
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(CHAT_API + "/"):
+        if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and _is_foreign(Headers(scope=scope)):
+            error = ForbiddenError("Pages of other sites may not use the ops port.", code="cross_origin")
+            await send_error(error, send)
+        elif scope["type"] == "http" and scope["path"].startswith(CHAT_API + "/"):
             path = scope["path"].removeprefix(CHAT_API)
             await self._public({**scope, "path": path, "raw_path": path.encode()}, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-class SameOriginMiddleware:
-    """Answers 403 to a change that another site's page asks for, through an operator's browser.
-
-    Browsers name a request's origin in headers; programs (curl, Prometheus, a gateway) send none of them.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and _is_foreign(Headers(scope=scope)):
-            error = ForbiddenError("Pages of other sites may not use the ops port.", code="cross_origin")
-            await send_error(error, send)
-        else:
-            await self._app(scope, receive, send)
-
-
 def _is_foreign(headers: Headers) -> bool:
+    """Browsers name a request's origin in headers; programs (curl, Prometheus, a gateway) send none of them."""
     if (site := headers.get("sec-fetch-site")) is not None and site not in ("same-origin", "none"):
         return True
     origin = headers.get("origin")

@@ -8,7 +8,7 @@ system prompt, 1,360 tokens       worker-0 worker-1        each row adds to the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -94,36 +94,36 @@ class PrefixTree:
             found = {key[0]: count for key, count in match.num_hits.items() if key in incarnations}
             if found:
                 own[last] = found
-        paths = {last: [block_hash for block_hash in self._matches[last].hashes if block_hash in own] for last in own}
-        num_hits = dict.fromkeys(own, 0)
-        for last, path in paths.items():
-            for block_hash in path:
-                num_hits[block_hash] += sum(own[last].values())
+        below: dict[BlockHash, list[BlockHash]] = {
+            last: [] for last in own
+        }  # the prefixes that continue it, and itself
+        for last in own:
+            for block_hash in self._matches[last].hashes:
+                if block_hash in below:
+                    below[block_hash].append(last)
+        num_own = {last: sum(found.values()) for last, found in own.items()}
 
-        def num_saved_tokens(last: BlockHash) -> int:
-            return num_hits[last] * len(self._matches[last].hashes) * self._matches[last].block_size
+        def rank(last: BlockHash) -> tuple[int, BlockHash]:
+            match = self._matches[last]
+            return -sum(num_own[each] for each in below[last]) * len(match.hashes) * match.block_size, last
 
-        best = sorted(own, key=lambda last: (-num_saved_tokens(last), last))[:limit]
-        holders: dict[BlockHash, Counter[WorkerId]] = {last: Counter() for last in best}
-        last_s = dict.fromkeys(best, 0.0)
-        for last, path in paths.items():
-            for block_hash in holders.keys() & path:
-                holders[block_hash].update(own[last])
-                last_s[block_hash] = max(last_s[block_hash], self._matches[last].last_s)
-        return [self._shared(last, paths[last], holders[last], last_s[last]) for last in best]
+        return [self._shared(last, below[last], own) for last in sorted(own, key=rank)[:limit]]
 
     def _shared(
-        self, last: BlockHash, path: Sequence[BlockHash], hits: Counter[WorkerId], last_s: float
+        self, last: BlockHash, below: Sequence[BlockHash], own: dict[BlockHash, dict[WorkerId, int]]
     ) -> SharedPrefix:
         match = self._matches[last]
+        hits: Counter[WorkerId] = Counter()
+        for each in below:
+            hits.update(own[each])
         return SharedPrefix(
             model=match.model,
             hash=index_entry(last).hex(),
-            path=tuple(index_entry(block_hash).hex() for block_hash in path),
+            path=tuple(index_entry(block_hash).hex() for block_hash in match.hashes if block_hash in own),
             num_blocks=len(match.hashes),
             num_tokens=len(match.hashes) * match.block_size,
             num_hits=hits.total(),
-            idle_s=max(0.0, self._clock() - last_s),
+            idle_s=max(0.0, self._clock() - max(self._matches[each].last_s for each in below)),
             workers=tuple(worker_id for worker_id, _ in sorted(hits.items(), key=lambda item: (-item[1], item[0]))),
         )
 
@@ -135,27 +135,21 @@ def tree_rows(prefixes: Sequence[SharedPrefix]) -> list[dict[str, Any]]:
     for prefix in prefixes:
         above = (name for name in reversed(prefix.path[:-1]) if (prefix.model, name) in known)
         children.setdefault((prefix.model, next(above, None)), []).append(prefix)
-    rows: list[dict[str, Any]] = []
 
-    def add(model: str, parent: str | None, level: int) -> None:
+    def rows(model: str, parent: str | None, level: int) -> Iterator[dict[str, Any]]:
         for prefix in children.get((model, parent), ()):
-            rows.append(_row(prefix, parent, level))
-            add(model, prefix.hash, level + 1)
+            yield {
+                "hash": prefix.hash,
+                "parent": parent,
+                "level": level,
+                "model": model,
+                "num_tokens": prefix.num_tokens,
+                "num_hits": prefix.num_hits,
+                "idle_s": prefix.idle_s,
+                "workers": sorted(prefix.workers[:MAX_HOLDERS]),
+                "num_workers": len(prefix.workers),
+            }
+            yield from rows(model, prefix.hash, level + 1)
 
-    for model in dict.fromkeys(prefix.model for prefix in prefixes):
-        add(model, None, 1)
-    return rows
-
-
-def _row(prefix: SharedPrefix, parent: str | None, level: int) -> dict[str, Any]:
-    return {
-        "hash": prefix.hash,
-        "parent": parent,
-        "level": level,
-        "model": prefix.model,
-        "num_tokens": prefix.num_tokens,
-        "num_hits": prefix.num_hits,
-        "idle_s": prefix.idle_s,
-        "workers": sorted(prefix.workers[:MAX_HOLDERS]),
-        "num_workers": len(prefix.workers),
-    }
+    models = dict.fromkeys(prefix.model for prefix in prefixes)
+    return [row for model in models for row in rows(model, None, 1)]

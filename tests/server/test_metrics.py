@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
-from server.ops.fleet_metrics import FleetMetrics
+from server.ops.overview import FleetMetrics
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import ANSWER, chat, post
