@@ -22,10 +22,6 @@ def make_allocator(kind: PrefixCache, num_blocks: int, block_size: int, window_s
         raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}, got {kind!r}")
     if window_size is not None and kind != "off":
         raise ValueError(f"window_size needs prefix_cache off: a sliding window drops the heads that {kind} would find")
-    match kind:
-        case "hash":
-            return HashAllocator(num_blocks, block_size)
-        case "radix":
-            return RadixAllocator(num_blocks, block_size)
-        case "off":
-            return PlainAllocator(num_blocks, block_size, window_size)
+    if kind == "off":
+        return PlainAllocator(num_blocks, block_size, window_size)
+    return (HashAllocator if kind == "hash" else RadixAllocator)(num_blocks, block_size)

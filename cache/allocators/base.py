@@ -102,9 +102,9 @@ class Allocator(ABC):
             self._hit_tokens += allocation.num_cached_tokens
         return allocation
 
-    @abstractmethod
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         """Return the tokens that `allocate` would find cached. Changes nothing, not even the order of eviction."""
+        return 0
 
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order. Call it after every step."""
@@ -116,9 +116,9 @@ class Allocator(ABC):
         copies, self._owed_copies = self._owed_copies, []
         return copies
 
-    @abstractmethod
     def held(self) -> Iterator[BlockHash]:
         """Return every findable hash, parents before children."""
+        return iter(())
 
     def reset(self) -> bool:
         """Forget everything cached. False, and nothing changed, while any allocation lives."""
@@ -168,19 +168,14 @@ class Allocator(ABC):
     def _forget_all(self) -> None:
         """Make every block unfindable; none is held."""
 
-    @abstractmethod
     def _cache_gauges(self) -> tuple[int, int]:
         """Return `num_cached_blocks` and `lru_tail_age` of the statistics."""
+        return 0, 0
 
-    def _stored(self, hashes: list[BlockHash]) -> None:
-        """Note events of a run of hashes, parents before children. `take_events` makes them."""
+    def _note(self, kind: type[Stored] | type[Removed], hashes: list[BlockHash]) -> None:
+        """Note events, which `take_events` makes: Stored with parents first, Removed with children first."""
         if hashes:
-            self._events.append(map(Stored, hashes))
-
-    def _removed(self, hashes: list[BlockHash]) -> None:
-        """Note events of a run of hashes, children before parents."""
-        if hashes:
-            self._events.append(map(Removed, hashes))
+            self._events.append(map(kind, hashes))
 
     def _occurrences(self) -> list[int]:
         """Return in how many tables each block stands: at most once in each, and the null block in none."""
@@ -207,14 +202,15 @@ class Allocation:
         a.extend     a: [ 7 ][ 12 ][ 3* ]                                 3 is a's own: nothing to copy
     """
 
-    __slots__ = ("_allocator", "_block_ids", "_block_size", "_is_free", "_num_cached_tokens", "_num_computed")
+    __slots__ = ("_allocator", "_block_ids", "_block_size", "_is_free", "_num_computed", "num_cached_tokens")
 
     def __init__(self, allocator: Allocator, block_ids: list[BlockId], num_cached_tokens: int = 0) -> None:
         """Take over the hold on `block_ids`."""
         self._allocator = allocator
         self._block_size = allocator.block_size
         self._block_ids = block_ids
-        self._num_cached_tokens = num_cached_tokens
+        self.num_cached_tokens = num_cached_tokens
+        """Prompt tokens found cached at `allocate`: always fewer than the prompt has."""
         self._num_computed = num_cached_tokens
         self._is_free = False
         allocator._live.add(self)
@@ -223,11 +219,6 @@ class Allocation:
     def block_table(self) -> Sequence[BlockId]:
         """Physical blocks in token order. It grows at its end; readers must not change it."""
         return self._block_ids
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found cached at `allocate`: always fewer than the prompt has."""
-        return self._num_cached_tokens
 
     @property
     def capacity(self) -> int:

@@ -5,7 +5,8 @@ Source: vLLM v1, FreeKVCacheBlockQueue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from cache.types import NULL_BLOCK, BlockId
 
@@ -33,16 +34,11 @@ class FreeQueue:
         return self._size
 
     def __iter__(self) -> Iterator[BlockId]:
-        """Yield blocks in order of eviction."""
+        """Yield blocks in order of eviction; the first is the next victim."""
         block_id = self._next[NULL_BLOCK]
         while block_id != NULL_BLOCK:
             yield block_id
             block_id = self._next[block_id]
-
-    @property
-    def first(self) -> BlockId:
-        """The next victim; the null block when the queue is empty."""
-        return self._next[NULL_BLOCK]
 
     def pop_first(self, count: int) -> list[BlockId]:
         """Take the next `count` victims; there must be as many."""
@@ -65,45 +61,37 @@ class FreeQueue:
         Relink only the two ends of each run.
         """
         next_, previous = self._next, self._previous
-        block_id = NULL_BLOCK  # no block is followed by a free block 0, so the first one always begins a run
-        after = NULL_BLOCK
-        for following in block_ids:
-            if block_id and next_[following] == block_id:
+        ids = iter(block_ids)
+        block_id = next(ids, NULL_BLOCK)
+        while block_id:
+            after = next_[block_id]
+            for following in ids:
+                if next_[following] != block_id:
+                    break
                 block_id = following
-                continue
-            if block_id:
-                before = previous[block_id]
-                next_[before] = after
-                previous[after] = before
-            block_id = following
-            after = next_[following]
-        if block_id:
+            else:
+                following = NULL_BLOCK
             before = previous[block_id]
             next_[before] = after
             previous[after] = before
+            block_id = following
         self._size -= len(block_ids)
 
-    def extend(self, block_ids: Iterable[BlockId]) -> None:
+    def extend(self, block_ids: Sequence[BlockId]) -> None:
         """Put blocks at the end, in the order given: the first of them will be evicted first."""
         next_, previous = self._next, self._previous
         last = previous[NULL_BLOCK]
-        count = 0
         for block_id in block_ids:
             next_[last] = block_id
             previous[block_id] = last
             last = block_id
-            count += 1
         next_[last] = NULL_BLOCK
         previous[NULL_BLOCK] = last
-        self._size += count
+        self._size += len(block_ids)
 
     def check_integrity(self) -> None:
         """Assert that both directions agree and that the size is the number of blocks linked. Linear."""
-        count, last = 0, NULL_BLOCK
-        for block_id in self:
+        linked = [NULL_BLOCK, *itertools.islice(self, self._size + 1)]
+        assert len(linked) == self._size + 1, f"{len(linked) - 1} or more blocks are linked, {self._size} counted"
+        for last, block_id in zip(linked, [*linked[1:], NULL_BLOCK], strict=True):
             assert self._previous[block_id] == last, f"block {block_id} follows {self._previous[block_id]}, not {last}"
-            last = block_id
-            count += 1
-            assert count <= self._size, f"more than {self._size} blocks are linked"
-        assert self._previous[NULL_BLOCK] == last, f"the queue ends with {self._previous[NULL_BLOCK]}, not {last}"
-        assert count == self._size, f"{count} blocks are linked, {self._size} counted"

@@ -13,7 +13,7 @@ from typing import Self, cast
 
 from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
-from cache.events import Cleared
+from cache.events import Cleared, Removed, Stored
 from cache.hashing import extend_chain, hash_chain
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
@@ -143,7 +143,7 @@ class HashAllocator(Allocator):
                 stored.append(block_hash)
             else:
                 self._copies.setdefault(block_hash, []).append(block_id)
-        self._stored(stored)
+        self._note(Stored, stored)
 
     def _evict(self, count: int) -> list[BlockId]:
         taken = self._free.pop_first(count)
@@ -161,7 +161,7 @@ class HashAllocator(Allocator):
             else:
                 del cached[block_hash]
                 removed.append(block_hash)
-        self._removed(removed)
+        self._note(Removed, removed)
         return taken
 
     def _forget_copy(self, block_id: BlockId, block_hash: BlockHash) -> None:
@@ -181,7 +181,8 @@ class HashAllocator(Allocator):
         self._events.append((Cleared(),))
 
     def _cache_gauges(self) -> tuple[int, int]:
-        free_since = -self._refs[self._free.first]  # 0 for a block never used, and for the null block when none is free
+        victim = next(iter(self._free), NULL_BLOCK)
+        free_since = -self._refs[victim]  # 0 for a block never used, and for the null block when none is free
         return len(self._cached), self._clock - free_since if free_since else 0
 
 

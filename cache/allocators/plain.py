@@ -6,7 +6,7 @@ Source: TGI v3, SimpleAllocator and RadixAllocator; their documented block ids c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from cache.allocators.base import Allocation, Allocator
 from cache.types import BlockHash, BlockId
@@ -78,12 +78,6 @@ class PlainAllocator(FreeListAllocator):
     def num_blocks_for(self, num_tokens: int) -> int:
         return min(super().num_blocks_for(num_tokens), self._window_blocks)
 
-    def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        return 0
-
-    def held(self) -> Iterator[BlockHash]:
-        return iter(())
-
     def check_integrity(self) -> None:
         self._check_places(())
 
@@ -95,9 +89,6 @@ class PlainAllocator(FreeListAllocator):
 
     def _forget_all(self) -> None:
         """Do nothing: no block is findable."""
-
-    def _cache_gauges(self) -> tuple[int, int]:
-        return 0, 0
 
 
 class PlainAllocation(Allocation):

@@ -12,7 +12,7 @@ from typing import Self
 from cache.allocators.base import Allocation
 from cache.allocators.plain import FreeListAllocator
 from cache.allocators.radix_trie import Key, Match, RadixNode, RadixTrie
-from cache.events import Cleared
+from cache.events import Cleared, Removed, Stored
 from cache.hashing import extend_chain
 from cache.types import BlockHash, BlockId
 
@@ -79,25 +79,22 @@ class RadixAllocator(FreeListAllocator):
         if count > len(self._free):
             block_ids, hashes = self.trie.evict(count - len(self._free))
             self._evictions += len(block_ids)
-            self._removed(hashes)
+            self._note(Removed, hashes)
             self._free.extend(block_ids)
         return super()._take(count)
 
     def _share(self, block_ids: Iterable[BlockId]) -> None:
-        super()._share(filter(self._is_in_tables, block_ids))
+        super()._share(block_id for block_id in block_ids if self._refs[block_id])
 
     def _release(self, block_ids: Iterable[BlockId]) -> None:
-        super()._release(list(filter(self._is_in_tables, block_ids)))
-
-    def _is_in_tables(self, block_id: BlockId) -> bool:
-        return self._refs[block_id] > 0
+        super()._release([block_id for block_id in block_ids if self._refs[block_id]])
 
     def _store(self, block_ids: Sequence[BlockId], hashes: list[BlockHash]) -> None:
         """Note that the trie owns blocks that one table held."""
         for block_id in block_ids:
             assert self._refs[block_id] == 1, f"block {block_id} stands in {self._refs[block_id]} tables, not in one"
             self._refs[block_id] = 0
-        self._stored(hashes)
+        self._note(Stored, hashes)
 
     def _forget_all(self) -> None:
         self._free.extend(self.trie.evict(self.trie.num_blocks)[0])

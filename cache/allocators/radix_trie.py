@@ -6,9 +6,9 @@ Source: TGI v3, RadixTrie; the holders along the path are SGLang's.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 from cache.types import BlockHash, BlockId
 
@@ -30,6 +30,13 @@ class RadixNode:
     last_accessed: int = 0
     is_queued: bool = False
     """Has an entry in the heap of leaves, perhaps an outdated one."""
+
+    def path(self) -> Iterator[RadixNode]:
+        """Yield this node and all above it, up to the root."""
+        node: RadixNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class RadixTrie:
     __slots__ = ("_ids", "_leaves", "_roots", "num_blocks", "num_evictable", "time")
 
     def __init__(self) -> None:
-        self._ids = count()
+        self._ids = itertools.count()
         self._roots: dict[Hashable, RadixNode] = {}
         self._leaves: list[tuple[int, int, RadixNode]] = []
         self.num_blocks = 0
@@ -89,28 +96,27 @@ class RadixTrie:
         self.hold_below(node, None)
         return node
 
-    def hold_below(self, node: RadixNode | None, above: RadixNode | None) -> None:
+    def hold_below(self, node: RadixNode, above: RadixNode | None) -> None:
         """Hold `node` and the nodes above it, up to and without `above`, which the caller holds already."""
-        while node is not above:
-            assert node is not None, "not a node below the one held"
-            if not node.num_holders:
-                self.num_evictable -= len(node.block_ids)
-            node.num_holders += 1
-            self._remember_root(node)
-            node = node.parent
+        for held in node.path():
+            if held is above:
+                return
+            if not held.num_holders:
+                self.num_evictable -= len(held.block_ids)
+            held.num_holders += 1
+            self._remember_root(held)
+        assert above is None, "not a node below the one held"
 
     def release(self, node: RadixNode) -> None:
         """Give up a hold."""
-        above: RadixNode | None = node
         last_accessed = 0
-        while above is not None:
+        for above in node.path():
             assert above.num_holders > 0, f"node {above.id} is released but not held"
             above.num_holders -= 1
             above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)  # `grow` ticks one node alone
             if not above.num_holders:
                 self.num_evictable += len(above.block_ids)
                 self._queue_if_leaf(above)
-            above = above.parent
 
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
@@ -121,9 +127,15 @@ class RadixTrie:
         num_known = len(match.block_ids)
         node = self._cut(match)
         self._tick(node)
-        if num_known < len(keys):
-            node = self._add(node, list(keys[num_known:]), list(block_ids[num_known:]), list(hashes[num_known:]))
-        return num_known, node
+        if num_known == len(keys):
+            return num_known, node
+        rest = list(keys[num_known:]), list(block_ids[num_known:]), list(hashes[num_known:])
+        child = node.children[keys[num_known]] = RadixNode(next(self._ids), node, *rest, last_accessed=self.time)
+        self._remember_root(node)
+        self.num_blocks += len(child.keys)
+        self.num_evictable += len(child.keys)
+        self._queue_if_leaf(child)
+        return num_known, child
 
     def grow(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]
@@ -180,11 +192,8 @@ class RadixTrie:
     def check_integrity(self, held: Sequence[RadixNode]) -> None:
         """Assert the invariants; `held` has one node per hold. Linear."""
         holders: dict[RadixNode, int] = {}
-        for node in held:
-            above: RadixNode | None = node
-            while above is not None:
-                holders[above] = holders.get(above, 0) + 1
-                above = above.parent
+        for above in itertools.chain.from_iterable(node.path() for node in held):
+            holders[above] = holders.get(above, 0) + 1
         queued = {id(node) for _, _, node in self._leaves}
         num_blocks = num_evictable = 0
         for node in self.nodes():
@@ -211,18 +220,14 @@ class RadixTrie:
     def _tick(self, node: RadixNode) -> None:
         """Mark a node and all above it as used."""
         self.time += 1
-        above: RadixNode | None = node
-        while above is not None:
+        for above in node.path():
             above.last_accessed = self.time
-            above = above.parent
 
     def _cut(self, match: Match) -> RadixNode:
-        """Return a node that ends where the match ends."""
-        return self._split(match.last, match.num_in_last) if match.num_in_last < len(match.last.keys) else match.last
-
-    def _split(self, node: RadixNode, length: int) -> RadixNode:
-        """Cut a node in two and return the upper part, a new node. A hold on `node` stays a hold on both parts."""
-        parent = node.parent
+        """Return a node that ends where the match ends. If it is new, a hold on the one cut is a hold on both parts."""
+        node, length, parent = match.last, match.num_in_last, match.last.parent
+        if length == len(node.keys):
+            return node
         assert parent is not None, "a root cannot be split"
         upper = RadixNode(next(self._ids), parent, node.keys[:length], node.block_ids[:length], node.hashes[:length])
         upper.num_holders = node.num_holders
@@ -232,15 +237,6 @@ class RadixTrie:
         upper.children[node.keys[0]] = node
         node.parent = upper
         return upper
-
-    def _add(self, parent: RadixNode, keys: list[Key], block_ids: list[BlockId], hashes: list[BlockHash]) -> RadixNode:
-        node = RadixNode(next(self._ids), parent, keys, block_ids, hashes, last_accessed=self.time)
-        parent.children[keys[0]] = node
-        self._remember_root(parent)
-        self.num_blocks += len(block_ids)
-        self.num_evictable += len(block_ids)
-        self._queue_if_leaf(node)
-        return node
 
     def _remember_root(self, node: RadixNode) -> None:
         if node.parent is None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import InvalidResponse, NoPermissionError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import InvalidResponse, MovedError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
 
-from cache.redis_index.connection import ClientSettings, Endpoint, moved_to
+from cache.redis_index.connection import ClientSettings, Endpoint
 from cache.redis_index.schema import brief
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class RedisClient:
     ) -> None:
         """`count` counts "invalid" for a connection dropped because of replies no Redis gives. Raises ValueError."""
         self._endpoint = Endpoint(url, settings)
+        self.label = self._endpoint.label
         self._settings = settings
         self._on_change = on_change
         self._count = count
@@ -83,10 +84,6 @@ class RedisClient:
     @property
     def up(self) -> bool:
         return self._connection is not None
-
-    @property
-    def label(self) -> str:
-        return self._endpoint.label
 
     def submit(self, packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
         """Send a packed pipeline. The future gives one reply per command; it fails with RedisDownError."""
@@ -123,7 +120,7 @@ class RedisClient:
             try:
                 await self._serve()
             except* Exception as group:
-                reason = self._reason(_first(group))
+                reason = self._reason(group)
             finally:
                 await self._drop(reason)
             task = asyncio.current_task()
@@ -136,6 +133,8 @@ class RedisClient:
 
     def _reason(self, error: BaseException) -> str:
         """Describe why the connection ended, and count an error that only garbage causes."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         is_readable = isinstance(error, (RedisError, OSError, RedisDownError))  # else the parser's, on any bytes
         if not is_readable or isinstance(error, (InvalidResponse, ProtocolError)):
             self._count("invalid")
@@ -168,9 +167,9 @@ class RedisClient:
             try:
                 reply = await connection.read_response(disable_decoding=True, timeout=math.inf)
             except ResponseError as error:
-                if self._endpoint.is_cluster and (target := moved_to(error)) is not None:
-                    self._endpoint.redirect(*target)
-                    raise RedisDownError(f"slot moved to {target[0]}:{target[1]}") from None
+                if self._endpoint.is_cluster and isinstance(error, MovedError):
+                    self._endpoint.redirect(error.host, error.port)
+                    raise RedisDownError(f"slot moved to {error.host}:{error.port}") from None
                 if isinstance(error, ReadOnlyError):
                     raise RedisDownError("connected to a read-only replica") from None
                 reply = error
@@ -266,10 +265,3 @@ async def diagnose(url: str, settings: ClientSettings) -> tuple[float, dict[str,
     finally:
         if connection is not None:
             await connection.disconnect(nowait=True)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio.connection import AbstractConnection, Connection, DefaultParser, SSLConnection, parse_url
 from redis.asyncio.sentinel import Sentinel
-from redis.exceptions import ConnectionError, InvalidResponse, RedisError
+from redis.exceptions import ConnectionError, InvalidResponse
 
 MAX_REPLY_BYTES: Final = 64 << 20
 """Twice a registry of 20,000 workers. It keeps other users of Redis from filling the memory of every reader."""
@@ -163,14 +163,6 @@ def check_url(name: str, url: str) -> None:
         Endpoint(url, ClientSettings())
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def moved_to(error: RedisError) -> tuple[str, int] | None:
-    """Return host and port of a cluster's MOVED answer, or None for any other error."""
-    host, port = getattr(error, "host", None), getattr(error, "port", None)
-    if type(error).__name__ == "MovedError" and isinstance(host, str) and isinstance(port, int):
-        return host, port
-    return None
 
 
 def _host_and_port(text: str, default: int) -> tuple[str, int]:

@@ -216,10 +216,9 @@ class Shard:
         # A name costs more than a state of no use here. But foreign values may be of any size and number.
         by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
         ids = [w.member.worker_id for w in workers] if by_name else [ALL_STATES]
-        start: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys]
-        _, _, head = pack([start]).partition(b"\r\n")
-        _, _, tail = pack([ids]).partition(b"\r\n")
-        return _Query(tuple(workers), b"*%d\r\n%b" % (len(start) + 1 + len(ids), head), b"\r\n" + tail)
+        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", *ids]
+        head, tail = pack([command]).split(b"$1\r\n\0")  # the place of the hashes: no other argument has a zero byte
+        return _Query(tuple(workers), head, tail)
 
     def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
         try:

@@ -102,10 +102,18 @@ class Registry:
 
     def refresh(self, members: Sequence[tuple[bytes, bytes]], states: Sequence[tuple[bytes, bytes]]) -> None:
         """Take the pairs of both hashes."""
+        known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
+        self._unproven = []
+        if len(members) > schema.MAX_MEMBERS:
+            self.complain(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
+            members = [(field, record) for field, record in members if field in known]
+        found = [self._member(field, record, known.get(field)) for field, record in sorted(members)]
+        workers = [worker for worker in found if worker is not None]
+        self._workers = {worker.member.worker_id: worker for worker in workers}
+        self._by_epoch = {worker.member.epoch: worker for worker in workers}
+        self._by_raw = {worker.raw: worker for worker in workers if worker.raw}
+        self.has_foreign_states = None in [self._read_state(raw) for _, raw in states]
         self.has_changed = True
-        self._take_members(members)
-        known = [self._read_state(raw) is not None for _, raw in states]
-        self.has_foreign_states = not all(known)
 
     def candidates(
         self, workers: Sequence[KnownWorker], matches: Sequence[int], states: Iterable[Reply], now_ms: int
@@ -120,10 +128,7 @@ class Registry:
         found: set[KnownWorker] = set()
         switched: set[KnownWorker] = set()
         for raw in states:
-            try:
-                worker = by_raw.get(raw)
-            except TypeError:  # a list cannot be looked up
-                raw, worker = b"", None
+            worker = by_raw.get(raw)
             if worker is None and raw is not None:
                 worker = self._read_state(raw, switched)
                 if worker is None and not self.has_foreign_states:
@@ -147,18 +152,6 @@ class Registry:
         if key not in self._complained and len(self._complained) < _MAX_COMPLAINTS:
             self._complained.add(key)
             logger.warning("ignored in Redis: %s", text)
-
-    def _take_members(self, members: Sequence[tuple[bytes, bytes]]) -> None:
-        known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
-        self._unproven = []
-        if len(members) > schema.MAX_MEMBERS:
-            self.complain(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
-            members = [(field, record) for field, record in members if field in known]
-        found = [self._member(field, record, known.get(field)) for field, record in sorted(members)]
-        workers = [worker for worker in found if worker is not None]
-        self._workers = {worker.member.worker_id: worker for worker in workers}
-        self._by_epoch = {worker.member.epoch: worker for worker in workers}
-        self._by_raw = {worker.raw: worker for worker in workers if worker.raw}
 
     def _member(self, field: bytes, record: bytes, known: KnownWorker | None) -> KnownWorker | None:
         """Return the worker of `field`: the `known` one, unless the record proves another."""

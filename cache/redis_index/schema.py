@@ -119,10 +119,10 @@ class Signer:
         if not self.enabled:
             return record
         body = b"%c%b%b" % (record[0] + 1, record[1:], _STATE_MARK)
-        return body + _finish(self.state_mac(worker_id), body)
+        return body + _digest(self.state_mac(worker_id), body)
 
     def _member_tail(self, worker_id: bytes, body: bytes) -> bytes:
-        return b'%b%b"}' % (_MEMBER_MARK, _finish(self._begin(b"member", worker_id), body).hex().encode())
+        return b'%b%b"}' % (_MEMBER_MARK, _digest(self._begin(b"member", worker_id), body).hex().encode())
 
     def _begin(self, kind: bytes, worker_id: bytes) -> blake2s:
         mac = self._bases[kind].copy()
@@ -132,12 +132,11 @@ class Signer:
 
 def verifies_state(mac: blake2s, signed: bytes) -> bool:
     """Return whether a state ends with its signature; `mac` is from `Signer.state_mac`."""
+    return compare_digest(_digest(mac, signed[:-_MAC_BYTES]), signed[-_MAC_BYTES:])
+
+
+def _digest(mac: blake2s, body: bytes) -> bytes:
     mac = mac.copy()
-    mac.update(signed[:-_MAC_BYTES])
-    return compare_digest(mac.digest(), signed[-_MAC_BYTES:])
-
-
-def _finish(mac: blake2s, body: bytes) -> bytes:
     mac.update(body)
     return mac.digest()
 

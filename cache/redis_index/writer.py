@@ -76,8 +76,7 @@ class IndexWriter:
         shard = schema.shard_of(member.worker_id, settings.num_shards)
         self._keys = schema.Keys(settings.prefix, shard)
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
-        self._member = schema.check_member(member)
-        self._record = self._signed_record()
+        self._describe(member)
         self._generation = 0
         self._batch = 0
         self._set_key = b""
@@ -103,8 +102,7 @@ class IndexWriter:
         """Publish as `member` from the next rewrite on, which unlinks the old epoch's set."""
         if member.worker_id != self._member.worker_id:
             raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self._member.worker_id!r}")
-        self._member = schema.check_member(member)
-        self._record = self._signed_record()
+        self._describe(member)
         self.in_doubt = True
 
     async def publish(
@@ -323,8 +321,9 @@ class IndexWriter:
         )
         return self._signer.sign_state(self._member.worker_id, state)
 
-    def _signed_record(self) -> bytes:
-        return self._signer.sign_member(self._member.worker_id, schema.encode_member(self._member))
+    def _describe(self, member: WorkerMember) -> None:
+        self._member = schema.check_member(member)
+        self._record = self._signer.sign_member(member.worker_id, schema.encode_member(member))
 
 
 def _is_dead(state: Reply, limit_ms: int) -> bool:

@@ -11,9 +11,8 @@ from cache.allocators.free_queue import FreeQueue
 def test_queue_starts_in_id_order() -> None:
     queue = FreeQueue(5)
     assert list(queue) == [1, 2, 3, 4]
-    assert queue.first == 1
     assert queue.pop_first(4) == [1, 2, 3, 4]
-    assert queue.first == 0
+    assert list(queue) == []
     assert len(queue) == 0
 
 
