@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from server.workers.client import WorkerClient
 from server.workers.connection import HIGH_WATER_BYTES, ConnectionBrokenError, ConnectionPool, HttpConnection
 from tests.waiting import until
 
@@ -143,6 +144,23 @@ async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
         assert sent < 400 * 0x10000 / 2
         assert connection._size <= 2 * HIGH_WATER_BYTES
         assert len(await read_all(connection)) == 400 * 0x10000
+
+
+async def test_a_call_on_a_connection_closed_while_idle_is_sent_again() -> None:
+    answered = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if writer in answered:
+            raise ConnectionResetError
+        answered.add(writer)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+
+    client = WorkerClient()
+    async with server(serve) as (url, heads):
+        assert [await client.is_alive(url) for _ in range(3)] == [True] * 3
+        assert len(heads) == 5
+        client.close()
 
 
 async def test_no_listener() -> None:
