@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
+from benchmarks.simulation.fifo import FifoLoadEstimate
 from benchmarks.simulation.memory_index import MemoryIndex
 from benchmarks.simulation.redis_backend import RedisBackend
 from benchmarks.simulation.shared_engine import SharedWorker
@@ -89,7 +90,7 @@ class Replay:
 
     def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
         settings = self._settings
-        return gateway_id, Scorer(
+        scorer = Scorer(
             gateway_id,
             policy,
             lambda: self._now_s,
@@ -97,8 +98,10 @@ class Replay:
             cost=settings.cost,
             count_pending=settings.count_pending,
             publish_delay_s=settings.index_delay_s + settings.report_s,
-            fifo=not settings.shared_engine,
         )
+        if not settings.shared_engine:
+            scorer.estimate_type = FifoLoadEstimate
+        return gateway_id, scorer
 
     def _make_workers(self) -> list[SimulatedWorker]:
         settings, workload = self._settings, self._workload

@@ -48,13 +48,12 @@ class DecisionLog:
     def stop(self) -> None:
         self._active = False
 
-    def wants(self, now_s: float) -> bool:
+    def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None:
         if not self._active:
-            return False
+            return
         self.num_decisions += 1
-        return self._bucket.take(now_s) == 0.0
-
-    def decided(self, decision: Decision, placement: Placement, *, index_answered: bool) -> None:
+        if self._bucket.take(now_s):
+            return
         entry = describe(decision, placement, index_answered=index_answered)
         self.recent.pop(entry["request"], None)
         self.recent[entry["request"]] = entry

@@ -83,10 +83,8 @@ class AssignedWork:
 class WorkerLoadEstimate:
     """The load of one worker incarnation."""
 
-    def __init__(self, epoch: Epoch, window_s: float, *, fifo: bool = False) -> None:
-        """`fifo`: the worker runs prefills one by one. Else each step goes half to the oldest, half to the shortest."""
+    def __init__(self, epoch: Epoch, window_s: float) -> None:
         self.epoch = epoch
-        self.fifo = fifo
         self.num_outstanding = 0
         """Own requests that have not ended."""
         self.num_blocks = 0
@@ -187,27 +185,10 @@ class WorkerLoadEstimate:
         return max(self._tokens_per_s, median - weight * (median - self._tokens_per_s))
 
     def queue(self, prefill_s: float, now_s: float) -> tuple[float, float]:
-        """Return how long the prefills here delay a new one of `prefill_s`, and how many it would displace."""
-        return (self._fifo_queue_s(now_s), 0.0) if self.fifo else self._shared_queue(prefill_s, now_s)
+        """Return how long the prefills here delay a new one of `prefill_s`, and how many it would displace.
 
-    def unseen_s(self, now_s: float) -> float:
-        """Return for how long others may have sent work that no report shows yet; 0 without other gateways."""
-        if now_s - self._others_seen_s > _OTHERS_MEMORY_S:
-            return 0.0
-        return min(_MAX_UNSEEN_S, max(0.0, now_s - self.reported_s))
-
-    def _fifo_queue_s(self, now_s: float) -> float:
-        own_s = self.queued_s
-        for request in self._queue:
-            if request.started_s is not None:
-                own_s -= min(now_s - request.started_s, request.prefill_s)
-                break
-        return max(0.0, own_s) + self._others_left_s(own_s, now_s)
-
-    def _shared_queue(self, prefill_s: float, now_s: float) -> tuple[float, float]:
-        """Count what comes before a new prefill: the shorter ones, and half of each step for the oldest.
-
-        Of other gateways only the sum of their work is known; it counts as old.
+        A step goes half to the oldest prefill and half to the shortest. Of other gateways only the sum of their work
+        is known; it counts as old.
         """
         self._advance(now_s)
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
@@ -218,6 +199,12 @@ class WorkerLoadEstimate:
             0.5 if oldest_s > prefill_s else 0.0
         )
         return shorter_s + min(oldest_s, prefill_s + shorter_s), num_longer
+
+    def unseen_s(self, now_s: float) -> float:
+        """Return for how long others may have sent work that no report shows yet; 0 without other gateways."""
+        if now_s - self._others_seen_s > _OTHERS_MEMORY_S:
+            return 0.0
+        return min(_MAX_UNSEEN_S, max(0.0, now_s - self.reported_s))
 
     def _advance(self, now_s: float) -> None:
         """Subtract from the started prefills what the worker has computed since the last call.

@@ -127,14 +127,13 @@ class Scorer:
         cost: CostModel | None = None,
         count_pending: bool = True,
         publish_delay_s: float = PUBLISH_DELAY_S,
-        fifo: bool = False,
     ) -> None:
-        """`count_pending`: blocks of requests just routed count as cached. `fifo`: see `WorkerLoadEstimate`."""
+        """`count_pending`: blocks of requests just routed count as cached."""
         self.clock = clock
         self.observer = observer
         self.cost = cost or CostModel()
         self.count_pending = count_pending
-        self.fifo = fifo
+        self.estimate_type = WorkerLoadEstimate
         self.pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
         self.residency_s = DecayedRatio(self.cost.window_s)
         """How long requests that ended lately held a block."""
@@ -194,9 +193,7 @@ class Scorer:
             before_s, estimates = self.clock() - FORGET_S, self._estimates.items()
             self._estimates = {name: e for name, e in estimates if e.num_outstanding or e.reported_s > before_s}
             self._max_estimates = max(MIN_ESTIMATES, 2 * len(self._estimates))
-        estimate = self._estimates[member.worker_id] = WorkerLoadEstimate(
-            member.epoch, self.cost.window_s, fifo=self.fifo
-        )
+        estimate = self._estimates[member.worker_id] = self.estimate_type(member.epoch, self.cost.window_s)
         if known is not None:
             estimate.hit_rate = known.hit_rate
         return estimate

@@ -27,10 +27,7 @@ RETRY_AFTER_S: Final = 1.0
 class RouterObserver(Protocol):
     """Follows decisions, for people to look at. Called in the event loop; must be quick."""
 
-    def wants(self, now_s: float) -> bool:
-        """Return whether `decided` shall be called for this decision. Called once a decision."""
-
-    def decided(self, decision: Decision, placement: Placement, *, index_answered: bool) -> None: ...
+    def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None: ...
 
     def started(self, request_id: str, num_cached_tokens: int) -> None:
         """Note that a worker has begun a request and found so many tokens cached."""
@@ -76,17 +73,13 @@ class Router:
         found = await self._index.lookup(request.hashes, request.model)
         found_s = self._clock()
         self._on_stage(found_s - begun_s, "lookup")
-        observer = self._observer
-        if observer is not None and not observer.wants(found_s):
-            observer = None
-        candidates = self._candidates(request, found)
-        decision = self.scorer.decide(request, candidates, self.fleet.broken())
+        decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken())
         if not decision.best:
             raise _no_worker(decision)
         placement = self.scorer.place(decision)
         self._on_stage(self._clock() - found_s, "choose")
-        if observer is not None:
-            observer.decided(decision, placement, index_answered=found is not None)
+        if self._observer is not None:
+            self._observer.decided(decision, placement, found_s, index_answered=found is not None)
         return placement
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:

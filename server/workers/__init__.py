@@ -1,6 +1,6 @@
 """The workers as the gateway sees them.
 
-fleet         which workers are known and live      networks      where workers may be
-client        the worker's HTTP API                 verification  whose registrations are believed
-connection    the hot path's HTTP connections       watch         finds hung workers
+fleet         which workers are known and live      networks      where workers may be, and who is believed
+client        the worker's HTTP API                 connection    HTTP connections
+watch         finds hung workers
 """

@@ -63,7 +63,7 @@ class StaleConnection(WorkerLost):
 class GenerateStream:
     """One POST /generate. `read` it to its last frame; leaving the context early aborts it."""
 
-    __slots__ = ("_connection", "_given_up", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
+    __slots__ = ("_connection", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
 
     def __init__(self, pool: ConnectionPool, url: str, request: GenerateRequest) -> None:
         self._pool = pool
@@ -71,7 +71,6 @@ class GenerateStream:
         self._request = request
         self._reader = FrameReader()
         self._connection: HttpConnection | None = None
-        self._given_up = False
         self.completed = False
         self.last_read_s = time.monotonic()
 
@@ -88,7 +87,7 @@ class GenerateStream:
                 raise WorkerRefused(status, await _refusal(status, connection))
         except ConnectionBrokenError as error:
             connection.close()
-            kind = StaleConnection if error.reused and not self._given_up else WorkerLost
+            kind = StaleConnection if error.stale else WorkerLost
             raise kind(f"{self.url}: {error}") from error
         except WorkerRefused:
             connection.release()
@@ -112,7 +111,6 @@ class GenerateStream:
 
     def give_up(self) -> None:
         """Raise WorkerLost in the task that reads. Called by the watch over silent streams."""
-        self._given_up = True
         if self._connection is not None:
             self._connection.fail("silent and unreachable")
 
@@ -199,7 +197,7 @@ class WorkerClient:
                 status, answer = await connection.head(), await connection.read_all(max_bytes)
             except BaseException as error:
                 connection.close()
-                if isinstance(error, ConnectionBrokenError) and error.reused:
+                if isinstance(error, ConnectionBrokenError) and error.stale:
                     continue  # it was closed while it was idle
                 raise
             connection.release()

@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class ConnectionBrokenError(Exception):
-    """The connection ended, or the answer is not HTTP. `reused`: a kept-alive one ended before any answer."""
+    """The connection ended, or the answer is not HTTP. `stale`: a kept-alive one ended before any answer."""
 
-    def __init__(self, message: str, *, reused: bool = False) -> None:
+    def __init__(self, message: str, *, stale: bool = False) -> None:
         super().__init__(message)
-        self.reused = reused
+        self.stale = stale
 
 
 async def loop_time_timeout(
@@ -92,6 +92,7 @@ class HttpConnection(asyncio.Protocol):
         self._reused = False
         self._paused = False
         self._broken: str | None = None
+        self._stale = False
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -176,6 +177,7 @@ class HttpConnection(asyncio.Protocol):
         self._cancel_timer()
         if self in self._address.idle:
             self._address.idle.remove(self)
+        self._stale = self._broken is None and self._reused and self._status is None
         self.fail("connection lost" if exc is None else f"{type(exc).__name__}: {exc}")
 
     def data_received(self, data: bytes) -> None:
@@ -210,7 +212,7 @@ class HttpConnection(asyncio.Protocol):
 
     async def _wait(self) -> None:
         if self._broken is not None:
-            raise ConnectionBrokenError(self._broken, reused=self._reused and self._status is None)
+            raise ConnectionBrokenError(self._broken, stale=self._stale)
         self._waiter = self._loop.create_future()
         try:
             await self._waiter

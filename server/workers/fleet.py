@@ -17,8 +17,7 @@ from typing import Any, Final, Protocol
 
 from cache.records import Candidate, PrefixIndex, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, WorkerId
-from server.workers.networks import WorkerNetworks, check_target, target_urls
-from server.workers.verification import MemberVerifier
+from server.workers.networks import MemberVerifier, WorkerNetworks, check_target, target_urls
 
 logger = logging.getLogger(__name__)
 

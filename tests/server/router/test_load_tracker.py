@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulation.fifo import FifoLoadEstimate
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
 from server.router.load_tracker import ActiveRequest, WorkerLoadEstimate
@@ -20,7 +21,7 @@ def shared() -> WorkerLoadEstimate:
 
 def fifo() -> WorkerLoadEstimate:
     """A worker that runs prefills one by one."""
-    return WorkerLoadEstimate(Epoch("e"), window_s=60.0, fifo=True)
+    return FifoLoadEstimate(Epoch("e"), window_s=60.0)
 
 
 def queue_s(worker: WorkerLoadEstimate, now_s: float) -> float:

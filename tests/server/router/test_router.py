@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulation.fifo import FifoLoadEstimate
 from benchmarks.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
@@ -105,7 +106,7 @@ class Fleets:
 
     def run_fifo(self) -> None:
         """Let every worker run its prefills one by one. Call it before the first decision."""
-        self.router.scorer.fifo = True
+        self.router.scorer.estimate_type = FifoLoadEstimate
 
     async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
         return await self.router.place(ask(hashes, **changes))

@@ -119,7 +119,7 @@ async def test_broken_answers(pool: ConnectionPool, sent: bytes) -> None:
         connection = await pool.send(url, b"POST /generate", b"")
         with pytest.raises(ConnectionBrokenError) as broken:
             await read_all(connection)
-        assert not broken.value.reused
+        assert not broken.value.stale
 
 
 async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
