@@ -16,12 +16,13 @@ from server.api.formatting import (
 )
 from server.api.tools import chat_grammar, output_rules
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.errors import ContextLengthError, InvalidRequestError
+from server.errors import InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import ResponseStream
 from server.request_context import stage
+from server.schema.decoding import invalid
 from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt
 from server.text.output_parser import END_THINK, ChoiceMessage, OutputRules
@@ -55,7 +56,8 @@ async def chat_spec(
     )
     if not prompt_ids:
         raise InvalidRequestError("The messages make an empty prompt.", param="messages")
-    max_tokens = sampling.token_budget(model, len(prompt_ids), request.token_limit, default=None, param="messages")
+    limit = request.token_limit
+    max_tokens = sampling.token_budget(request, model, len(prompt_ids), limit, default=None, param="messages")
     rules = output_rules(request, model, rendered.text)
     grammar, grammar_param = chat_grammar(request, model)
     spec = GenerationSpec(
@@ -81,34 +83,10 @@ async def chat_spec(
 async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPrompt:
     """Render the prompt's text, in slices. Raises InvalidRequestError."""
     if model.template is None:
-        message = "This model has no chat template: use /v1/completions."
-        raise InvalidRequestError(message, param="messages")
+        raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
     if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
-        raise InvalidRequestError(f"tools take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON.", param="tools")
-    longest = model.prompt_bytes
-    if longest is not None and (count := num_chars(request)) > sampling.TEXT_ROOM * longest:
-        message = (
-            f"The messages hold {count} characters, and {sampling.TEXT_ROOM * longest} at most are taken for this model"
-        )
-        raise ContextLengthError(f"{message}: send less of the conversation.", param="messages")
+        raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
     return await model.template.render_in_slices(request, model.tokenizer.executor)
-
-
-def num_chars(request: ChatRequest) -> int:
-    """Count the characters to render."""
-    total = 0
-    for message in request.messages:
-        content = message.content
-        if isinstance(content, str):
-            total += len(content)
-        elif content is not None:
-            total += sum(len(part.text or part.refusal or "") for part in content)
-        total += len(message.reasoning_content or message.reasoning or "")
-        for call in message.tool_calls or ():
-            total += len(call.function.arguments) + len(call.function.name)
-        if message.function_call is not None:
-            total += len(message.function_call.arguments)
-    return total
 
 
 class ChatFormatter(ChunkFormatter):

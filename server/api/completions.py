@@ -80,8 +80,8 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
         if request.echo:
             echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids))
         limit = request.max_tokens or None
-        max_tokens = sampling.token_budget(model, len(prompt_ids), limit, default=default_tokens, param="prompt")
-        sampling.check_min_tokens(request, max_tokens)
+        num_ids = len(prompt_ids)
+        max_tokens = sampling.token_budget(request, model, num_ids, limit, default=default_tokens, param="prompt")
         specs.append(
             GenerationSpec(
                 request_id=id_ if len(prompts) == 1 else f"{id_}-{index}",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +22,7 @@ from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.auth.identity import Identity
 from server.errors import ApiError, InvalidRequestError
-from server.request.choice import ChoiceDelta, TokenEntry
+from server.request.choice import ChoiceDelta
 from server.request.request import ResponseStream
 from server.request_context import stage
 from server.schema import fields as schema
@@ -37,7 +37,7 @@ from server.schema.requests import (
     TextOptions,
 )
 from server.text.detokenizer import TokenBytes
-from server.text.output_parser import OutputDelta, OutputParser, OutputRules, call_id
+from server.text.output_parser import OutputParser, OutputRules, call_id
 
 FIELD_NAMES: Final = {
     "messages": "input",
@@ -45,9 +45,6 @@ FIELD_NAMES: Final = {
     "response_format": "text.format",
 }
 """The chat's names of fields that this route calls otherwise."""
-
-Event = tuple[str, dict[str, Any]]
-"""Type and fields."""
 
 
 class ResponsesEndpoint(GenerateEndpoint):
@@ -161,138 +158,127 @@ def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
     return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
-class OutputItems:
-    """One response's items, and the events of each step. At most one item is open: the last."""
-
-    def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self.events: list[Event] = []
-        """The reader takes them out."""
-        self._open = False
-        self._logprobs: list[dict[str, Any]] = []
-        """Log probabilities of tokens whose text is not released yet."""
-
-    def add(self, deltas: Iterable[OutputDelta], logprobs: Iterable[dict[str, Any]]) -> None:
-        """Append to the items. `logprobs` of the deltas' tokens go out with the first text of the answer."""
-        self._logprobs += logprobs
-        for delta in deltas:
-            match delta:
-                case "content", text:
-                    part = self._open_part("message")
-                    fresh, self._logprobs = self._logprobs, []
-                    part["text"] += text
-                    part["logprobs"] += fresh
-                    self._emit("output_text.delta", content_index=0, delta=text, logprobs=fresh)
-                case "reasoning", text:
-                    self._open_part("reasoning")["text"] += text
-                    self._emit("reasoning_text.delta", content_index=0, delta=text)
-                case "call", name:
-                    self._logprobs = []
-                    self.close("completed")
-                    self._begin("function_call", name=name, call_id=call_id(), arguments="")
-                case "arguments", text:
-                    self.items[-1]["arguments"] += text
-                    self._emit("function_call_arguments.delta", delta=text)
-
-    def close(self, status: str) -> None:
-        """End the open item."""
-        if not self._open:
-            return
-        self._open = False
-        item = self.items[-1]
-        item["status"] = status
-        if item["type"] == "function_call":
-            self._emit("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
-        else:
-            part = item["content"][0]
-            if item["type"] == "message":  # the last tokens may have no text
-                part["logprobs"] += self._logprobs
-            done = {key: part[key] for key in ("text", "logprobs") if key in part}
-            self._emit(f"{part['type']}.done", content_index=0, **done)
-            self._emit("content_part.done", content_index=0, part=dict(part))
-        self.events.append(("response.output_item.done", {"output_index": len(self.items) - 1, "item": item}))
-
-    def _open_part(self, kind: str) -> dict[str, Any]:
-        """Return the text of the open item of this kind, after opening one if there is none."""
-        if not (self._open and self.items[-1]["type"] == kind):
-            self.close("completed")
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                self._begin(kind, role="assistant", content=[])
-            else:
-                self._begin(kind, summary=[], content=[])
-            self.items[-1]["content"].append(part)
-            self._emit("content_part.added", content_index=0, part=dict(part))
-        opened: dict[str, Any] = self.items[-1]["content"][0]
-        return opened
-
-    def _begin(self, kind: str, **fields: Any) -> None:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
-        self.items.append(item)
-        self._open = True
-        added = {**item, "content": []} if "content" in item else dict(item)
-        self.events.append(("response.output_item.added", {"output_index": len(self.items) - 1, "item": added}))
-
-    def _emit(self, kind: str, **fields: Any) -> None:
-        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        self.events.append((f"response.{kind}", {**place, **fields}))
-
-
 class ResponsesFormatter(ResponseFormatter):
-    """The response object, or its stream of typed, numbered events."""
+    """The response object, or its stream of typed, numbered events. At most one output item is open: the last."""
 
     def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, token_bytes: TokenBytes) -> None:
         self._id = id_
         self._token_bytes = token_bytes
         self._request = request
         self._parser = OutputParser(rules)
-        self._output = OutputItems()
         self._created = int(time.time())
-        self._num_events = 0
         self._status = "in_progress"
+        self._items: list[dict[str, Any]] = []
+        self._open = False
+        self._logprobs: list[dict[str, Any]] = []
+        """Log probabilities of tokens whose text is not released yet."""
+        self._events: list[bytes] = []
+        """Events that are not sent yet."""
+        self._num_events = 0
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         self._add(choices[0])
         return (encode_json(self._response(response)),)
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
-        begun: list[Event] = []
         if not self._num_events:
-            begun = [
-                (kind, {"response": self._response(None)}) for kind in ("response.created", "response.in_progress")
-            ]
+            for kind in ("created", "in_progress"):
+                self._emit(kind, response=self._response(None))
         for delta in deltas:
             self._add(delta)
-        events, self._output.events = self._output.events, []
-        return b"".join([self._event(*event) for event in begun + events])
+        return self._taken()
 
     def last_events(self, response: ResponseStream) -> bytes:
-        return self._event(f"response.{self._status}", {"response": self._response(response)})
+        self._emit(self._status, response=self._response(response))
+        return self._taken()
 
     def error_event(self, error: ApiError) -> bytes:
-        return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
+        self._emit("error", code=error.code, message=error.message, param=error.param)
+        return self._taken()
+
+    def _taken(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if not self._request.stream:
+            return
+        name = kind if kind == "error" else f"response.{kind}"
+        payload = encode_json({"type": name, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
+        self._events.append(b"event: %b\ndata: %b\n\n" % (name.encode(), payload))
+
+    def _emit_part(self, kind: str, **fields: Any) -> None:
+        self._emit(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _add(self, delta: ChoiceDelta) -> None:
-        parsed = self._parser.feed(delta.text, last=delta.finish_reason is not None)
-        self._output.add(parsed, self._logprobs(delta.entries))
-        if delta.finish_reason is not None:
-            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
-            self._output.close(self._status)
-
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
-        """Return those of the answer's tokens, not of the reasoning before it."""
+        is_last = delta.finish_reason is not None
+        parsed = self._parser.feed(delta.text, last=is_last)
         num_top = self._request.num_top_logprobs
-        if num_top is None:
-            return []
-        shown = [entry for entry in entries if entry.start >= self._parser.answer_start]
-        return list(chat_logprobs(self._token_bytes, shown, num_top))
+        if num_top is not None:  # those of the answer's tokens, not of the reasoning before it
+            shown = [entry for entry in delta.entries if entry.start >= self._parser.answer_start]
+            self._logprobs += chat_logprobs(self._token_bytes, shown, num_top)
+        for kind, text in parsed:
+            match kind:
+                case "content":
+                    part = self._open_part("message")
+                    logprobs, self._logprobs = self._logprobs, []
+                    part["text"] += text
+                    part["logprobs"] += logprobs
+                    self._emit_part("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+                case "reasoning":
+                    self._open_part("reasoning")["text"] += text
+                    self._emit_part("reasoning_text.delta", content_index=0, delta=text)
+                case "call":
+                    self._logprobs = []
+                    self._close("completed")
+                    self._begin("function_call", name=text, call_id=call_id(), arguments="")
+                case "arguments":
+                    self._items[-1]["arguments"] += text
+                    self._emit_part("function_call_arguments.delta", delta=text)
+        if is_last:
+            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            self._close(self._status)
 
-    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        payload = encode_json({"type": kind, "sequence_number": self._num_events, **fields})
-        self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
+    def _close(self, status: str) -> None:
+        """End the open item."""
+        if not self._open:
+            return
+        self._open = False
+        item = self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            self._emit_part("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        else:
+            part = item["content"][0]
+            if item["type"] == "message":  # the last tokens may have no text
+                part["logprobs"] += self._logprobs
+            done = {key: part[key] for key in ("text", "logprobs") if key in part}
+            self._emit_part(f"{part['type']}.done", content_index=0, **done)
+            self._emit_part("content_part.done", content_index=0, part=part)
+        self._emit("output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _open_part(self, kind: str) -> dict[str, Any]:
+        """Return the text of the open item of this kind, after opening one if there is none."""
+        if not (self._open and self._items[-1]["type"] == kind):
+            self._close("completed")
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if kind == "message":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                self._begin(kind, role="assistant", content=[])
+            else:
+                self._begin(kind, summary=[], content=[])
+            self._items[-1]["content"].append(part)
+            self._emit_part("content_part.added", content_index=0, part=part)
+        opened: dict[str, Any] = self._items[-1]["content"][0]
+        return opened
+
+    def _begin(self, kind: str, **fields: Any) -> None:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        self._items.append(item)
+        self._open = True
+        self._emit("output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _response(self, response: ResponseStream | None) -> dict[str, Any]:
         """Return the response object; without a `response`, that of one that has just begun."""
@@ -309,7 +295,7 @@ class ResponsesFormatter(ResponseFormatter):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
-            "output": self._output.items if response is not None else [],
+            "output": self._items if response is not None else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
 from server.event_loop import Pace
 from server.models import ServedModel
+from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, SamplingFields, StructuredOutputs
 from server.text.detokenizer import TextRules
 from server.text.tokenizer import TooManyTokensError
@@ -23,7 +24,14 @@ MAX_SCHEMA_BYTES: Final = 1 << 20
 """The limit for a schema, or for all tools: templates and grammars write them in one go."""
 TEXT_ROOM: Final = 4
 """The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
-_BATCH_CHARS: Final = 1 << 14
+_WORDS_AT_ONCE: Final = 16
+_GRAMMARS: Final[Mapping[str, Literal["json_schema", "regex", "grammar", "choice"]]] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
+}
+"""The kinds of constraint, by their field in structured_outputs."""
 _SEED_MASK: Final = 2**63 - 1
 
 
@@ -77,15 +85,23 @@ def truncated(prompt_ids: list[int], request: SamplingFields) -> list[int]:
 
 
 def token_budget(
-    model: ServedModel, num_prompt_tokens: int, limit: int | None, *, default: int | None, param: str
+    request: SamplingFields,
+    model: ServedModel,
+    num_prompt_tokens: int,
+    limit: int | None,
+    *,
+    default: int | None,
+    param: str,
 ) -> int:
     """Return how many tokens may be generated. Raises ContextLengthError when `limit` does not fit."""
     room = model.max_model_len - num_prompt_tokens
     if room < 1 or (limit is not None and limit > room):
         raise _too_long(model, str(num_prompt_tokens), limit, param)
-    if limit is not None:
-        return limit
-    return room if default is None else min(default, room)
+    if limit is None:
+        limit = room if default is None else min(default, room)
+    if request.min_tokens is not None and request.min_tokens > limit:
+        raise invalid("min_tokens", "must not be above max_tokens")
+    return limit
 
 
 def _too_long(model: ServedModel, num_prompt_tokens: str, limit: int | None, param: str) -> ContextLengthError:
@@ -105,7 +121,6 @@ async def sampling_params(
 ) -> SamplingParams:
     """Raises InvalidRequestError."""
     vocab_size = model.bundle.vocab_size
-    check_min_tokens(request, max_tokens)
     allowed = request.allowed_token_ids
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -132,12 +147,6 @@ async def sampling_params(
     return params
 
 
-def check_min_tokens(request: SamplingFields, max_tokens: int) -> None:
-    """Raises InvalidRequestError."""
-    if request.min_tokens is not None and request.min_tokens > max_tokens:
-        raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
-
-
 def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
     """Return how tokens become text. `markers`: special tokens that a parser has to see."""
     terminal = frozenset(request.stop_token_ids or ())
@@ -161,15 +170,10 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
         return Grammar("json_schema", _json(schema, "response_format.json_schema.schema"))
     if structured is None:
         return None
-    if structured.json is not None:
-        return Grammar("json_schema", _json(structured.json))
-    if structured.regex is not None:
-        return Grammar("regex", structured.regex)
-    if structured.grammar is not None:
-        return Grammar("grammar", structured.grammar)
-    if structured.choice is not None:
-        return Grammar("choice", _json(structured.choice))
-    return Grammar("json_object", "")
+    if structured.json_object:
+        return Grammar("json_object", "")
+    field = next(name for name in _GRAMMARS if getattr(structured, name) is not None)
+    return Grammar(_GRAMMARS[field], _json(getattr(structured, field)))
 
 
 def grammar_param(request: SamplingFields) -> str:
@@ -181,7 +185,7 @@ def _json(value: object, param: str = "structured_outputs") -> str:
     """Write a value as JSON; a string is JSON already. Raises InvalidRequestError."""
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     if len(text) > MAX_SCHEMA_BYTES:
-        raise InvalidRequestError(f"{param} takes at most {MAX_SCHEMA_BYTES} characters of JSON.", param=param)
+        raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
     return text
 
 
@@ -189,8 +193,7 @@ async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[in
     pairs, pace = [], Pace()
     for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
-            message = f"logit_bias: a key is a token id from 0 to {vocab_size - 1}, as a string."
-            raise InvalidRequestError(message, param="logit_bias")
+            raise invalid("logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys")
         pairs.append((int(key), value))
         if len(pairs) % 1024 == 0:
             await pace.rest()
@@ -200,19 +203,13 @@ async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[in
 async def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Tokenise each word as it begins a text and as it follows a space."""
     if any(not 1 <= len(word) <= 1024 for word in words):
-        raise InvalidRequestError("bad_words holds strings of 1 to 1024 characters.", param="bad_words")
+        raise invalid("bad_words", "holds strings of 1 to 1024 characters")
     if sum(map(len, words)) > MAX_BAD_WORDS_CHARS:
-        message = f"bad_words holds at most {MAX_BAD_WORDS_CHARS} characters in all."
-        raise InvalidRequestError(message, param="bad_words")
+        raise invalid("bad_words", f"holds at most {MAX_BAD_WORDS_CHARS} characters in all")
     banned: dict[tuple[int, ...], None] = {}
-    batch: list[str] = []
-    num_chars = 0
-    for number, word in enumerate(words, 1):
-        batch += (word, " " + word.lstrip())
-        num_chars += 2 * len(word)
-        if number == len(words) or num_chars >= _BATCH_CHARS:
-            banned |= dict.fromkeys(map(tuple, await model.tokenizer.encode_batch(batch)))
-            batch, num_chars = [], 0
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        texts = [text for word in words[start : start + _WORDS_AT_ONCE] for text in (word, " " + word.lstrip())]
+        banned |= dict.fromkeys(map(tuple, await model.tokenizer.encode_batch(texts)))
     return tuple(ids for ids in banned if ids)
 
 
@@ -220,5 +217,5 @@ def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tupl
     """Return the ids. Raises InvalidRequestError for one that no token has."""
     ids = tuple(token_ids)
     if ids and max(ids) >= vocab_size:
-        raise InvalidRequestError(f"{param}: token ids go from 0 to {vocab_size - 1}.", param=param)
+        raise invalid(param, f"has token ids from 0 to {vocab_size - 1}")
     return ids
