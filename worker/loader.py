@@ -17,8 +17,8 @@ from cache.records import WorkerMember, signed
 from cache.types import BlockId, WorkerId
 from worker.config import WorkerConfig, default_step_tokens
 from worker.engine.engine import EngineCore, new_epoch
-from worker.engine.load import PrefillRate
 from worker.engine.metrics import WorkerMetrics
+from worker.engine.reporter import PrefillRate
 from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes

@@ -19,8 +19,8 @@ from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.engine.engine import EngineCore
-from worker.engine.load import PrefillRate
 from worker.engine.metrics import WorkerMetrics
+from worker.engine.reporter import PrefillRate
 from worker.engine.step import Runner
 from worker.http.app import make_app
 from worker.http.service import WorkerService

@@ -4,8 +4,8 @@
                                                      |
                                                      +--> reporter: events, load --> publisher --> Redis
 
-The thread owns the scheduler and the KV pool, and waits only for the device. A device that computes on its own overlaps
-with all that needs no token of the step in flight: outputs, reports, commands, and the launch of the next decodes.
+The thread owns the scheduler and the KV pool, and waits only for the device. While the device computes, the engine does
+everything that needs no token of that step: outputs, reports, commands, and the launch of the next decodes.
 Aborted requests give back their blocks when the step ends. On a CPU the same happens between steps.
 """
 
@@ -25,10 +25,10 @@ from cache.records import WorkerLoad, WorkerMember, in_new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
 from worker.engine.inflight import InFlightBatches
-from worker.engine.load import LoadReporter, PrefillRate, debug_state
 from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineDeadError, EngineOutput, EventListener, RefusedError, RequestKey, StepLog
+from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey, StepLog
+from worker.engine.reporter import PrefillRate, Reporter, debug_state
 from worker.engine.step import Runner
 from worker.grammar import GrammarCompiler, GrammarError
 from worker.scheduler.request import Constraint, failed_by, new_request
@@ -79,7 +79,7 @@ class EngineCore:
         self.mailbox = Mailbox()
         """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
         self._outputs = OutputBuffer(metrics)
-        self._reporter = LoadReporter(scheduler, rate, metrics)
+        self._reporter = Reporter(scheduler, rate, metrics)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._on_death: Callable[[BaseException], object] = lambda error: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -97,7 +97,7 @@ class EngineCore:
         self,
         deliver: Callable[[list[EngineOutput]], object],
         on_death: Callable[[BaseException], object],
-        listener: EventListener | None = None,
+        listener: EventPublisher | None = None,
     ) -> None:
         self._outputs.deliver = deliver
         self._on_death = on_death

@@ -19,10 +19,10 @@ from typing import Final
 
 from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
 from worker.common.logs import about
-from worker.engine.load import LoadReporter
 from worker.engine.mailbox import OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, StepLog, StepRecord
+from worker.engine.reporter import Reporter
 from worker.engine.step import Launch, Raised, Runner, SamplingRow, SequenceResult, SequenceStep, Step
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, failed_by
@@ -47,7 +47,7 @@ class InFlightBatches:
 
     scheduler: Scheduler
     runner: Runner
-    reporter: LoadReporter
+    reporter: Reporter
     metrics: WorkerMetrics
     outputs: OutputBuffer
     watchdog: StepWatchdog

@@ -78,8 +78,8 @@ class StepLog:
     num_cached_tokens: int = 0
 
 
-class EventListener(Protocol):
-    """Receives the engine's cache events and load, as the publisher does. Called from any thread; never blocks."""
+class EventPublisher(Protocol):
+    """Receives the engine's cache events and load, as the publisher does. Any thread may call it; it never blocks."""
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
         """Take the events since the last call, in order, and the current load."""
@@ -107,7 +107,7 @@ class Engine(Protocol):
         self,
         deliver: Callable[[list[EngineOutput]], object],
         on_death: Callable[[BaseException], object],
-        listener: EventListener | None = None,
+        listener: EventPublisher | None = None,
     ) -> None:
         """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
 

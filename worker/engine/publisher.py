@@ -112,7 +112,7 @@ def _take_first(entries: dict[IndexEntry, None], limit: int) -> list[IndexEntry]
 
 
 class Publisher:
-    """`worker.engine.protocol.EventListener` over an IndexWriter. Runs in the worker's event loop."""
+    """`worker.engine.protocol.EventPublisher` over an IndexWriter. Runs in the worker's event loop."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class Publisher:
     async def _pause(self, minimum_s: float) -> None:
         """Wait `minimum_s`, then until there is news or a heartbeat is due.
 
-        Heartbeats vary in length, lest two fleets that overwrite each other's entries stay in step with the readers.
+        Heartbeats vary in length: two fleets that share keys by mistake must not overwrite each other in a fixed rhythm.
         """
         heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)

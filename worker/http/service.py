@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from worker.common.tracing import Tracing
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventListener, RefusedError, RequestKey
+from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey
 from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
 from worker.wire import End, Failed, GenerateRequest, Started
@@ -42,7 +42,7 @@ class WorkerService:
         self._is_empty.set()
 
     def start(
-        self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventListener | None = None
+        self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventPublisher | None = None
     ) -> None:
         """Start the engine and take requests. A dead engine fails every stream; then `on_death` runs."""
         call_soon = asyncio.get_running_loop().call_soon_threadsafe

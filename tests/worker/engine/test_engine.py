@@ -28,9 +28,9 @@ from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner, an
 from tests.worker.scheduler.engine import ROOT, Answer, generate
 from worker.device import DeviceStream, HostStream
 from worker.engine.engine import EngineCore
-from worker.engine.load import PrefillRate
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, RequestKey
+from worker.engine.reporter import PrefillRate
 from worker.engine.step import SequenceResult, Step
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler

@@ -5,13 +5,13 @@ import pytest
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, GatewayId, WorkerId
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.load import LoadReporter, PrefillRate
 from worker.engine.metrics import WorkerMetrics
+from worker.engine.reporter import PrefillRate, Reporter
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "cpu", 4, 512, 1)
 
 
-def reported(reporter: LoadReporter) -> WorkerLoad:
+def reported(reporter: Reporter) -> WorkerLoad:
     reporter.report()
     return reporter.load
 
@@ -43,7 +43,7 @@ def test_an_old_measurement_yields_to_a_new_one() -> None:
 
 def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
-    reporter = LoadReporter(engine.scheduler, PrefillRate(100, 1.0), WorkerMetrics())
+    reporter = Reporter(engine.scheduler, PrefillRate(100, 1.0), WorkerMetrics())
     reporter.assign(engine.submit(generate([1] * 160, 5, gateway_id="a")))
     reporter.assign(engine.submit(generate([2] * 10, 5, gateway_id="b")))
 
@@ -65,7 +65,7 @@ def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -
 def test_a_running_prefill_counts_all_its_blocks() -> None:
     """It allocates chunk by chunk, and admission reserves the blocks that it will need."""
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
-    reporter = LoadReporter(engine.scheduler, PrefillRate(), WorkerMetrics())
+    reporter = Reporter(engine.scheduler, PrefillRate(), WorkerMetrics())
     allocator = engine.scheduler.allocator
 
     def num_held() -> int:
@@ -86,14 +86,14 @@ def test_cached_tokens_are_not_queued() -> None:
     engine = HandEngine()
     engine.submit(generate(range(40)))
     engine.finish()
-    reporter = LoadReporter(engine.scheduler, PrefillRate(10, 1.0), WorkerMetrics())
+    reporter = Reporter(engine.scheduler, PrefillRate(10, 1.0), WorkerMetrics())
     reporter.assign(engine.submit(generate([*range(40), 7])))
     assert reported(reporter).queued_prefill_s == pytest.approx({"g": 0.1})
 
 
 def test_decode_steps_do_not_measure_prefill() -> None:
     engine = HandEngine()
-    reporter = LoadReporter(engine.scheduler, PrefillRate(), WorkerMetrics())
+    reporter = Reporter(engine.scheduler, PrefillRate(), WorkerMetrics())
     engine.submit(generate(range(10), 4))
     plan = engine.step()
     assert plan is not None

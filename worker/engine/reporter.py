@@ -1,7 +1,6 @@
 """The reports of the engine thread: cache events, load and the state of its queues.
 
-The load is the prefill seconds that the worker owes, to which gateway, and how fast it works them off. Seconds are
-tokens over the measured prefill rate. A request counts from its arrival to its first token, with the tokens that it
+The load is queued prefill seconds per gateway, and the measured prefill rate. Seconds are tokens over that rate. A request counts from its arrival to its first token, with the tokens that it
 still has to compute. Source: docs/routing.md; a gateway subtracts its own share from `queued_prefill_s`.
 """
 
@@ -17,7 +16,7 @@ from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EventListener
+from worker.engine.protocol import EventPublisher
 from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence
@@ -84,13 +83,13 @@ class StartInterval:
         return self._duration_s / self._num_started if self._num_started else 0.0
 
 
-class LoadReporter:
+class Reporter:
     """Reports cache events and load, on the engine thread. Its counters cover one epoch."""
 
     def __init__(self, scheduler: Scheduler, rate: PrefillRate, metrics: WorkerMetrics) -> None:
         self.rate = rate
         self.starts = StartInterval()
-        self.listener: EventListener | None = None
+        self.listener: EventPublisher | None = None
         self.draining = False
         """Report that no request should come. Any thread may set it."""
         self.load = WorkerLoad()
