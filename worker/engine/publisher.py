@@ -250,7 +250,7 @@ class Publisher:
     async def _pause(self, minimum_s: float) -> None:
         """Wait `minimum_s`, then until there is news or a heartbeat is due.
 
-        Heartbeats vary in length: two fleets that share keys by mistake must not overwrite each other in a fixed rhythm.
+        Heartbeats vary in length: two fleets that share keys by mistake must not overwrite each other in step.
         """
         heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)

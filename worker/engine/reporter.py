@@ -1,7 +1,8 @@
 """The reports of the engine thread: cache events, load and the state of its queues.
 
-The load is queued prefill seconds per gateway, and the measured prefill rate. Seconds are tokens over that rate. A request counts from its arrival to its first token, with the tokens that it
-still has to compute. Source: docs/routing.md; a gateway subtracts its own share from `queued_prefill_s`.
+The load is queued prefill seconds per gateway, and the measured prefill rate. Seconds are tokens over that rate. A
+request counts from its arrival to its first token, with the tokens that it still has to compute. Source:
+docs/routing.md; a gateway subtracts its own share from `queued_prefill_s`.
 """
 
 from __future__ import annotations
