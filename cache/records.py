@@ -14,7 +14,7 @@ import msgspec
 
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -30,11 +30,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Prefill seconds ever assigned in this epoch: a counter, from which gateways derive the fleet's load."""
     prefill_tokens_per_s: _Seconds = 0.0
     """Measured prefill rate; 0.0 before the first measurement."""
-    num_running: _Count = 0
-    num_waiting: _Count = 0
-    num_free_blocks: _Count = 0
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_free_blocks: Count = 0
     """Without those that the prefills in progress will still take, chunk by chunk."""
-    num_blocks: _Count = 0
+    num_blocks: Count = 0
     draining: bool = False
     start_interval_s: _Seconds = 0.0
     """Mean time between two requests that leave the queue while others wait; 0.0 while none has waited."""
@@ -57,7 +57,7 @@ class WorkerMember:
     protocol: int
     secret_check: str = ""
     """`signature` with the cluster secret, empty without one."""
-    epoch_started_ms: _Count = 0
+    epoch_started_ms: Count = 0
     """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: unknown."""
     oldest_protocol: int = 0
     """The oldest wire protocol that the worker still speaks; 0: `protocol` alone."""

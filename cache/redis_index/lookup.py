@@ -136,12 +136,8 @@ class Shard:
     def __init__(self, url: str, number: int, settings: ReaderSettings, count: Callable[[str], None]) -> None:
         self._settings = settings
         self._count = count
-        self.client = RedisClient(
-            url,
-            ClientSettings(settings.username, settings.password, max_pending=1024),
-            count=count,
-            on_change=self._connection_changed,
-        )
+        client_settings = ClientSettings(settings.username, settings.password, max_pending=1024)
+        self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
         self._keys = schema.Keys(settings.prefix, number)
         self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
         self._queries: dict[str | None, _Query] = {}

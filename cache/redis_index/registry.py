@@ -40,6 +40,11 @@ class KnownWorker:
     raw: bytes = b""
     """The state as it stood in Redis."""
 
+    def entry(self, now_ms: int) -> RegistryEntry:
+        state = self.state
+        lease_left_s, age_s = (state.deadline_ms - now_ms) * 1e-3, (now_ms - state.written_ms) * 1e-3
+        return RegistryEntry(self.member, state.load, state.num_entries, state.generation, lease_left_s, age_s)
+
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
@@ -87,18 +92,7 @@ class Registry:
 
     def entries(self) -> list[RegistryEntry]:
         """Return every worker with a state, lapsed ones included."""
-        return [
-            RegistryEntry(
-                worker.member,
-                state.load,
-                state.num_entries,
-                state.generation,
-                (state.deadline_ms - self.now_ms) * 1e-3,
-                (self.now_ms - state.written_ms) * 1e-3,
-            )
-            for worker in self._workers.values()
-            if (state := worker.state) is not _NO_STATE
-        ]
+        return [worker.entry(self.now_ms) for worker in self._workers.values() if worker.state is not _NO_STATE]
 
     def refresh(self, members: Sequence[tuple[bytes, bytes]], states: Sequence[tuple[bytes, bytes]]) -> None:
         """Take the pairs of both hashes."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import Count, WorkerLoad, WorkerMember
 from cache.types import WorkerId
 
 MAX_STATE_BYTES: Final = 16 * 1024
@@ -28,7 +28,6 @@ _MEMBER_TAIL: Final = len(_MEMBER_MARK) + 2 * _MAC_BYTES + len(b'"}')
 _STATE_MARK: Final = b"\xc4\x10"
 """msgpack: 16 bytes of binary."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -45,11 +44,11 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     format: int
     epoch: _Name
-    generation: _Count
-    batch: _Count
-    deadline_ms: _Count
-    written_ms: _Count
-    num_entries: _Count
+    generation: Count
+    batch: Count
+    deadline_ms: Count
+    written_ms: Count
+    num_entries: Count
     load: WorkerLoad
 
 
@@ -148,13 +147,6 @@ def check_key_part(name: str, value: str) -> str:
     return value
 
 
-def check_member(member: WorkerMember) -> WorkerMember:
-    """Return `member`, or raise ValueError for an id or epoch that cannot be part of a key."""
-    check_key_part("worker_id", member.worker_id)
-    check_key_part("epoch", member.epoch)
-    return member
-
-
 def shard_of(worker_id: WorkerId, num_shards: int) -> int:
     """Return the shard of a worker, the same for every reader and writer."""
     return zlib.crc32(worker_id.encode()) % num_shards
@@ -166,7 +158,8 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
         raise RegistryError(f"member of {len(data)} bytes")
     try:
         member = _decode_member(data)
-        check_member(member)
+        check_key_part("worker_id", member.worker_id)
+        check_key_part("epoch", member.epoch)
     except Exception as error:  # anything that a decoder raises at such bytes
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if member.worker_id.encode() != worker_id:

@@ -67,12 +67,8 @@ class IndexWriter:
         self._settings = settings = settings or WriterSettings()
         schema.check_key_part("key prefix", settings.prefix)
         self._count = count
-        self.client = RedisClient(
-            url,
-            ClientSettings(settings.username, settings.password, stall_s=settings.timeout_s),
-            count=count,
-            on_change=self._connection_changed,
-        )
+        client_settings = ClientSettings(settings.username, settings.password, stall_s=settings.timeout_s)
+        self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
         shard = schema.shard_of(member.worker_id, settings.num_shards)
         self._keys = schema.Keys(settings.prefix, shard)
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
@@ -322,7 +318,9 @@ class IndexWriter:
         return self._signer.sign_state(self._member.worker_id, state)
 
     def _describe(self, member: WorkerMember) -> None:
-        self._member = schema.check_member(member)
+        schema.check_key_part("worker_id", member.worker_id)
+        schema.check_key_part("epoch", member.epoch)
+        self._member = member
         self._record = self._signer.sign_member(member.worker_id, schema.encode_member(member))
 
 
