@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,37 +35,20 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class DeviceStream(Protocol):
-    """Does the work queued on it in order, for one thread."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Tell whether `enqueue` returns before the work is done."""
-
-    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
-        """Queue `work`. It returns host tensors that are valid after `collect`; its errors are raised here or there."""
-
-
-class HostStream:
-    """A CPU, which does the work within `enqueue`."""
-
-    overlaps = False
-
-    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
-        return Done(work())
-
-
-class CudaStream:
-    """The stream of a GPU that is current where `work` runs."""
-
-    overlaps = True
+class DeviceStream:
+    """Do the work queued on it in order, for one thread: on the current stream of a GPU, or within `enqueue`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.overlaps = device.type == "cuda"
+        """`enqueue` returns before the work is done."""
 
     def enqueue(self, work: Callable[[], T]) -> Launch[T]:
+        """Queue `work`. It returns host tensors that are valid after `collect`; its errors are raised here or there."""
         with current_device(self._device):
             result = work()
+            if not self.overlaps:
+                return Done(result)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
         return _CudaLaunch(result, event)
@@ -85,7 +68,3 @@ class _CudaLaunch(Generic[T_co]):
     def collect(self) -> T_co:
         self.event.synchronize()
         return self.result
-
-
-def default_stream(device: torch.device) -> DeviceStream:
-    return CudaStream(device) if device.type == "cuda" else HostStream()

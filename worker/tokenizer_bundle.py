@@ -9,10 +9,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from worker.model.config import CheckpointError, UnsupportedModel
@@ -27,17 +27,6 @@ _SPLIT_ENDING: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS_AND_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _LLAMA3_PATTERN: Final = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SPLIT_ENDING
 _QWEN2_PATTERN: Final = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SPLIT_ENDING
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
     else:
         fields = _from_folder(checkpoint.path)
     return TokenizerBundle(
-        fingerprint=_fingerprint(**fields),
+        fingerprint=_fingerprint(*fields.values()),
         model=checkpoint.name,
         revision=checkpoint.revision,
         vocab_size=model.config.vocab_size,
@@ -77,23 +66,16 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
     )
 
 
-def _fingerprint(
-    tokenizer_json: bytes,
-    chat_template: str | None,
-    bos_token: str | None,
-    eos_token: str | None,
-    eos_token_ids: tuple[int, ...],
-    add_bos: bool,
-) -> str:
+def _fingerprint(tokenizer_json: bytes, *fields: object) -> str:
     """Digest the fields by which two tokenizers differ."""
     digest = hashlib.blake2b(digest_size=16)
-    fields = (chat_template, bos_token, eos_token, eos_token_ids, add_bos)
     for part in (tokenizer_json, repr(fields).encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
 def _from_gguf(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of the fingerprint, in its order."""
     tokenizer = tokenizer_from_gguf(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
@@ -118,6 +100,7 @@ def _from_gguf(metadata: Metadata) -> dict[str, Any]:
 
 
 def _from_folder(folder: Path) -> dict[str, Any]:
+    """Return the fields of the fingerprint, in its order."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
@@ -216,19 +199,17 @@ def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> processors.Pos
     if not metadata.get("tokenizer.ggml.add_bos_token", False):
         return byte_level
     bos_id = int(metadata["tokenizer.ggml.bos_token_id"])
-    bos = tokens[bos_id]
-    template = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
-    )
+    bos, special = tokens[bos_id], [(tokens[bos_id], bos_id)]
+    template = processors.TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=special)
     return processors.Sequence([byte_level, template])
 
 
 def _add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    special = (TokenType.CONTROL, TokenType.UNKNOWN)
+    is_special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
     added = [
-        AddedToken(token, special=kind in special, normalized=False)
+        AddedToken(token, special=is_special[kind], normalized=False)
         for token, kind in zip(tokens, types, strict=True)
-        if kind in special or kind == TokenType.USER_DEFINED
+        if kind in is_special
     ]
     tokenizer.add_tokens(added)
     if tokenizer.get_vocab_size() != len(tokens):

@@ -42,7 +42,7 @@ def test_a_shape_of_random_weights_needs_no_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine with a GPU and no network; and steps overlap, as there."""
-    monkeypatch.setattr(model_runner, "default_stream", lambda device: LateStream())
+    monkeypatch.setattr(model_runner, "DeviceStream", lambda device: LateStream())
     threads = torch.get_num_threads()
     arguments = ["--shape", "tiny", "--dtype", "float32", "--block-size", "32", "--json", *SMALL]
     assert engine.main(arguments) == 0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from worker.device import CudaStream, current_device
+from worker.device import DeviceStream, current_device
 
 
 class FakeCuda:
@@ -55,7 +55,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def test_work_and_its_event_go_to_the_device_of_the_stream(cuda: FakeCuda) -> None:
     """The current device is another one, as in a new thread, where an event would be done at once."""
     second = torch.device("cuda:1")
-    launch = CudaStream(second).enqueue(lambda: cuda.current)
+    launch = DeviceStream(second).enqueue(lambda: cuda.current)
     assert launch.is_done()
     assert launch.collect() == second
     assert cuda.recorded == [second]

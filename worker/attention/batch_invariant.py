@@ -1,7 +1,7 @@
 """Batch-invariant paged attention: a token's result does not depend on the rest of the batch, bit for bit.
 
-Kernels of different shapes round differently. Here the position p of a token alone decides the shape of its product,
-and its row in it, however the sequence was cut into steps:
+Kernels of different shapes round differently. Here a token's position p alone decides the shape of its product, and
+its row in it:
 
     tile t = p // 16    queries 16 t .. 16 t + 15 (absent ones are zero)    keys 0 .. 16 t + 15 (later ones are masked)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
-from worker.device import DeviceStream, current_device, default_stream, to_device, to_host
+from worker.device import DeviceStream, current_device, to_device, to_host
 from worker.engine.step import Launch, SequenceResult, SequenceStep, Step
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
@@ -51,7 +51,7 @@ class ModelRunner:
         """
         self._decoder = model.decoder
         self._device = model.device
-        self._stream = stream or default_stream(model.device)
+        self._stream = stream or DeviceStream(model.device)
         self._last: _StepOutput | None = None
         """The output of the step queued last, for one that follows it. None: it raised, or none can follow."""
         self._eos_token_ids = tuple(eos_token_ids)
@@ -213,7 +213,7 @@ class _StepOutput:
     sampled: SamplerOutput | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
     extremes: Tensor | None
-    """Of the written keys and values."""
+    """The lowest and highest of the written keys and values."""
 
     def followed_token_ids(self, indices: Sequence[int]) -> Tensor | None:
         """Return the first token that each of these sequences of the step sampled, on the device."""

@@ -1,7 +1,7 @@
 """Run by test_xformers_paged.py in its own process: compiles the kernels of a GPU's worker without a GPU.
 
-A decode of Llama 8B's shape runs over tensors of the CPU, and each launch of a kernel becomes a compilation of it, with
-the types and constants of its arguments. Prints one JSON object: bytes of machine code by kernel.
+A decode of Llama 8B's shape runs over tensors of the CPU. Each launch of a kernel compiles it for the types and
+constants of its arguments. Prints one JSON object: bytes of machine code by kernel.
 """
 
 from __future__ import annotations

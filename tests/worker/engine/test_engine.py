@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from cache.allocators import make_allocator
 from cache.events import BlockEvent
@@ -26,7 +27,7 @@ from tests.waiting import HANG_S
 from tests.worker.device_streams import ThreadedStream
 from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner, answer
 from tests.worker.scheduler.engine import ROOT, Answer, generate
-from worker.device import DeviceStream, HostStream
+from worker.device import DeviceStream
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, RequestKey
@@ -146,7 +147,7 @@ def running(stream: DeviceStream, *, async_scheduling: bool = True, max_num_seqs
 @pytest.fixture
 def blocking() -> Iterator[ThreadedEngine]:
     """An engine whose device computes in the engine thread."""
-    with running(HostStream()) as engine:
+    with running(DeviceStream(torch.device("cpu"))) as engine:
         yield engine
 
 
@@ -623,7 +624,7 @@ def test_an_idle_engine_has_reported_no_load(threaded: ThreadedEngine) -> None:
 
 
 def test_the_load_has_the_start_interval() -> None:
-    with running(HostStream(), max_num_seqs=1) as engine:
+    with running(DeviceStream(torch.device("cpu")), max_num_seqs=1) as engine:
         engine.runner.gate.clear()
         keys = [engine.submit(i, generate([i, 2, 3], 3)) for i in range(4)]
         engine.runner.gate.set()

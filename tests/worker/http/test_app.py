@@ -11,6 +11,7 @@ import aiohttp
 import msgpack
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
 from cache.records import WorkerState
@@ -19,7 +20,7 @@ from tests.worker.device_streams import ThreadedStream
 from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import generate
-from worker.device import DeviceStream, HostStream
+from worker.device import DeviceStream
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.step import SequenceResult, Step
 from worker.http.service import WorkerService
@@ -61,7 +62,7 @@ class SlowRunner(ArithmeticRunner):
 def runner(request: pytest.FixtureRequest) -> Iterator[SlowRunner]:
     """A runner that computes in the engine thread, or overlaps with it."""
     if getattr(request, "param", "blocking") == "blocking":
-        yield SlowRunner(HostStream())
+        yield SlowRunner(DeviceStream(torch.device("cpu")))
     else:
         stream = ThreadedStream()
         yield SlowRunner(stream)

@@ -10,7 +10,7 @@ HALF_STEP = 2.0**-8
 
 
 def close(got: Tensor, want: Tensor, steps: float = 1.0) -> bool:
-    """Whether bfloat16 `got` is float32 `want`, rounded, give or take float32's own last bits."""
+    """Return whether bfloat16 `got` is float32 `want`, rounded, give or take float32's own last bits."""
     return bool(((got.float() - want).abs() <= steps * HALF_STEP * want.abs() + 4e-6).all())
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
+import torch
+
 from cache.hashing import encode_tokens
-from worker.device import DeviceStream, HostStream
+from worker.device import DeviceStream
 from worker.engine.step import Launch, SampledToken, SequenceResult, SequenceStep, Step
 from worker.wire import TokenLogprobs
 
@@ -42,7 +44,7 @@ class ArithmeticRunner:
         fails: Callable[[Step], bool] = lambda step: False,
         stream: DeviceStream | None = None,
     ) -> None:
-        self.stream = stream or HostStream()
+        self.stream = stream or DeviceStream(torch.device("cpu"))
         self.block_size = block_size
         self.kv = [UNWRITTEN] * (num_blocks * block_size)
         self.fails = fails
