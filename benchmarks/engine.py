@@ -28,9 +28,9 @@ from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.engine.protocol import RequestKey
 from worker.engine.step import Launch, SequenceResult
-from worker.model.config import ModelConfig
+from worker.model.config import LoadOptions, ModelConfig
 from worker.model.gguf import GGUFCheckpoint
-from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.model.load import LoadedModel, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from worker.model.base import Checkpoint, ModelFamily
-from worker.model.config import ModelConfig
+from worker.model.config import LoadOptions, ModelConfig
 from worker.model.huggingface import config_from_hf
-from worker.model.load import LoadedModel, LoadOptions
-from worker.model.registry import FAMILIES
+from worker.model.load import FAMILIES, LoadedModel
 
 _LLAMA3_ROPE: Final = {
     "rope_type": "llama3",

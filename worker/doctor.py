@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from worker.model.config import DTYPES, ModelConfig, ModelError, UnsupportedModel
-from worker.model.load import find_checkpoint, is_hub_id
-from worker.model.registry import read_config
+from worker.model.load import find_checkpoint, find_family, is_hub_id
 from worker.runner.memory import block_bytes, free_memory_bytes
 
 BLOCK_SIZE: Final = 16
@@ -77,7 +76,7 @@ def find_model(source: str) -> tuple[Finding, ModelConfig | None]:
         return Finding("model", "warn", f"{source} is not here yet", f"fetch it first: hf download {name}"), None
     try:
         checkpoint = find_checkpoint(source)
-        config = read_config(checkpoint)
+        config = checkpoint.config(find_family(checkpoint.model_type))
     except UnsupportedModel as error:
         return Finding("model", "warn", f"{source}: {error}", "a start shows whether transformers runs it"), None
     except (ModelError, OSError, ValueError) as error:

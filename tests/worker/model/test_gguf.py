@@ -12,8 +12,7 @@ from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
 from worker.model.config import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
-from worker.model.load import LoadOptions, load_model
-from worker.model.registry import read_config
+from worker.model.load import FAMILIES, LoadOptions, load_model
 from worker.model.rope import rope_table
 
 IDS = [5, 17, 3, 98, 41, 41, 7, 60, 2, 2, 33, 12]
@@ -62,7 +61,7 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     assert factors.max() > 1.5
     write_gguf(tmp_path / "model.gguf", reference, "llama", rope_factors=factors)
     checkpoint = GGUFCheckpoint(tmp_path / "model.gguf")
-    config = read_config(checkpoint)
+    config = checkpoint.config(FAMILIES[checkpoint.model_type])
     table = rope_table(config.rope, config.head_dim, 256, checkpoint.rope_factors())
     want = rope_table(hf.config.rope, hf.config.head_dim, 256)
     torch.testing.assert_close(table, want, rtol=0, atol=1e-4)
