@@ -205,7 +205,7 @@ def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> processors.Pos
 
 
 def _add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    is_special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
+    is_special: dict[int, bool] = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
     added = [
         AddedToken(token, special=is_special[kind], normalized=False)
         for token, kind in zip(tokens, types, strict=True)
