@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from cache.allocators.base import Allocator
 from cache.types import BlockHash, BlockId
@@ -17,14 +17,6 @@ from worker.scheduler.request import OrderedSequences, Request, TokenSequence
 
 MAX_COMPARED: Final = 128
 """Earlier requests that are compared with a new one for a common prefix, the latest first."""
-
-
-class _Admitted(NamedTuple):
-    sequence: TokenSequence
-    num_choices: int
-    """The choices that have slots, from the first."""
-    num_tokens: int
-    """The length of its first chunk."""
 
 
 class BatchAdmission:
@@ -48,18 +40,17 @@ class BatchAdmission:
         there are slots for. While another tenant waits, a request gets at most half of the slots, and one that holds
         more yields what lets the other in.
         """
-        min_admitted = self._min_admitted()
+        min_admitted, growth_reason = self._min_admitted(), self._growth_reason()
         if min_admitted is not None and len(self._waiting) < min_admitted:
             return []
-        admitted: list[_Admitted] = []
+        admitted: list[TokenSequence] = []
         load = _BatchLoad(self._running, self._allocator, self._limits)
         prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
         num_waiting = Counter(sequence.tenant for sequence in self._waiting)
         for sequence in candidates:
             num_choices = len(sequence.choices)
             if len(num_waiting) > 1:
-                num_held = load.num_slots.get(sequence.request, 0)
-                num_choices = min(num_choices, self._limits.max_contested_slots - num_held)
+                num_choices = min(num_choices, self._limits.max_contested_slots - load.num_slots[sequence.request])
             if num_choices <= 0 or self._has_to_wait(sequence, prefilling):
                 continue
             if victims := self._find_victims(sequence, num_choices, load):
@@ -67,38 +58,31 @@ class BatchAdmission:
                     self._yield_slots(victim, num_yielded, plan, budget)
                     num_waiting[victim.tenant] += 1
                 load = _BatchLoad(self._running, self._allocator, self._limits)
-                for earlier in admitted:
-                    load.add(earlier.sequence, earlier.num_choices)
             num_fitting = load.num_tokens_left // sequence.request.max_total_tokens
             num_choices = min(num_choices, load.num_slots_left, num_fitting)
-            if num_choices <= 0 and load.holder is not None and load.holder.wire.tenant == sequence.tenant:
-                continue  # its own tenant has the slots: others behind it may take them
             if budget.left == 0 or num_choices <= 0:
                 break
             granted = self._allocate(sequence, budget, load)
             if granted == 0:
                 break
-            load.add(sequence, num_choices)
-            prefilling.append(sequence)
-            admitted.append(_Admitted(sequence, num_choices, granted))
-            if num_choices == len(sequence.choices):
-                num_waiting[sequence.tenant] -= 1
-                if not num_waiting[sequence.tenant]:
-                    del num_waiting[sequence.tenant]
-        if min_admitted is not None and len(admitted) < min_admitted:
-            for sequence, _, num_tokens in reversed(admitted):
-                sequence.release()
-                budget.give_back(num_tokens)
-            return []
-        if admitted:
-            plan.batch_growth_reason = self._growth_reason()
-        for sequence, num_choices, num_tokens in admitted:
             self._waiting.remove(sequence)
-            self._running.add(sequence)
             if num_choices < len(sequence.choices):
                 self._waiting.add(sequence.split(num_choices))
-            plan.add_tokens(sequence, num_tokens)
-        return [sequence for sequence, _, _ in admitted]
+            else:
+                num_waiting -= Counter([sequence.tenant])
+            self._running.add(sequence)
+            load.add(sequence)
+            plan.add_tokens(sequence, granted)
+            prefilling.append(sequence)
+            admitted.append(sequence)
+        if min_admitted is not None and len(admitted) < min_admitted:
+            for sequence in reversed(admitted):
+                self.preempt(sequence)
+                budget.give_back(plan.chunks.pop(sequence).num_tokens)
+            return []
+        if admitted:
+            plan.batch_growth_reason = growth_reason
+        return admitted
 
     def end_step(self, *, admitted: bool, decoded: bool) -> None:
         """Count a planned step for TGI's rule. One of ours can be both a prefill and a decode."""
@@ -269,16 +253,17 @@ class _BatchLoad:
         self._limits = limits
         self.num_sequences = 0
         self.num_choices = 0
-        self.num_slots: dict[Request, int] = {}
+        self.num_slots: Counter[Request] = Counter()
         self.num_growth_blocks = 0
         self._total_tokens = 0
         for sequence in running:
-            self.add(sequence, len(sequence.choices))
+            self.add(sequence)
 
-    def add(self, sequence: TokenSequence, num_choices: int) -> None:
+    def add(self, sequence: TokenSequence) -> None:
+        num_choices = len(sequence.choices)
         self.num_sequences += 1
         self.num_choices += num_choices
-        self.num_slots[sequence.request] = self.num_slots.get(sequence.request, 0) + num_choices
+        self.num_slots[sequence.request] += num_choices
         self.num_growth_blocks += num_growth_blocks(sequence, self._allocator)
         self._total_tokens += num_choices * sequence.request.max_total_tokens
 

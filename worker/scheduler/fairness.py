@@ -65,9 +65,10 @@ class FairShare:
             served, _, tenant = heappop(heap)
             queue = queues[tenant]
             sequence = queue.popleft()
+            num_choices = len(sequence.choices)  # some may wait on, once it is taken
             yield sequence
             if queue:
-                served += _service(sequence.num_pending, len(sequence.choices) * sequence.sampling.max_tokens)
+                served += _service(sequence.num_pending, num_choices * sequence.sampling.max_tokens)
                 heappush(heap, (served, queue[0].order, tenant))
 
     def _prune(self, least: float) -> None:
