@@ -34,7 +34,7 @@ from worker.model.load import LoadedModel, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
-from worker.scheduler.request import new_request
+from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
@@ -85,7 +85,7 @@ class Engine:
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         )
         key = RequestKey(self._num_requests)
-        self._scheduler.submit(new_request(wire, key, arrival_s=0.0, aging_s=30.0, constraints={}))
+        self._scheduler.submit(Request(key, wire, 0.0, 30.0, {}))
 
     def step(self) -> int | None:
         """Return the tokens of one step; None when there was nothing to do. On a device that computes next to this

@@ -166,32 +166,24 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
             f"tokenizers of {', '.join(sorted(_FAMILIES))}; use the model's safetensors and tokenizer.json instead"
         )
     family, tokens = _FAMILIES[family_name], metadata["tokenizer.ggml.tokens"]
-    tokenizer = Tokenizer(_bpe(tokens, metadata["tokenizer.ggml.merges"], family))
-    if family.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(family)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _post_processor(metadata, tokens)
-    _add_special_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
-    return tokenizer
-
-
-def _bpe(tokens: Sequence[str], merges: Sequence[str], family: _Family) -> models.BPE:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise CheckpointError("tokenizer.ggml.tokens has a token twice")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=family.whole_words_first)
-
-
-def _pre_tokenizer(family: _Family) -> pre_tokenizers.PreTokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=family.whole_words_first))
+    if family.nfc:
+        tokenizer.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = []
     if family.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if family.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(family.pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.pattern is None))
-    return pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = _post_processor(metadata, tokens)
+    _add_special_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
+    return tokenizer
 
 
 def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> processors.PostProcessor:

@@ -31,7 +31,7 @@ from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher
 from worker.engine.reporter import PrefillRate, Reporter, debug_state
 from worker.engine.step import Runner
 from worker.grammar import GrammarCompiler, GrammarError
-from worker.scheduler.request import Constraint, failed_by, new_request
+from worker.scheduler.request import Constraint, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.validation import refusal
 from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle
@@ -134,7 +134,7 @@ class EngineCore:
             self._metrics.requests.inc()
             aging_s = self._scheduler.limits.aging_s
             try:
-                made = new_request(request, key, arrival_s=arrival_s, aging_s=aging_s, constraints=prepared)
+                made = Request(key, request, arrival_s, aging_s, prepared)
                 outputs = self._scheduler.submit(made)
             except Exception as error:  # one request must not end the others
                 extra = about(request.request_id, request.traceparent)

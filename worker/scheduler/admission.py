@@ -60,6 +60,8 @@ class BatchAdmission:
                 load = _BatchLoad(self._running, self._allocator, self._limits)
             num_fitting = load.num_tokens_left // sequence.request.max_total_tokens
             num_choices = min(num_choices, load.num_slots_left, num_fitting)
+            if num_choices <= 0 and load.holder is not None and load.holder.wire.tenant == sequence.tenant:
+                continue  # its own tenant has the slots: others behind it may take them
             if budget.left == 0 or num_choices <= 0:
                 break
             granted = self._allocate(sequence, budget, load)

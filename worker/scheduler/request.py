@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
@@ -79,9 +79,12 @@ class Request:
 
     key: RequestKey
     wire: GenerateRequest
-    choices: list[RequestChoice]
     arrival_s: float
-    order_s: float
+    aging_s: InitVar[float]
+    constraints: InitVar[Mapping[int, Constraint]]
+    """By choice index. They have accepted the output of a resumed choice."""
+    choices: list[RequestChoice] = field(init=False)
+    order_s: float = field(init=False)
     """Position in every queue: the arrival, shifted by the priority (see `OrderedSequences`)."""
     sequences: list[TokenSequence] = field(default_factory=list)
     """The unfinished ones, waiting or running."""
@@ -90,17 +93,25 @@ class Request:
     """Prompt tokens to compute, estimated at arrival."""
     started_s: float | None = None
     first_token_s: float | None = None
-    deadline_s: float = math.inf
+    deadline_s: float = field(init=False)
     """The request fails if it has not started by then."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = field(init=False)
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.sampling = self.wire.sampling
+    def __post_init__(self, aging_s: float, constraints: Mapping[int, Constraint]) -> None:
+        wire = self.wire
+        self.sampling = wire.sampling
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.choices = [
+            RequestChoice(choice.index, choice.seed, list(choice.output_ids), constraints.get(choice.index))
+            for choice in wire.choices
+        ]
+        self.order_s = self.arrival_s + wire.priority * aging_s
+        self.deadline_s = math.inf if wire.deadline_s is None else self.arrival_s + wire.deadline_s
+        self.prompt_logprobs = None if self.sampling.prompt_logprobs is None else []
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -247,25 +258,6 @@ class OrderedSequences:
 
 
 _by_order = attrgetter("order")
-
-
-def new_request(
-    wire: GenerateRequest, key: RequestKey, *, arrival_s: float, aging_s: float, constraints: Mapping[int, Constraint]
-) -> Request:
-    """Make a request. `constraints` are by choice index, and have accepted the output of a resumed choice."""
-    choices = [
-        RequestChoice(state.index, state.seed, list(state.output_ids), constraints.get(state.index))
-        for state in wire.choices
-    ]
-    return Request(
-        key=key,
-        wire=wire,
-        choices=choices,
-        arrival_s=arrival_s,
-        order_s=arrival_s + wire.priority * aging_s,
-        deadline_s=math.inf if wire.deadline_s is None else arrival_s + wire.deadline_s,
-        prompt_logprobs=None if wire.sampling.prompt_logprobs is None else [],
-    )
 
 
 def split_into_sequences(request: Request, max_choices: int) -> list[TokenSequence]:

@@ -13,7 +13,7 @@ from worker.engine.protocol import EngineOutput, RequestKey
 from worker.engine.step import Launch, Raised, Runner, SequenceResult, Step
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
-from worker.scheduler.request import Constraint, Request, new_request
+from worker.scheduler.request import Constraint, Request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import (
     ChoiceState,
@@ -108,7 +108,7 @@ class HandEngine:
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
         aging_s = self.scheduler.limits.aging_s
-        request = new_request(wire, key, arrival_s=self.now_s, aging_s=aging_s, constraints=constraints or {})
+        request = Request(key, wire, self.now_s, aging_s, constraints or {})
         self.answers[key] = Answer()
         self._deliver(self.scheduler.submit(request))
         return request
