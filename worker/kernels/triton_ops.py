@@ -39,14 +39,11 @@ def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tenso
     queries = key if query is None else query
     _store[_grid(num_tokens, num_heads)](
         key,
-        key.stride(0),
-        key.stride(1),
+        *key.stride()[:2],
         value,
-        value.stride(0),
-        value.stride(1),
+        *value.stride()[:2],
         queries,
-        queries.stride(0),
-        queries.stride(1),
+        *queries.stride()[:2],
         slots,
         keys,
         values,

@@ -6,6 +6,7 @@ at most a pass over the vocabulary, however long the lists are.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -138,9 +139,8 @@ class OutputCounts:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._places: dict[int, int] = {}
-        self._ids: Ids = np.zeros(16, dtype=np.int64)
-        self._counts = np.zeros(16, dtype=np.float32)
+        self._positions: dict[int, int] = {}
+        self._ids, self._counts = array("q"), array("f")
         self._num_counted = 0
 
     @classmethod
@@ -160,18 +160,16 @@ class OutputCounts:
         self._num_counted = len(output_ids)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the tokens, int64, and their counts, float32. Valid until the next `update`."""
-        num_distinct = len(self._places)
-        counts = torch.from_numpy(self._counts[:num_distinct])
-        return _ids_to_device(self._ids[:num_distinct], device), to_device(counts, torch.float32, device)
+        """Return the tokens, int64, and their counts, float32."""
+        counts = torch.from_numpy(np.array(self._counts))
+        return _ids_to_device(np.array(self._ids), device), to_device(counts, torch.float32, device)
 
     def _count_one(self, token_id: int) -> None:
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._ids[place] = token_id
-        self._counts[place] += 1
+        position = self._positions.setdefault(token_id, len(self._positions))
+        if position == len(self._ids):
+            self._ids.append(token_id)
+            self._counts.append(0)
+        self._counts[position] += 1
 
 
 def _repetition(logits: Tensor, penalty: float) -> Tensor:
