@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -133,7 +133,7 @@ class ChunkFormatter(ResponseFormatter):
 
 
 def response_id(prefix: str) -> str:
-    return prefix + secrets.token_hex(16)
+    return prefix + os.urandom(16).hex()
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, Literal
@@ -37,7 +37,7 @@ _SEED_MASK: Final = 2**63 - 1
 
 def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
     """Give choice 0 the request's seed, and choice i a hash of it and i; draw one when the request has none."""
-    first = secrets.randbits(63) if seed is None else seed & _SEED_MASK
+    first = (int.from_bytes(os.urandom(8)) if seed is None else seed) & _SEED_MASK
     return (first, *[_derived_seed(first, index) for index in range(1, num_choices)])
 
 

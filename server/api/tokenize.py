@@ -12,10 +12,10 @@ from server.api.chat import render_chat
 from server.api.formatting import encode_json, token_text
 from server.api.sampling import in_vocabulary
 from server.auth.identity import Identity
-from server.errors import ContextLengthError, InvalidRequestError
+from server.errors import ContextLengthError
 from server.event_loop import Pace
 from server.models import Models, ServedModel
-from server.schema.decoding import decode_json, inspect
+from server.schema.decoding import invalid, read_json
 from server.schema.fields import TokenId
 from server.schema.requests import CHAT
 from server.text.tokenizer import TooManyTokensError
@@ -24,8 +24,9 @@ MAX_TOKENS: Final = 1 << 16
 """The limit for one text to or from ids, or the model's context where that is more."""
 
 
-class TokenizeText(Struct, kw_only=True):
-    prompt: str
+class TokenizeRequest(Struct, kw_only=True):
+    prompt: str | None = None
+    messages: Any = None
     model: Annotated[str, Meta(max_length=1024)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -36,8 +37,7 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=1024)] | None = None
 
 
-_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
-_TEXT: Final = msgspec.json.Decoder(TokenizeText)
+_TEXT: Final = msgspec.json.Decoder(TokenizeRequest)
 _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -47,22 +47,20 @@ class TokenizeApi:
 
     async def tokenize(self, body: bytes, identity: Identity) -> bytes:
         """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
-        inspected = await inspect(body, self._models.max_text_bytes)
-        fields = decode_json(body, _OBJECT.decode, inspected=inspected)
-        if "messages" in fields:
-            if fields.get("model") is None:
-                fields["model"] = self._model(None, identity).name
+        request: TokenizeRequest = await read_json(body, _TEXT.decode, self._models.max_text_bytes)
+        if request.messages is not None:
+            name = request.model or self._model(None, identity).name
+            fields = {**msgspec.json.decode(body), "model": name}
             chat = await CHAT.read(encode_json(fields), lambda: None, "messages")
-            model = self._models.allowed(chat.model, identity)
+            model = self._models.allowed(name, identity)
             rendered = await render_chat(chat, model)
             ids = await _encode(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
-            with_texts = bool(fields.get("return_token_strs"))
+        elif request.prompt is None:
+            raise invalid("prompt", "is required")
         else:
-            del fields
-            request: TokenizeText = decode_json(body, _TEXT.decode, inspected=inspected)
             model = self._model(request.model, identity)
             ids = await _encode(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
-            with_texts = bool(request.return_token_strs)
+        with_texts = bool(request.return_token_strs)
         texts, pace = [], Pace()
         for number, id_ in enumerate(ids if with_texts else (), 1):
             texts.append(token_text(model.tokenizer.token_bytes, id_))
@@ -73,12 +71,10 @@ class TokenizeApi:
 
     async def detokenize(self, body: bytes, identity: Identity) -> bytes:
         """Return the text of ids, special tokens included. Raises ApiError."""
-        inspected = await inspect(body, self._models.max_text_bytes)
-        request: DetokenizeRequest = decode_json(body, _IDS.decode, inspected=inspected)
+        request: DetokenizeRequest = await read_json(body, _IDS.decode, self._models.max_text_bytes)
         model = self._model(request.model, identity)
         if len(request.tokens) > (limit := max(MAX_TOKENS, model.max_model_len)):
-            message = f"tokens holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts."
-            raise InvalidRequestError(message, param="tokens")
+            raise invalid("tokens", f"holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts")
         in_vocabulary(request.tokens, model.bundle.vocab_size, "tokens")
         return encode_json({"prompt": model.tokenizer.decode(request.tokens)})
 
@@ -88,7 +84,7 @@ class TokenizeApi:
             return self._models.allowed(name, identity)
         models = {id(model): model for alias, model in self._models.names() if identity.may_use(alias, model.name)}
         if len(models) != 1:
-            raise InvalidRequestError("model is required.", param="model")
+            raise invalid("model", "is required")
         return next(iter(models.values()))
 
 

@@ -29,7 +29,7 @@ from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
 from server.ops.pages import PagesMiddleware, page_routes
-from server.schema.decoding import decode_json, inspect
+from server.schema.decoding import read_json
 from server.workers.client import WorkerClient, WorkerLost
 
 MAX_BODY_BYTES: Final = 32 << 20
@@ -93,7 +93,7 @@ class OpsApi:
         `?tenant=NAME` asks about that tenant's cache.
         """
         body = await request.body()
-        fields = decode_json(body, msgspec.json.decode, inspected=await inspect(body))
+        fields = await read_json(body, msgspec.json.decode)
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body is that of a chat or a completion request.")
         endpoint = self.api.chat if "messages" in fields else self.api.completions

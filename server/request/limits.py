@@ -114,14 +114,15 @@ class RetryBudget:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._bucket = TokenBucket(RETRIES_PER_S, MAX_RETRIES)
-
-    def earn(self) -> None:
-        """Count a new request."""
-        self._bucket.add(self._clock(), RETRIES_PER_REQUEST)
+        self.num_requests = 0
+        """Requests since the last retry: each earns a part of one."""
 
     def spend(self) -> bool:
         """Take one retry, if one is left."""
-        return self._bucket.take(self._clock()) == 0.0
+        now_s = self._clock()
+        self._bucket.add(now_s, RETRIES_PER_REQUEST * self.num_requests)
+        self.num_requests = 0
+        return self._bucket.take(now_s) == 0.0
 
 
 class PoisonCache:
@@ -130,9 +131,6 @@ class PoisonCache:
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._until_s: dict[bytes, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._until_s)
 
     def add(self, spec: GenerationSpec) -> None:
         while len(self._until_s) >= MAX_POISON_ENTRIES:

@@ -85,33 +85,29 @@ TextLimit = Callable[[], int | None]
 """Returns how many bytes of strings a body may need; None: unknown."""
 
 
-async def inspect(body: bytes, max_text_bytes: TextLimit | None = None, param: str | None = None) -> bool:
-    """Measure a large body; return whether it is one.
+async def read_json(
+    body: bytes, decode: Callable[[bytes], Any], max_text_bytes: TextLimit | None = None, param: str | None = None
+) -> Any:
+    """Return `decode(body)`, after measuring a large body with rests. Raises InvalidRequestError, whatever the bytes.
 
-    Raises InvalidRequestError for one that would take long to decode, or many times its size, and ContextLengthError
-    with `param` for more text than the models served here can need.
+    Raises ContextLengthError with `param` for more text than the models served here can need.
     """
-    if len(body) < LARGE_BODY_BYTES:
-        return False
-    shape = await paced(measure(body))
-    limit = None if max_text_bytes is None else max_text_bytes()
-    if limit is not None and shape.num_text_bytes > limit:
-        message = f"The body's strings take {shape.num_text_bytes} bytes, and at most {limit} are taken"
-        raise ContextLengthError(f"{message} for the models served here: send less text.", param=param)
-    return True
-
-
-def decode_json(body: bytes, decoder: Callable[[bytes], Any], *, inspected: bool = False) -> Any:
-    """Return `decoder(body)`. Raises InvalidRequestError, whatever the bytes are. `inspected`: by `inspect`."""
+    is_large = len(body) >= LARGE_BODY_BYTES
+    if is_large:
+        num_bytes = (await paced(measure(body))).num_text_bytes
+        limit = None if max_text_bytes is None else max_text_bytes()
+        if limit is not None and num_bytes > limit:
+            message = f"The body's strings take {num_bytes} bytes, and at most {limit} are taken"
+            raise ContextLengthError(f"{message} for the models served here: send less text.", param=param)
     try:
-        decoded = decoder(body)
+        decoded = decode(body)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None
-    if not inspected and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+    if not is_large and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         at_once(measure(body))
     return decoded
 
@@ -145,9 +141,9 @@ class BodyDecoder(Generic[BodyT]):
 
         `param` names the field that holds its text.
         """
-        is_large = await inspect(body, max_text_bytes, param)
+        is_large = len(body) >= LARGE_BODY_BYTES
         try:
-            request: BodyT = decode_json(body, self._decode, inspected=is_large)
+            request: BodyT = await read_json(body, self._decode, max_text_bytes, param)
         except InvalidRequestError as error:
             if error.param is not None and error.param in self.refused:
                 raise unsupported(error.param, self.refused[error.param]) from None
