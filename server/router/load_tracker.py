@@ -190,6 +190,8 @@ class WorkerLoadEstimate:
         A step goes half to the oldest prefill and half to the shortest. Of other gateways only the sum of their work
         is known; it counts as old.
         """
+        if not self._queue and self._others_s <= 0.0:
+            return 0.0, 0.0
         self._advance(now_s)
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
         scale = max(1.0, len(self._queue) / _MAX_COMPARED)

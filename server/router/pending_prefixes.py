@@ -5,20 +5,15 @@ Both stay in the gateway and are never written to Redis.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cache.types import BlockHash, WorkerIncarnation
 
-
-@dataclass(slots=True, eq=False)
-class PendingPrefix:
-    """The blocks of one request at one worker."""
-
-    incarnation: WorkerIncarnation
-    hashes: Sequence[BlockHash]
+_Entry = tuple[float, WorkerIncarnation, Sequence[BlockHash]]
+"""When it expires, and which blocks count as cached at which worker."""
 
 
 class PendingPrefixes:
@@ -34,46 +29,49 @@ class PendingPrefixes:
         self._publish_delay_s = publish_delay_s
         self._ttl_s = ttl_s
         self._num_references: dict[WorkerIncarnation, dict[BlockHash, int]] = {}
-        self._open: dict[PendingPrefix, float] = {}
-        """Entries without a first token, and when they expire: in that order, since the TTL is the same for all."""
-        self._confirmed: deque[tuple[float, PendingPrefix]] = deque()
-        """When confirmed entries expire, in that order."""
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Entry] = {}
+        """Entries without a first token, in the order in which they expire, since the TTL is the same for all."""
+        self._confirmed: deque[_Entry] = deque()
+        """In the order in which they expire."""
 
-    def add(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash], now_s: float) -> PendingPrefix:
-        prefix = PendingPrefix(incarnation, hashes)
+    def add(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash], now_s: float) -> int:
+        """Add the blocks of one request, and return a number for the entry."""
+        number = next(self._numbers)
         blocks = self._num_references.setdefault(incarnation, {})
         for block_hash in hashes:
             blocks[block_hash] = blocks.get(block_hash, 0) + 1
-        self._open[prefix] = now_s + self._ttl_s
-        return prefix
+        self._open[number] = (now_s + self._ttl_s, incarnation, hashes)
+        return number
 
-    def confirm(self, prefix: PendingPrefix, now_s: float) -> None:
+    def confirm(self, number: int, now_s: float) -> None:
         """Keep the entry for the publish delay only: its first token is out."""
-        if self._open.pop(prefix, None) is not None:
-            self._confirmed.append((now_s + self._publish_delay_s, prefix))
+        if (entry := self._open.pop(number, None)) is not None:
+            self._confirmed.append((now_s + self._publish_delay_s, *entry[1:]))
 
-    def cancel(self, prefix: PendingPrefix) -> None:
+    def cancel(self, number: int) -> None:
         """Remove the entry if it has had no first token."""
-        if self._open.pop(prefix, None) is not None:
-            self._remove(prefix)
+        if (entry := self._open.pop(number, None)) is not None:
+            self._remove(entry)
 
     def expire(self, now_s: float) -> None:
         """Remove the entries whose time is over. Call it before `match`."""
         while self._confirmed and self._confirmed[0][0] <= now_s:
-            self._remove(self._confirmed.popleft()[1])
-        while self._open and next(iter(self._open.values())) <= now_s:
+            self._remove(self._confirmed.popleft())
+        while self._open and next(iter(self._open.values()))[0] <= now_s:
             self.cancel(next(iter(self._open)))
 
-    def _remove(self, prefix: PendingPrefix) -> None:
-        blocks = self._num_references[prefix.incarnation]
-        for block_hash in prefix.hashes:
+    def _remove(self, entry: _Entry) -> None:
+        _, incarnation, hashes = entry
+        blocks = self._num_references[incarnation]
+        for block_hash in hashes:
             count = blocks[block_hash] - 1
             if count:
                 blocks[block_hash] = count
             else:
                 del blocks[block_hash]
         if not blocks:
-            del self._num_references[prefix.incarnation]
+            del self._num_references[incarnation]
 
     def match(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that is pending there. What is present is prefix-closed."""

@@ -76,7 +76,7 @@ class Placement:
         self._estimate = view.estimate
         self._prefill_tokens_per_s = view.prefill_tokens_per_s
         self._active = view.estimate.add(view.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks)
-        self._pending = None
+        self._pending = 0
         if scorer.count_pending and request.hashes:
             self._pending = scorer.pending.add((member.worker_id, member.epoch), request.hashes, now_s)
 
@@ -98,7 +98,7 @@ class Placement:
         scorer = self._scorer
         if not self._estimate.first_token(self._active):
             return
-        if self._pending is not None:
+        if self._pending:
             scorer.pending.confirm(self._pending, scorer.clock())
         if scorer.observer is not None:
             scorer.observer.first_token(self)
@@ -106,7 +106,7 @@ class Placement:
     def close(self) -> None:
         """End the request. Without a first token its blocks stop counting as cached."""
         scorer, active = self._scorer, self._active
-        if self._pending is not None:
+        if self._pending:
             scorer.pending.cancel(self._pending)
         if self._estimate.close(active) and active.started_s is not None:
             now_s = scorer.clock()
@@ -169,7 +169,8 @@ class Scorer:
         scored = [w for w in workers if w.guard is None] or [w for w in workers if w.guard is BREAKER]
         if scored:
             recent_s = sum([worker.recent_s for worker in workers])
-            fleet = FleetView(self.cost, recent_s, len(workers), _mean_draw if dry_run else self._rng.random)
+            draw = (lambda: 0.5) if dry_run else self._rng.random
+            fleet = FleetView(self.cost, recent_s, len(workers), draw)
             scores = self._policy.scores(request, scored, fleet)
             for worker, score in zip(scored, scores, strict=True):
                 worker.guard, worker.score = None, score
@@ -262,7 +263,3 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
     if worker.num_waiting >= MAX_WAITING:
         return QUEUE_FULL
     return BREAKER if member.worker_id in broken else None
-
-
-def _mean_draw() -> float:
-    return 0.5

@@ -46,8 +46,8 @@ class Headstart(Policy):
     """The least cost in seconds: see `server.router.cost`.
 
     With several gateways, costs get a random part as large as the worker's report is old: what others sent since then
-    is unknown, and all would take the same idle worker. An affinity key's own worker is preferred as far as a small
-    part of the prefill is worth, so that any match or queue outweighs it.
+    is unknown, and all would take the same idle worker. An affinity key's own worker gets a discount of a small part
+    of the prefill: any match or queue outweighs it.
     """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:

@@ -199,12 +199,9 @@ class Fleet:
             for worker_id, worker in self._workers.items()
             if worker.leased_s >= now_s and worker.broken_until_s <= now_s
         }
-        urls.update(worker.member.url for worker_id, worker in self._workers.items() if worker_id not in vouched)
-        urls.update(
-            member.url
-            for member in self._index.members()
-            if self._accepts(member, namespaces) and member.worker_id not in vouched
-        )
+        members = [worker.member for worker in self._workers.values()]
+        members += [member for member in self._index.members() if self._accepts(member, namespaces)]
+        urls.update(member.url for member in members if member.worker_id not in vouched)
         self._unreachable &= urls
         await asyncio.gather(*(self._ask(url) for url in urls))
         self._forget()

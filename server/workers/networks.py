@@ -28,7 +28,8 @@ DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/1
 MAX_VERIFIED: Final = 50_000
 MAX_COMPLAINTS: Final = 500
 _DNS: Final = "dns:"
-_URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?/?")
+_NAME: Final = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
+_URL: Final = re.compile(rf"https?://(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|{_NAME})(?::(?P<port>[0-9]{{1,5}}))?/?")
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 
@@ -130,13 +131,10 @@ async def resolve(host: str, port: int) -> list[AddressInfo]:
 def is_worker_url(url: str) -> bool:
     """Return whether a URL is http[s]://HOST[:PORT] with a name and a port that sockets accept. Never raises."""
     match = _URL.fullmatch(url)
-    if match is None or not (match[2] is None or 0 < int(match[2][1:]) < 65536):
+    if match is None or not 0 < int(match["port"] or 80) < 65536:
         return False
-    host = match[1]
-    if not host.startswith("["):
-        return all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))
     try:
-        ipaddress.IPv6Address(host[1:-1])
+        ipaddress.IPv6Address(match["ipv6"] or "::")
     except ValueError:
         return False
     return True
