@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
 
@@ -23,6 +22,7 @@ from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
 from server.auth.identity import identity_of
 from server.auth.limits import RateLimits
+from server.config import GatewayConfig
 from server.errors import UnavailableError
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
@@ -34,21 +34,12 @@ ID_BYTES: Final = 8
 """Bytes of a token id in a body, up to 999,999, with its comma and a space."""
 
 
-@dataclass(slots=True, eq=False)
-class Lifecycle:
-    """The state of the process as clients see it."""
-
-    draining: bool = False
-
-
 class PublicApi:
     """The handlers of the public port."""
 
-    def __init__(
-        self, endpoint: EndpointServices, lifecycle: Lifecycle, live_workers: Callable[[], Sequence[WorkerMember]]
-    ) -> None:
+    def __init__(self, endpoint: EndpointServices, live_workers: Callable[[], Sequence[WorkerMember]]) -> None:
         """`live_workers` returns the workers that a request could be sent to."""
-        self._lifecycle = lifecycle
+        self.draining = False
         self._live_workers = live_workers
         self._models = endpoint.models
         self._tokenize = TokenizeApi(self._models)
@@ -106,7 +97,7 @@ class PublicApi:
 
     async def ready(self, request: Request) -> Response:
         """Answer 200 when a request would find a worker."""
-        if self._lifecycle.draining:
+        if self.draining:
             raise UnavailableError("This gateway is draining.", retry_after_s=1.0)
         known = {model.name for _, model in self._models.names()}
         workers = [worker for worker in self._live_workers() if worker.model in known]
@@ -139,7 +130,7 @@ class HotRoutes:
         self._endpoints = endpoints
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        endpoint = self._endpoints.get(scope["path"]) if scope.get("method") == "POST" else None
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             return self._app(scope, receive, send)
         require_json(scope["headers"])
@@ -147,20 +138,18 @@ class HotRoutes:
 
 
 def public_app(
+    config: GatewayConfig,
     api: PublicApi,
     metrics: GatewayMetrics,
     authenticator: Authenticator,
-    max_body_bytes: int,
-    *,
-    access_log: bool = False,
-    lifespan: Lifespan[Application] | None = None,
+    lifespan: Lifespan[Application],
 ) -> Application:
     return Application(
         routes=api.routes(),
         middleware=[
-            Middleware(RequestMiddleware, metrics, access_log=access_log),
+            Middleware(RequestMiddleware, metrics, access_log=config.access_log),
             Middleware(AuthenticationMiddleware, authenticator, RateLimits()),
-            Middleware(BodyLimitMiddleware, max_body_bytes, api.max_body_bytes),
+            Middleware(BodyLimitMiddleware, config.max_body_bytes, api.max_body_bytes),
             Middleware(HotRoutes, api.endpoints),
         ],
         lifespan=lifespan,

@@ -30,14 +30,15 @@ import uvloop
 from cache.redis_index import RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
-from server.app import Lifecycle, PublicApi, public_app
+from server.app import PublicApi, public_app
 from server.auth.api_keys import KeyFile
 from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.middleware import Application, KnownHostsMiddleware
-from server.http.server import HttpLimits, Listener, affordable_connections
+from server.http.protocol import HttpLimits
+from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models import ModelOptions, Models
@@ -79,7 +80,7 @@ class Gateway:
         self._config = config
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()
-        self.metrics, self.lifecycle = GatewayMetrics(), Lifecycle()
+        self.metrics = GatewayMetrics()
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
@@ -131,17 +132,10 @@ class Gateway:
         self.endpoint = EndpointServices(
             self.models, self.requests, self.keep_alive, config.request_timeout_s, self._tracing
         )
-        api = PublicApi(self.endpoint, self.lifecycle, self.fleet.live_workers)
+        self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
-        self.public = public_app(
-            api,
-            self.metrics,
-            self.authenticator,
-            config.max_body_bytes,
-            access_log=config.access_log,
-            lifespan=self._lifespan,
-        )
+        self.public = public_app(config, self.api, self.metrics, self.authenticator, self._lifespan)
         overview = Overview(
             gateway_id=gateway_id,
             policy=config.policy,
@@ -149,12 +143,12 @@ class Gateway:
             router=self.router,
             index=self._index,
             metrics=self.metrics,
-            lifecycle=self.lifecycle,
+            api=self.api,
             num_streamed_tokens=lambda: self.endpoint.num_streamed_tokens,
             prefix_tree=prefix_tree,
         )
         self.feed = Feed(overview, decisions)
-        self.ops = self._ops_app(api, overview)
+        self.ops = self._ops_app(overview)
         self.http_limits = HttpLimits(
             max_header_bytes=config.max_header_bytes,
             header_timeout_s=config.header_timeout_s,
@@ -164,11 +158,11 @@ class Gateway:
         )
         self._listeners: tuple[Listener, ...] = ()
 
-    def _ops_app(self, api: PublicApi, overview: Overview) -> Application:
+    def _ops_app(self, overview: Overview) -> Application:
         config = self._config
         self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
         handlers = OpsApi(
-            api=api,
+            api=self.api,
             of_tenant=partial(tenant_identity, config.cluster_secret()),
             overview=overview,
             feed=self.feed,
@@ -196,7 +190,7 @@ class Gateway:
             group.create_task(ops.run_until_stopped())
             await public.run_until_stopped()
             self.feed.close()
-            ops.stop()
+            ops.should_exit = True
 
     @asynccontextmanager
     async def _lifespan(self, app: Application) -> AsyncIterator[None]:
@@ -233,23 +227,23 @@ class Gateway:
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
         grace_s = self._config.drain_grace_s
-        if not self.lifecycle.draining:
+        if not self.api.draining:
             log.info("draining: open requests have %.0f s", grace_s)
-            self.lifecycle.draining = True
+            self.api.draining = True
             shutdown_s = grace_s - min(SHUTDOWN_NOTICE_S, grace_s / 2)
             asyncio.get_running_loop().call_later(shutdown_s, self.endpoint.shutdown)
         if self._listeners:
-            self._listeners[0].stop()
+            self._listeners[0].should_exit = True
 
     def _on_signal(self) -> None:
-        if self.lifecycle.draining:
+        if self.api.draining:
             for listener in self._listeners:
-                listener.force()
+                listener.force_exit = True
         self.drain()
 
 
 def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:
-    """Raises KeyFileError."""
+    """Raises ValueError."""
     if config.api_keys is not None:
         keys = KeyFile(Path(config.api_keys), config.cluster_secret(), on_reload=metrics.key_reloads.inc)
         log.info("%d API keys of %s", len(keys), config.api_keys)

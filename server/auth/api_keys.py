@@ -40,10 +40,6 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: Annotated[tuple[KeyEntry, ...], Meta(max_length=MAX_KEYS)] = ()
 
 
-class KeyFileError(ValueError):
-    """The file cannot be read, or is not a key file. The message names the file and the field."""
-
-
 def digest_of(key: bytes) -> bytes:
     """Hash plainly, without a salt or stretching: keys are 256 random bits."""
     return hashlib.sha256(key).digest()
@@ -67,17 +63,17 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
 
 
 def load_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """Read a key file. Raises KeyFileError."""
+    """Read a key file. Raises ValueError that names the file and the field."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise KeyFileError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+            raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         return parse_keys(data.decode())
     except OSError as error:
-        raise KeyFileError(f"{path}: {error.strerror or error}") from None
+        raise ValueError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise KeyFileError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
 
 
 class KeyFile(WatchedFiles):
@@ -88,14 +84,14 @@ class KeyFile(WatchedFiles):
     def __init__(
         self, path: Path, cluster_secret: bytes, *, on_reload: Callable[[str], None] = lambda outcome: None
     ) -> None:
-        """Raises KeyFileError. `on_reload` receives "loaded" or "rejected"."""
+        """Raises ValueError. `on_reload` receives "loaded" or "rejected"."""
         super().__init__([path])
         self._cluster_secret = cluster_secret
         self._on_reload = on_reload
         self._load()
 
     def _load(self) -> None:
-        """Raises KeyFileError."""
+        """Raises ValueError."""
         self._identities = [
             (bytes.fromhex(entry.digest.removeprefix(DIGEST_PREFIX)), Identity(self._cluster_secret, entry))
             for entry in load_keys(self.paths[0])
@@ -117,7 +113,7 @@ class KeyFile(WatchedFiles):
         """Read the file. One that cannot be used changes nothing: the keys in force stay, and the log says why."""
         try:
             self._load()
-        except KeyFileError as error:
+        except ValueError as error:
             log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
             self._on_reload("rejected")
         else:

@@ -6,7 +6,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from starlette.applications import Starlette
@@ -61,9 +61,6 @@ class RequestMiddleware:
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         context = RequestContext(_request_id(scope), time.perf_counter())
         enter_context(scope, context)
 
@@ -102,7 +99,7 @@ class RequestMiddleware:
             metrics.request_s.observe(elapsed_s, context.route)
             context.end_trace()
             if self._access_log and (context.route != "other" or context.status >= 400):
-                log_answer(context, elapsed_s)
+                _log_answer(context, elapsed_s)
 
 
 async def send_error(error: ApiError, send: Send) -> None:
@@ -112,7 +109,7 @@ async def send_error(error: ApiError, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def log_answer(context: RequestContext, elapsed_s: float) -> None:
+def _log_answer(context: RequestContext, elapsed_s: float) -> None:
     """Write one line on how a request ended, in numbers and names."""
     fields = {
         "route": context.route,
@@ -130,8 +127,7 @@ def log_answer(context: RequestContext, elapsed_s: float) -> None:
 def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            text: str = value.decode()
-            return text
+            return str(value, "ascii")
     return new_request_id()
 
 
@@ -148,28 +144,24 @@ class BodyLimitMiddleware:
         self._max_bytes = max_bytes
         self._needed = needed
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        announced = scope["type"] != "http"
-        for name, value in () if announced else scope["headers"]:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        num_bytes = 0
+        announced = False
+        for name, value in scope["headers"]:
             if name == b"content-length":
                 self._check(int(value))
                 announced = True
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise MediaTypeError("Compressed bodies are not accepted.")
-        await self._app(scope, receive if announced else self._counting(receive), send)
-
-    def _counting(self, receive: Receive) -> Receive:
-        num_bytes = 0
 
         async def counted() -> Message:
             nonlocal num_bytes
             message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                self._check(num_bytes)
+            num_bytes += len(message.get("body", b""))
+            self._check(num_bytes)
             return message
 
-        return counted
+        return self._app(scope, receive if announced else counted, send)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
@@ -189,12 +181,10 @@ class KnownHostsMiddleware:
         self._hosts = hosts
         self._option = option
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        host = Headers(scope=scope).get("host")
         if host is None or host in self._hosts:  # HTTP/1.0 may name none, but no browser speaks it
-            await self._app(scope, receive, send)
-            return
-        message = (
-            f"This port does not answer to the Host {host!r:.300}: start the gateway with {self._option} to allow it."
-        )
-        await send_error(ForbiddenError(message, code="unknown_host"), send)
+            return self._app(scope, receive, send)
+        advice = f"start the gateway with {self._option} to allow it"
+        message = f"This port does not answer to the Host {host!r:.300}: {advice}."
+        return send_error(ForbiddenError(message, code="unknown_host"), send)

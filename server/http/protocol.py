@@ -10,12 +10,15 @@ that is being answered, never while an answer is made.
 from __future__ import annotations
 
 import re
-from asyncio import TimerHandle
+from asyncio import AbstractEventLoop, TimerHandle
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, Literal
 
 from starlette.types import ASGIApp
+from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from server.errors import ApiError, HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.http.middleware import new_request_id
@@ -32,6 +35,15 @@ MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read before the answer to an earlier request: unread, they would hide the client's end."""
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _FRAMING: Final = (b"host", b"content-length", b"transfer-encoding")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    max_header_bytes: int
+    header_timeout_s: float
+    body_timeout_s: float
+    max_connections: int
+    drain_grace_s: float
 
 
 class ConnectionLimit:
@@ -112,10 +124,6 @@ class GatewayProtocol(HttpToolsProtocol):
     never see the answer.
     """
 
-    max_header_bytes = 64 << 10
-    header_timeout_s = 10.0
-    body_timeout_s = 30.0
-    connection_limit: ConnectionLimit | None = None
     _connection: ClientConnection
     _phase: Literal["idle", "head", "body"] = "idle"
     _timer: TimerHandle | None = None
@@ -126,7 +134,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _num_chunks = 0
     _body_bytes = 0
     _ahead_bytes = 0
-    _framing: list[tuple[bytes, bytes]]
+    _framing: dict[bytes, bytes]
     """The header fields that decide how the message is read."""
     _refused = False
     _refusal: ApiError | None = None
@@ -136,11 +144,23 @@ class GatewayProtocol(HttpToolsProtocol):
     _final_answer: bytes | None = None
     """The refusal of input behind requests that are still to be answered."""
 
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        loop: AbstractEventLoop,
+        limits: HttpLimits,
+        connections: ConnectionLimit,
+    ) -> None:
+        super().__init__(config, state, {}, loop)
+        self._limits = limits
+        self._limit = connections
+
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self.header_timeout_s, self._on_timeout)
-        if self.connection_limit is not None and not self.connection_limit.open(self):
+        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._on_timeout)
+        if not self._limit.open(self):
             self.drop()
 
     def drop(self) -> None:
@@ -152,8 +172,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._lose_client()
         self._cancel_timer()
-        if self.connection_limit is not None:
-            self.connection_limit.close(self)
+        self._limit.close(self)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -163,15 +182,15 @@ class GatewayProtocol(HttpToolsProtocol):
         self._ahead_bytes = self._ahead_bytes + len(data) if self.pipeline else 0
         if self._ahead_bytes > MAX_AHEAD_BYTES and not self._refused:
             self._close_behind(b"")
-        if self._unparsed_bytes > self.max_header_bytes and not self._refused:
+        if self._unparsed_bytes > self._limits.max_header_bytes and not self._refused:
             self.send_400_response("")
         if self._phase != "idle" and self._timer is None and not self._refused:
-            timeout_s = self.header_timeout_s if self._phase == "head" else self.body_timeout_s
+            timeout_s = self._limits.header_timeout_s if self._phase == "head" else self._limits.body_timeout_s
             self._timer = self.loop.call_later(timeout_s, self._on_timeout)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
-        self._framing = []
+        self._framing = {}
         self._phase = "head"
         super().on_message_begin()
         scope: Any = self.scope
@@ -187,16 +206,17 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse(HeaderTooLargeError("The request's headers are too large."))
         super().on_header(name, value)
         name = self.headers[-1][0]
-        if name in _FRAMING:
-            self._framing.append((name, value.strip()))
+        if name in _FRAMING and self._phase == "head":
+            if name in self._framing:
+                self._refuse()
+            self._framing[name] = value.strip()
 
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
         self._cancel_timer()
         self._check_head()
         self._new_body_bytes = self._num_chunks = self._body_bytes = 0
-        if self.connection_limit is not None:
-            self.connection_limit.begin(self)
+        self._limit.begin(self)
         super().on_headers_complete()
         self._phase = "body"  # not before the cycle is the new message's: a bad target raises above
         self._resume_reading()
@@ -234,8 +254,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._final_answer is not None and not has_pipelined:
             self._close_with(self._final_answer)
         elif self.cycle.response_complete:
-            if self.connection_limit is not None:
-                self.connection_limit.end(self)
+            self._limit.end(self)
             if self._phase == "body":
                 self.loop.call_later(LINGER_S, self._close_unread, self.cycle)
 
@@ -272,7 +291,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def _count_head(self, num_bytes: int) -> None:
         self._unparsed_bytes = 0
         self._head_bytes += num_bytes
-        if self._head_bytes > self.max_header_bytes:
+        if self._head_bytes > self._limits.max_header_bytes:
             self._refuse()
 
     def _check_head(self) -> None:
@@ -283,20 +302,14 @@ class GatewayProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
-        hosts = [value for name, value in self._framing if name == b"host"]
-        bodies = [(name, value) for name, value in self._framing if name != b"host"]
+        host, length, coding = map(self._framing.get, _FRAMING)
         if (
             (not self.url.startswith(b"/") and self.url != b"*")
-            or len(hosts) > 1
-            or (not hosts and version != "1.0")
-            or (hosts and _HOST.fullmatch(hosts[0]) is None)
-            or len(bodies) > 1
+            or (version != "1.0" if host is None else _HOST.fullmatch(host) is None)
+            or (length is not None and (coding is not None or not length.isdigit()))
+            or (coding is not None and (coding.lower() != b"chunked" or version == "1.0"))
         ):
             self._refuse()
-        for name, value in bodies:
-            is_length = name == b"content-length"
-            if not (value.isdigit() if is_length else value.lower() == b"chunked" and version != "1.0"):
-                self._refuse()
 
     def _refuse(self, error: ApiError | None = None) -> None:
         """End the parsing, which leads to `send_400_response`."""
@@ -307,7 +320,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """Answer 431 past a bound, the callback's refusal, or 400; behind the answers that are still due."""
         self._refused = True
         error = self._refusal
-        if error is None and max(self._head_bytes, self._unparsed_bytes) > self.max_header_bytes:
+        if error is None and max(self._head_bytes, self._unparsed_bytes) > self._limits.max_header_bytes:
             error = HeaderTooLargeError("The request's headers are too large.")
         response = _response(error or InvalidRequestError("This is not a valid HTTP request."))
         answering = self._answering
@@ -339,7 +352,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._timer = None
         if self._phase == "body" and (self.flow.read_paused or self._new_body_bytes >= MIN_BODY_BYTES):
             self._new_body_bytes = 0
-            self._timer = self.loop.call_later(self.body_timeout_s, self._on_timeout)
+            self._timer = self.loop.call_later(self._limits.body_timeout_s, self._on_timeout)
         elif self._is_behind:
             self._close_behind(b"")
         elif not self.transport.is_closing():

@@ -8,13 +8,12 @@ import resource
 import socket
 import ssl
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.protocol import ConnectionLimit, GatewayProtocol
+from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +23,8 @@ MIN_CONNECTIONS: Final = 16
 """A port with fewer would serve hardly anyone, for no visible reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    max_header_bytes: int
-    header_timeout_s: float
-    body_timeout_s: float
-    max_connections: int
-    drain_grace_s: float
-
-
 class Listener(uvicorn.Server):
-    """One port. Signals are left to the gateway, which has two."""
+    """One port. Signals are left to the gateway, which has two and sets `should_exit` and `force_exit`."""
 
     def __init__(
         self, app: ASGIApp, sock: socket.socket, limits: HttpLimits, tls: ssl.SSLContext | None = None
@@ -44,6 +34,7 @@ class Listener(uvicorn.Server):
         self._connections = ConnectionLimit(limits.max_connections)
         config = uvicorn.Config(
             app,
+            interface="asgi3",
             http=GatewayProtocol,
             ws="none",
             loop="none",
@@ -68,31 +59,17 @@ class Listener(uvicorn.Server):
         """Take requests until `stop`; return when the last open one has ended, or its grace is over."""
         await self.serve([self._socket])
 
-    def stop(self) -> None:
-        """Take no new connections."""
-        self.should_exit = True
-
-    def force(self) -> None:
-        """Wait for no open request."""
-        self.force_exit = True
-
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start as uvicorn does, with a bound on the TLS handshake: strangers could hold uvloop's for 60 s."""
         loop = asyncio.get_running_loop()
-        limits = self._limits
+        limits, tls = self._limits, self.config.ssl
 
         def protocol() -> asyncio.Protocol:
-            connection = GatewayProtocol(self.config, self.server_state, {}, loop)
-            connection.max_header_bytes = limits.max_header_bytes
-            connection.header_timeout_s = limits.header_timeout_s
-            connection.body_timeout_s = limits.body_timeout_s
-            connection.connection_limit = self._connections
-            return connection
+            return GatewayProtocol(self.config, self.server_state, loop, limits, self._connections)
 
-        tls = self.config.ssl
         handshake_s = None if tls is None else limits.header_timeout_s
         self.servers = [
             await loop.create_server(
@@ -123,11 +100,6 @@ def affordable_connections(wanted: int) -> int:
             f"this process may open {soft} files, too few for {min(wanted, MIN_CONNECTIONS)} connections: allow "
             f"{least} at least, {needed} for --max-connections {wanted} (ulimit -n, LimitNOFILE=, --ulimit nofile=)"
         )
-    log.warning(
-        "this process may open %d files, which is enough for %d connections: --max-connections %d needs %d (ulimit -n)",
-        soft,
-        affordable,
-        wanted,
-        needed,
-    )
+    text = "this process may open %d files, enough for %d connections: --max-connections %d needs %d (ulimit -n)"
+    log.warning(text, soft, affordable, wanted, needed)
     return affordable

@@ -10,8 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import Scope, Send
 
@@ -108,20 +107,17 @@ class KeepAlive:
 class ClientConnection:
     """A client's connection as the HTTP protocol knows it; one answer at a time watches it."""
 
-    __slots__ = ("_on_lost", "lost")
+    __slots__ = ("guard", "lost")
 
     def __init__(self) -> None:
         self.lost = False
-        self._on_lost: Callable[[], None] | None = None
+        self.guard: CancelOnDisconnect | None = None
 
     def lose(self) -> None:
         """Note that the connection has ended; the protocol calls it."""
         self.lost = True
-        if self._on_lost is not None:
-            self._on_lost()
-
-    def watch(self, on_lost: Callable[[], None] | None) -> None:
-        self._on_lost = on_lost
+        if self.guard is not None:
+            self.guard.end(ClientGoneError)
 
 
 def client_of(scope: Scope) -> ClientConnection:
@@ -137,42 +133,36 @@ class CancelOnDisconnect:
     of the response is sent: a complete answer must not be cancelled.
     """
 
-    __slots__ = ("_client", "_inside", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
+    __slots__ = ("_client", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
 
     def __init__(self, client: ClientConnection, timeout_s: float | None = None) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._reason: type[Exception] | None = None
-        self._inside = False
+        self._task: asyncio.Task[Any] | None = None
+        """The task that is inside the block."""
 
     def __enter__(self) -> None:
         if self._client.lost:
             raise ClientGoneError
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._num_cancels = task.cancelling()
-        self._inside = True
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancels = self._task.cancelling()
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
-        self._client.watch(self._lost)
+        self._client.guard = self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inside = False
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        task, self._task = self._task, None
+        self._client.guard = None
         if self._timer is not None:
             self._timer.cancel()
-        self._client.watch(None)
-        if self._reason is not None and self._task.uncancel() <= self._num_cancels:
+        if self._reason is not None and task is not None and task.uncancel() <= self._num_cancels:
             raise self._reason from error
 
     def end(self, reason: type[Exception]) -> None:
         """Cancel the block, which raises `reason` around it."""
-        if self._inside and self._reason is None:
+        if self._task is not None and self._reason is None:
             self._reason = reason
             self._task.cancel()
-
-    def _lost(self) -> None:
-        self.end(ClientGoneError)

@@ -127,7 +127,7 @@ class Feed:
         self._history.append((at, *(traffic[name] for name in _POINT)))
         snapshot = {
             "at": at,
-            "draining": overview.lifecycle.draining,
+            "draining": overview.api.draining,
             "traffic": traffic,
             "totals": asdict(totals),
             "index": overview.index_state(),

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
 from cache.types import GatewayId
-from server.app import Lifecycle
+from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
 from server.metrics import GatewayMetrics
 from server.ops.prefix_tree import PrefixTree, SharedPrefix
@@ -31,7 +31,7 @@ class Overview:
     router: Router
     index: RedisIndex | NoIndex
     metrics: GatewayMetrics
-    lifecycle: Lifecycle
+    api: PublicApi
     num_streamed_tokens: Callable[[], int]
     """Output tokens of open requests, which `metrics` does not count yet."""
     prefix_tree: PrefixTree

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from server.auth.authentication import OpsKeyMiddleware
 from server.event_loop import at_once
 from server.http import protocol
-from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
+from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol, HttpLimits
 from server.schema.decoding import measure
 from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
@@ -190,6 +190,7 @@ def test_a_body_that_keeps_coming_is_waited_for(phase: str, num_bytes: int, read
     connection.transport = SimpleNamespace(is_closing=lambda: False, close=lambda: closed.append(True))  # type: ignore[assignment]
     connection.loop = SimpleNamespace(call_later=lambda *when: "a timer")  # type: ignore[assignment]
     connection._phase, connection._new_body_bytes = phase, num_bytes  # type: ignore[assignment]
+    connection._limits = HttpLimits(0, 0.0, 0.0, 0, 0.0)
     connection._on_timeout()
     assert closed == [True] * is_closed
     assert (connection._timer is None) == is_closed

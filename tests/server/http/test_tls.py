@@ -13,7 +13,8 @@ import pytest
 from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
-from server.http.server import SPARE_FILES, HttpLimits, Listener, affordable_connections
+from server.http.protocol import HttpLimits
+from server.http.server import SPARE_FILES, Listener, affordable_connections
 from server.workers.client import WorkerClient
 from server.workers.connection import ConnectionPool
 from server.workers.networks import WorkerNetworks
