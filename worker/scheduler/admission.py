@@ -112,11 +112,10 @@ class BatchAdmission:
         sequence, size = request.sequences[0], self._allocator.block_size
         num_cached = self._num_cached(sequence)
         if sequence.reuse and self._limits.await_prefixes:
-            hashes = sequence.hash_blocks(size)
+            hashes = sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
             nearest = (other for other in islice(latest, MAX_COMPARED) if other.first_token_s is None)
             chains = (other.sequences[0].block_hashes for other in nearest if other.sequences)
-            num_shared = max((_num_shared_blocks(hashes, chain) for chain in chains), default=0)
-            num_cached = max(num_cached, min(num_shared, (len(sequence.token_ids) - 1) // size) * size)
+            num_cached = max(num_cached, *(_num_shared_blocks(hashes, chain) * size for chain in chains), 0)
         return len(sequence.token_ids) - num_cached
 
     # --- TGI's rule -------------------------------------------------------------------------------------------------
@@ -203,9 +202,8 @@ class BatchAdmission:
             return False
         size = self._allocator.block_size
         hashes = sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
-        shared = [_num_shared_blocks(hashes, other.block_hashes) * size for other in prefilling]
-        num_shared = max(shared)
-        other = prefilling[shared.index(num_shared)]
+        other = max(prefilling, key=lambda other: _num_shared_blocks(hashes, other.block_hashes))
+        num_shared = _num_shared_blocks(hashes, other.block_hashes) * size
         if num_shared <= other.num_computed:
             return False
         is_stalled = sequence.waiting_for_prefix_of == (other, other.num_computed)

@@ -15,8 +15,6 @@ from typing import Final
 from worker.scheduler.request import TokenSequence
 
 SAMPLED_WEIGHT: Final = 2.0
-_MIN_PRUNED: Final = 64
-"""Fewer tenants are not pruned."""
 
 
 class FairShare:
@@ -24,7 +22,6 @@ class FairShare:
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
-        self._max_served = _MIN_PRUNED
         self._num_open: Counter[str] = Counter()
         """Requests in the engine, by tenant."""
 
@@ -32,9 +29,10 @@ class FairShare:
         """Count a new request of the tenant."""
         if tenant not in self._num_open:
             least = min((self._served[present] for present in self._num_open), default=0.0)
-            if len(self._served) > self._max_served:
-                self._prune(least)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+            served = max(self._served.get(tenant, 0.0), least)
+            # Absent tenants that would return at the least count anyway are forgotten.
+            self._served = {t: count for t, count in self._served.items() if t in self._num_open or count > least}
+            self._served[tenant] = served
         self._num_open[tenant] += 1
 
     def leave(self, tenant: str) -> None:
@@ -70,11 +68,6 @@ class FairShare:
             if queue:
                 served += _service(sequence.num_pending, num_choices * sequence.sampling.max_tokens)
                 heappush(heap, (served, queue[0].order, tenant))
-
-    def _prune(self, least: float) -> None:
-        """Forget absent tenants that would return at the least count anyway."""
-        self._served = {t: served for t, served in self._served.items() if t in self._num_open or served > least}
-        self._max_served = max(_MIN_PRUNED, 2 * len(self._served))
 
 
 def _service(num_tokens: int, num_sampled: int) -> float:
