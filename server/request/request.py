@@ -277,7 +277,7 @@ class Generation:
             case Failed():
                 raise WorkerFailed(frame)
             case End():
-                stream.complete()
+                stream.completed = True
                 if not self.finished:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
 

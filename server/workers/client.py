@@ -72,6 +72,7 @@ class GenerateStream:
         self._reader = FrameReader()
         self._connection: HttpConnection | None = None
         self.completed = False
+        """Set it when the last frame was read: the connection is kept for other requests."""
         self.last_read_s = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -104,10 +105,6 @@ class GenerateStream:
             self._connection.release()
         else:
             self._connection.close()
-
-    def complete(self) -> None:
-        """Keep the connection for other requests: the last frame was read."""
-        self.completed = True
 
     def give_up(self) -> None:
         """Raise WorkerLost in the task that reads. Called by the watch over silent streams."""

@@ -85,20 +85,17 @@ class MemberVerifier:
         self._networks = networks
         self._complaints: set[tuple[str, str, str]] = set()
         self._verified: dict[WorkerId, WorkerMember] = {}
-        """Members, by identity, whose address and signature are right: they are checked at every decision."""
+        """Members, by identity, that passed `_objection`: they are checked at every decision."""
 
     def accepts(self, member: WorkerMember, namespace: str | None) -> bool:
         """Return whether to use the worker; log each reason against it once.
 
         `namespace` is that of the member's model, if it is known.
         """
-        if shared_protocol(member) is None:
-            reason = f"it speaks protocol {member.protocol}, this gateway {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
-        elif (objection := self._objection(member)) is not None:
-            reason = objection
-        elif namespace is not None and member.namespace != namespace:
+        reason = None if self._verified.get(member.worker_id) is member else self._objection(member)
+        if reason is None and namespace not in (None, member.namespace):
             reason = f"its namespace is {member.namespace}, that of {member.model} is {namespace}"
-        else:
+        if reason is None:
             return True
         complaint = (member.worker_id, member.epoch, reason)
         if complaint not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
@@ -107,9 +104,9 @@ class MemberVerifier:
         return False
 
     def _objection(self, member: WorkerMember) -> str | None:
-        """Return why the member's address or signature is wrong, or None."""
-        if self._verified.get(member.worker_id) is member:
-            return None
+        """Return why the member's protocol, signature or address is wrong, or None."""
+        if shared_protocol(member) is None:
+            return f"it speaks protocol {member.protocol}, this gateway {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
         if not hmac.compare_digest(member.secret_check.encode(), signature(self._cluster_secret, member).encode()):
             return "its registration is not signed with this gateway's cluster secret"
         objection = self._networks.objection(member.url)
