@@ -1,9 +1,17 @@
-"""/v1/chat/completions: prepare a prompt from messages, and format deltas as chat chunks or one answer."""
+"""/v1/chat/completions: prepare a prompt from messages, and format deltas as chat chunks or one answer.
+
+tool_choice   the model sees      its text is read as
+none          no tool             content
+auto          tools, and is free  its family's format
+required      tools, and a list   a list of calls
+one function  its schema          that function's arguments
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from server.api import sampling
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
@@ -14,7 +22,6 @@ from server.api.formatting import (
     encode_json,
     response_id,
 )
-from server.api.tools import chat_grammar, output_rules
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
 from server.http.stream import sse
@@ -25,7 +32,10 @@ from server.request_context import stage
 from server.schema.decoding import invalid
 from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt
-from server.text.output_parser import END_THINK, ChoiceMessage, OutputRules
+from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
+from worker.wire import Grammar
+
+_SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,40}"}
 
 
 class ChatEndpoint(GenerateEndpoint):
@@ -54,8 +64,6 @@ async def chat_spec(
         param="messages",
         client_offsets=rendered.client_offsets,
     )
-    if not prompt_ids:
-        raise InvalidRequestError("The messages make an empty prompt.", param="messages")
     limit = request.token_limit
     max_tokens = sampling.token_budget(request, model, len(prompt_ids), limit, default=None, param="messages")
     rules = output_rules(request, model, rendered.text)
@@ -87,6 +95,89 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
     if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
         raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
     return await model.template.render_in_slices(request, model.tokenizer.executor)
+
+
+def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> OutputRules:
+    """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
+    mode = request.tool_mode
+    if mode == "named":
+        return OutputRules(forced=request.named_tool.name)
+    parallel = request.parallel_tool_calls is not False
+    if mode == "required":
+        return OutputRules(tools="list", parallel=parallel)
+    reasoning: ReasoningStart = "none"
+    if model.thinks and sampling.grammar_of(request.response_format, request.structured_outputs) is None:
+        reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
+    if mode == "none":
+        return OutputRules(reasoning=reasoning)
+    names = frozenset(tool.name for tool in request.usable_tools)
+    return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel)
+
+
+def chat_grammar(request: ChatRequest, model: ServedModel) -> tuple[Grammar | None, str]:
+    """Return what the whole output is held to, and the field to blame when that cannot be compiled.
+
+    With tools in `auto` and a response_format, that is either the format or calls as the model's family writes them.
+    """
+    mode = request.tool_mode
+    if mode == "named":
+        return Grammar("json_schema", json.dumps(request.named_tool.parameters)), "tools"
+    if mode == "required":
+        return Grammar("json_schema", json.dumps(_calls_schema(request, "parameters"))), "tools"
+    answer = sampling.grammar_of(request.response_format, request.structured_outputs)
+    if answer is None or mode == "none":
+        return answer, sampling.grammar_param(request)
+    return _answer_or_calls(answer, request, model), "response_format"
+
+
+def _answer_or_calls(answer: Grammar, request: ChatRequest, model: ServedModel) -> Grammar:
+    """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
+    schema = json.loads(answer.text) if answer.text else {"type": "object"}
+    more = "" if request.parallel_tool_calls is False else "*"
+    match model.tool_format:
+        case "hermes":
+            start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
+            call = f'{start} "\\n" body "\\n" {end}'
+            calls = f'call ("\\n" call){more}' if more else "call"
+            body = _any_call(request, "arguments")
+        case "llama3":
+            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(request, "parameters")
+        case "mistral":
+            call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
+            body = _calls_schema(request, "arguments")
+    lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
+    return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {_json_rule(body)}", ""]))
+
+
+def _marker(model: ServedModel, text: str) -> str:
+    """Name a special token by its id: it has no bytes."""
+    token_id = model.tokenizer.token_id(text)
+    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
+    return f"<[{token_id}]>" if special else json.dumps(text)
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _SPACES})
+
+
+def _calls_schema(request: ChatRequest, key: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(request, key)}
+    if request.parallel_tool_calls is False:
+        schema["maxItems"] = 1
+    return schema
+
+
+def _any_call(request: ChatRequest, key: str) -> dict[str, Any]:
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, key: tool.parameters},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in request.usable_tools
+    ]
+    return {"anyOf": calls}
 
 
 class ChatFormatter(ChunkFormatter):

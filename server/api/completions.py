@@ -20,13 +20,13 @@ from server.api.formatting import (
     token_text,
 )
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.errors import InvalidRequestError
 from server.event_loop import Pace
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation, ResponseStream
 from server.request_context import stage
+from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest
 from worker.wire import SamplingParams, TokenLogprobs
 
@@ -55,8 +55,7 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
     prompts = request.prompts()
     num_sampled = max(request.best_of or 1, request.num_choices)
     if len(prompts) * num_sampled > MAX_CHOICES:
-        message = f"A request has at most {MAX_CHOICES} choices; this one has {len(prompts)} prompts x {num_sampled}."
-        raise InvalidRequestError(message, param="prompt")
+        raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     id_ = response_id("cmpl-")
     default_tokens = 1 if request.max_tokens == 0 else request.token_limit  # scoring samples one hidden token
     params = await sampling.sampling_params(
@@ -109,32 +108,27 @@ def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:
     size = len(params.allowed_token_ids or ()) + len(params.logit_bias) + sum(map(len, params.bad_words))
     size += len(params.grammar.text) // 4 if params.grammar is not None else 0
     if num_prompts > 1 and size * num_prompts > MAX_BATCH_FIELDS:
-        message = "allowed_token_ids, logit_bias, bad_words and grammars go along with every prompt: "
-        raise InvalidRequestError(f"{message}{num_prompts} prompts are too many for these.", param="prompt")
+        fields = "allowed_token_ids, logit_bias, bad_words and grammars"
+        raise invalid("prompt", f"has {num_prompts} texts, too many for {fields}, which go along with each")
 
 
 def _check_batch_tokens(num_tokens: int, params: SamplingParams, model: ServedModel) -> None:
     """Raises InvalidRequestError when the prompts up to here have too many tokens."""
     limit = max(MAX_BATCH_TOKENS, model.max_model_len)
     if num_tokens > limit:
-        message = f"The prompts of a request have at most {limit} tokens in all: send several requests."
-        raise InvalidRequestError(message, param="prompt")
+        raise invalid("prompt", f"has at most {limit} tokens in all: send several requests")
     num_asked = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     if num_tokens * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
-        message = f"At most {MAX_ECHOED_LOGPROBS} log probabilities of prompts are given in one answer: ask for fewer "
-        raise InvalidRequestError(f"{message}of each token, or send several requests.", param="logprobs")
+        why = f"gives at most {MAX_ECHOED_LOGPROBS} values for prompts: ask for fewer, or send several requests"
+        raise invalid("logprobs", why)
 
 
 async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
         add_bos, limit = request.add_special_tokens is not False, request.max_tokens or None
-        prompt_ids = await sampling.prompt_tokens(prompt, request, model, limit=limit, param="prompt", add_bos=add_bos)
-    else:
-        sampling.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
-        prompt_ids = sampling.truncated(prompt, request)
-    if not prompt_ids:
-        raise InvalidRequestError("The prompt is empty.", param="prompt")
-    return prompt_ids
+        return await sampling.prompt_tokens(prompt, request, model, limit=limit, param="prompt", add_bos=add_bos)
+    sampling.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
+    return sampling.truncated(prompt, request)
 
 
 class CompletionFormatter(ChunkFormatter):

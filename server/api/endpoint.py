@@ -1,7 +1,8 @@
 """The ASGI endpoint of a generating route: body in, one JSON response or a stream of events out.
 
-read the body -> prepare (decode, check, template, tokens) -> generate -> format
-                 all errors up to the first token are a status of their own
+    read the body -> prepare (decode, check, template, tokens) -> generate -> format
+
+An error before the first token has a status of its own.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ def token_budget(
     default: int | None,
     param: str,
 ) -> int:
-    """Return how many tokens may be generated. Raises ContextLengthError when `limit` does not fit."""
+    """Return how many tokens may be generated. Raises InvalidRequestError for an empty prompt, or one too long."""
+    if not num_prompt_tokens:
+        raise invalid(param, "must not be empty")
     room = model.max_model_len - num_prompt_tokens
     if room < 1 or (limit is not None and limit > room):
         raise _too_long(model, str(num_prompt_tokens), limit, param)

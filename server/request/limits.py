@@ -43,8 +43,8 @@ class PromptTokenLimiter:
         self._released = DecayedSum(THROUGHPUT_WINDOW_S)
         self.num_tokens = 0
 
-    def reserve(self, tenant: str, num_tokens: int) -> Reservation:
-        """Count a prompt as waiting until the reservation is released. Raises OverloadedError."""
+    def reserve(self, tenant: str, num_tokens: int) -> None:
+        """Count a prompt as waiting, until it is released once. Raises OverloadedError."""
         own = self._by_tenant.get(tenant, 0)
         num_tenants = len(self._by_tenant)
         if own and num_tenants * (own + num_tokens) > self._max_tokens:
@@ -53,29 +53,13 @@ class PromptTokenLimiter:
             raise OverloadedError(f"{own} prompt tokens wait already.", code="queue_full", retry_after_s=drain_s)
         self._by_tenant[tenant] = own + num_tokens
         self.num_tokens += num_tokens
-        return Reservation(self, tenant, num_tokens)
 
     def release(self, tenant: str, num_tokens: int) -> None:
-        """Take a reservation back; it calls this once."""
         self._by_tenant[tenant] -= num_tokens
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
         self.num_tokens -= num_tokens
         self._released.add(num_tokens, self._clock())
-
-
-class Reservation:
-    """One prompt's share of the limit. A second `release` does nothing."""
-
-    def __init__(self, limiter: PromptTokenLimiter, tenant: str, num_tokens: int) -> None:
-        self._limiter: PromptTokenLimiter | None = limiter
-        self._tenant = tenant
-        self._num_tokens = num_tokens
-
-    def release(self) -> None:
-        if self._limiter is not None:
-            self._limiter.release(self._tenant, self._num_tokens)
-            self._limiter = None
 
 
 class BackpressureCache:

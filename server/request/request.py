@@ -26,7 +26,7 @@ from server.errors import ShuttingDownError, WorkerLostError
 from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.metrics import GatewayMetrics
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
-from server.request.limits import PromptTokenLimiter, Reservation
+from server.request.limits import PromptTokenLimiter
 from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, soonest_error
 from server.request_context import Trace, attempt, stage
 from server.router.placement import Placement
@@ -93,7 +93,8 @@ class Generation:
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
-        self._reservation: Reservation | None = None
+        self._is_waiting = False
+        """The prompt counts as waiting for its first token."""
         self._stopped_early = False
         """A stop string ended a choice here, so that the last choice may end before the worker's End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -128,14 +129,15 @@ class Generation:
         """
         spec, services = self.spec, self._services
         services.retry.admit(spec)
-        self._reservation = services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
+        services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
+        self._is_waiting = True
         if (same := services.retokenisation.continued(self._route.hashes)) is not None:
             services.metrics.continued.inc("same" if same else "other")
         try:
             while not self.finished:
                 await self._attempt(await self._place(), deliver)
         finally:
-            self._reservation.release()
+            self._release()
         if len(self.choices) == 1:
             output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
             services.retokenisation.answered(spec.prompt_ids, self._route.hashes, output_ids, block_size)
@@ -282,12 +284,16 @@ class Generation:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
-        assert self._reservation is not None
         self._history.answered()
         placement.first_token()
-        self._reservation.release()
+        self._release()
         if trace is not None:
             trace.first_token(self.num_cached_tokens)
+
+    def _release(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._services.limiter.release(self.spec.tenant, len(self.spec.prompt_ids))
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: the worker, which knows tokens only, still writes it."""

@@ -67,7 +67,7 @@ class Stage(Enum):
 
 
 class RetryPolicy:
-    """What every generation of this process shares to judge failed attempts."""
+    """The state shared by every generation of this process, for judging failed attempts."""
 
     def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
         self.fleet = fleet

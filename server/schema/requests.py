@@ -1,8 +1,8 @@
 """The bodies of /v1/chat/completions, /v1/completions and /v1/responses, checked field by field.
 
-`null` equals absent. A wrong type or range is a 400 that names the field. A known field that would change the answer
-and is not offered is a 400 too, unless it is empty or false and so says nothing; hints that cannot change it are
-accepted; unknown fields are ignored. docs/api.md lists every field, and a test compares the two.
+`null` equals absent. A wrong type or range is a 400 that names the field. So is a known field that is not offered and
+would change the answer, unless it is empty or false. Hints that cannot change the answer are accepted, and unknown
+fields are ignored. docs/api.md lists every field, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -24,19 +24,21 @@ A, B = (WorkerId("a"), Epoch("1")), (WorkerId("b"), Epoch("1"))
 def test_each_tenant_fills_its_own_share() -> None:
     clock = Clock()
     limiter = PromptTokenLimiter(1000, clock=clock)
-    reservations = [limiter.reserve("heavy", 100) for _ in range(10)]
+    for _ in range(10):
+        limiter.reserve("heavy", 100)
     with pytest.raises(OverloadedError) as refused:
         limiter.reserve("heavy", 1)
     assert refused.value.retry_after_s == 1.0, "nothing is known of the pace"
     for _ in range(5):
-        reservations.append(limiter.reserve("weak", 100))
+        limiter.reserve("weak", 100)
     with pytest.raises(OverloadedError):
         limiter.reserve("weak", 1)
     clock.now_s += 1
-    for reservation in (*reservations, *reservations):
-        reservation.release()
+    for tenant in ["heavy"] * 10 + ["weak"] * 5:
+        limiter.release(tenant, 100)
     assert limiter.num_tokens == 0
-    limiter.reserve("heavy", 5000).release()
+    limiter.reserve("heavy", 5000)
+    limiter.release("heavy", 5000)
     limiter.reserve("heavy", 900)
     with pytest.raises(OverloadedError) as refused:
         limiter.reserve("heavy", 200)
