@@ -12,7 +12,7 @@ from cache.types import BlockHash
 from server.models import ServedModel
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
-from worker.wire import ChoiceState, Finished, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import ChoiceState, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens that wait for their text in an unstreamed answer, so that no call decodes many."""
@@ -125,17 +125,24 @@ class Choice:
                 return True
         return False
 
-    def finish(self, frame: Finished) -> None:
-        """End the choice as its worker says; `frame.reason` is not abort."""
-        assert frame.reason != "abort", "an aborted choice has no answer"
-        self._finish(frame.reason, frame.stop_token_id)
+    def finish(self, reason: StopReason, stop_token_id: int | None = None) -> None:
+        """End the choice. `stop_token_id`: its last token, if that ended it."""
+        self._decode_pending()
+        self._text += self._detokenizer.finish()
+        if self._detokenizer.stopped:
+            self._finish_at_stop_string()
+            return
+        self.finish_reason = reason
+        special_ids = self._spec.model.tokenizer.token_bytes.special_ids
+        if stop_token_id is not None and reason == "stop" and stop_token_id not in special_ids:
+            self.stop_reason = stop_token_id
 
     def finish_if_complete(self, max_tokens: int) -> None:
         """End the choice if it has all its tokens: its Finished frame may be lost with its worker."""
         if self.output_ids and self.output_ids[-1] in self._spec.rules.terminal_ids:
-            self._finish("stop", self.output_ids[-1])
+            self.finish("stop", self.output_ids[-1])
         elif len(self.output_ids) >= max_tokens:
-            self._finish("length", None)
+            self.finish("length", None)
 
     def drain(self) -> ChoiceDelta | None:
         """Return what is new, or None. Log probabilities wait for their token's text."""
@@ -161,17 +168,6 @@ class Choice:
         if pending_ids:
             self._text += self._detokenizer.feed(pending_ids)
             self._num_decoded = len(self.output_ids)
-
-    def _finish(self, reason: StopReason, stop_token_id: int | None) -> None:
-        self._decode_pending()
-        self._text += self._detokenizer.finish()
-        if self._detokenizer.stopped:
-            self._finish_at_stop_string()
-            return
-        self.finish_reason = reason
-        special_ids = self._spec.model.tokenizer.token_bytes.special_ids
-        if stop_token_id is not None and reason == "stop" and stop_token_id not in special_ids:
-            self.stop_reason = stop_token_id
 
     def _finish_at_stop_string(self) -> None:
         """Drop the log probabilities of tokens that begin behind the cut."""

@@ -260,7 +260,7 @@ class Generation:
                 elif frame.reason == "abort":
                     raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
                 else:
-                    choice.finish(frame)
+                    choice.finish(frame.reason, frame.stop_token_id)
             if deliver is not None and (deltas := self.drain()):
                 await deliver(deltas)
 

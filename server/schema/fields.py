@@ -93,9 +93,10 @@ class Message(Struct, kw_only=True):
             for index, part in enumerate(self.content):
                 if not part.readable:
                     raise invalid(f"content[{index}].type", "must be text: this model reads text")
-        called = self.tool_calls or self.function_call or self.refusal is not None
-        if self.content is None and not (self.role == "assistant" and called):
-            raise invalid("content", "is required")
+        elif self.content is None:
+            called = self.tool_calls or self.function_call or self.refusal is not None
+            if self.role != "assistant" or not called:
+                raise invalid("content", "is required")
         if self.role == "tool" and not self.tool_call_id:
             raise invalid("tool_call_id", "is required in a tool message")
 

@@ -94,9 +94,8 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         SamplingFields.check(self)
-        for field, limit in (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens)):
-            if limit == 0:
-                raise invalid(field, "must be at least 1")
+        if self.max_tokens == 0 or self.max_completion_tokens == 0:
+            raise invalid("max_tokens" if self.max_tokens == 0 else "max_completion_tokens", "must be at least 1")
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs: true")
         if self.modalities is not None and self.modalities != ["text"]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from server.request.choice import MAX_PENDING_IDS, Choice, ChoiceDelta
 from server.text.detokenizer import TextRules, TokenBytes
-from worker.wire import Finished, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import SamplingParams, TokenLogprobs, Tokens
 
 SPECIAL_ID = 2
 
@@ -56,7 +56,7 @@ def test_the_possible_beginning_of_a_stop_string_is_released_at_the_end(token_by
     choice = choice_of(token_bytes, stops=("END",))
     assert not take(choice, token_bytes, "aEN")
     assert drained(choice).text == "a"
-    choice.finish(Finished(0, "length"))
+    choice.finish("length")
     last = drained(choice)
     assert (last.text, last.finish_reason, last.stop_reason) == ("EN", "length", None)
     assert choice.drain() is None
@@ -69,7 +69,7 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(token_bytes: Token
     take(choice, token_bytes, "b", with_logprobs=True)
     assert shown(drained(choice), token_bytes) == "ENb"
     take(choice, token_bytes, "E", with_logprobs=True)
-    choice.finish(Finished(0, "length"))
+    choice.finish("length")
     assert shown(drained(choice), token_bytes) == "E"
 
 
@@ -84,8 +84,8 @@ def test_tokens_of_a_stop_string_have_no_log_probabilities(token_bytes: TokenByt
 
 def test_a_stop_token_is_named_unless_it_is_the_models_own(token_bytes: TokenBytes) -> None:
     own, asked_for = choice_of(token_bytes), choice_of(token_bytes)
-    own.finish(Finished(0, "stop", SPECIAL_ID))
-    asked_for.finish(Finished(0, "stop", letter(token_bytes, "b")))
+    own.finish("stop", SPECIAL_ID)
+    asked_for.finish("stop", letter(token_bytes, "b"))
     assert [drained(choice).stop_reason for choice in (own, asked_for)] == [None, letter(token_bytes, "b")]
 
 
