@@ -21,7 +21,6 @@ from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
 from server.auth.identity import identity_of
-from server.auth.limits import RateLimits
 from server.config import GatewayConfig
 from server.errors import UnavailableError
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
@@ -148,7 +147,7 @@ def public_app(
         routes=api.routes(),
         middleware=[
             Middleware(RequestMiddleware, metrics, access_log=config.access_log),
-            Middleware(AuthenticationMiddleware, authenticator, RateLimits()),
+            Middleware(AuthenticationMiddleware, authenticator),
             Middleware(BodyLimitMiddleware, config.max_body_bytes, api.max_body_bytes),
             Middleware(HotRoutes, api.endpoints),
         ],

@@ -19,7 +19,6 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
-from server.auth.authentication import usage_of
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error
 from server.event_loop import Pace
@@ -80,14 +79,14 @@ class GenerateEndpoint(ABC):
         """Decode, check and tokenise a body. Raises ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, context = self._services, context_of(scope)
+        services, context, identity = self._services, context_of(scope), identity_of(scope)
+        usage = identity.usage
         context.route = self.route
         deadline_s = time.monotonic() + services.request_timeout_s
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
-        request = await self.prepare(await read_body(receive), identity_of(scope))
+        request = await self.prepare(await read_body(receive), identity)
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
-        usage = usage_of(scope)
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(by=num_prompt_tokens)

@@ -26,7 +26,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from server.auth.identity import DIGEST_PREFIX, Identity, KeyEntry
+from server.auth.identity import DIGEST_PREFIX, Identity
+from server.auth.limits import KeyEntry
 from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -88,12 +89,17 @@ class KeyFile(WatchedFiles):
         super().__init__([path])
         self._cluster_secret = cluster_secret
         self._on_reload = on_reload
+        self._identities: list[tuple[bytes, Identity]] = []
         self._load()
 
     def _load(self) -> None:
         """Raises ValueError."""
+        usage = {identity.key.digest: identity.usage for _, identity in self._identities}
         self._identities = [
-            (bytes.fromhex(entry.digest.removeprefix(DIGEST_PREFIX)), Identity(self._cluster_secret, entry))
+            (
+                bytes.fromhex(entry.digest.removeprefix(DIGEST_PREFIX)),
+                Identity(self._cluster_secret, entry, usage.get(entry.digest)),
+            )
             for entry in load_keys(self.paths[0])
         ]
 

@@ -6,21 +6,19 @@ holds the client's Host header, and is no safe ground for a decision (CVE-2026-4
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Awaitable
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.auth.api_keys import KeyFile
+from server.auth.api_keys import KeyFile, digest_of
 from server.auth.identity import IDENTITY, Identity
-from server.auth.limits import AuthThrottle, KeyUsage, RateLimits, source_of
+from server.auth.limits import AuthThrottle, KeyUsage, source_of
 from server.errors import AuthenticationError, ForbiddenError
 from server.request_context import context_of
 
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})
-USAGE: Final = "headstart.usage"
 MAX_KEY_BYTES: Final = 1024
 _READING: Final = frozenset({"GET", "HEAD"})
 _QUESTIONS: Final = frozenset({"/route/explain"})
@@ -59,32 +57,27 @@ def _bearer(scope: Scope) -> bytes:
 
 
 class AuthenticationMiddleware:
-    """Puts an Identity, and the KeyUsage of a key with limits, into the scope."""
+    """Puts an Identity into the scope, and counts the requests of a key with limits."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, limits: RateLimits) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app = app
         self._authenticator = authenticator
-        self._limits = limits
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         scope[IDENTITY] = identity = self._authenticator.authenticate(scope)
-        usage = self._limits.admit(identity.key) if scope["method"] == "POST" else None
-        return self._app(scope, receive, send) if usage is None else self._limited(usage, scope, receive, send)
+        if identity.usage is None or scope["method"] != "POST":
+            return self._app(scope, receive, send)
+        return self._limited(identity.usage, scope, receive, send)
 
     async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[USAGE] = usage
+        usage.admit()
         context_of(scope).key_headers = usage.headers
         try:
             await self._app(scope, receive, send)
         finally:
             usage.num_open -= 1
-
-
-def usage_of(scope: Scope) -> KeyUsage | None:
-    usage: KeyUsage | None = scope.get(USAGE)
-    return usage
 
 
 class OpsKeyMiddleware:
@@ -93,17 +86,15 @@ class OpsKeyMiddleware:
     def __init__(self, app: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool = False) -> None:
         """`local`: only this machine reaches the ops port. `has_tenants`: API keys keep clients apart."""
         self._app = app
-        self._digest = None if key is None else hashlib.sha256(b"Bearer " + key).digest()
+        self._digest = None if key is None else digest_of(key)
         self._local = local
         self._has_tenants = has_tenants
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in _READING and not (scope["path"] in _QUESTIONS and self._may_ask(scope)):
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        may_ask = self._local or not (self._has_tenants or scope.get("query_string"))
+        if scope["method"] not in _READING and not (may_ask and scope["path"] in _QUESTIONS):
             self._check(scope)
-        await self._app(scope, receive, send)
-
-    def _may_ask(self, scope: Scope) -> bool:
-        return self._local or not (self._has_tenants or scope.get("query_string"))
+        return self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         """Raises AuthenticationError or ForbiddenError."""
@@ -111,7 +102,5 @@ class OpsKeyMiddleware:
             if not self._local:
                 raise ForbiddenError("Others reach this port: start the gateway with --ops-key-file to allow this.")
             return
-        shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        given = hashlib.sha256(shown[0] if len(shown) == 1 else b"").digest()
-        if not hmac.compare_digest(given, self._digest):
+        if not hmac.compare_digest(digest_of(_bearer(scope)), self._digest):
             raise AuthenticationError("The ops key is needed: Authorization: Bearer KEY.")

@@ -8,42 +8,31 @@ from __future__ import annotations
 
 import hmac
 from hashlib import blake2b
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
-from msgspec import Meta
 from starlette.types import Scope
 
+from server.auth.limits import KeyEntry, KeyUsage
 from server.errors import ForbiddenError
 
 DEFAULT_TENANT: Final = "default"
 IDENTITY: Final = "headstart.identity"
 DIGEST_PREFIX: Final = "sha256:"
 
-_Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
-_Limit = Annotated[int, Meta(ge=1, le=10**12)]
-
-
-class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[keys]]` table of the key file."""
-
-    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
-    tenant: _Label
-    name: _Label | None = None
-    models: frozenset[str] | None = None
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    max_streams: _Limit | None = None
-    may_prioritise: bool = False
-
 
 class Identity:
     """A tenant, and what the key that was presented may do."""
 
-    __slots__ = ("key", "salt", "tag", "tenant")
+    __slots__ = ("key", "salt", "tag", "tenant", "usage")
 
-    def __init__(self, cluster_secret: bytes, key: KeyEntry) -> None:
+    def __init__(self, cluster_secret: bytes, key: KeyEntry, usage: KeyUsage | None = None) -> None:
+        """`usage` is what an earlier version of the key's entry has used."""
         self.key = key
+        self.usage: KeyUsage | None = None
+        """None: the key has no limits."""
+        if (key.requests_per_minute, key.tokens_per_minute, key.max_streams) != (None, None, None):
+            self.usage = usage or KeyUsage()
+            self.usage.apply(key)
         self.tenant = key.tenant
         self.salt = tenant_salt(cluster_secret, key.tenant)
         self.tag = blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()

@@ -12,16 +12,15 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
+import msgspec
+from msgspec import Meta
 from starlette.types import Scope
 
-from server.auth.identity import KeyEntry
 from server.errors import OverloadedError
 from server.rates import TokenBucket
 
-MAX_KEYS: Final = 8192
-"""Keys whose usage is kept; a key file holds fewer."""
 MAX_SOURCES: Final = 10_000
 MAX_GOOD_KEYS: Final = 10_000
 _MINUTE_S: Final = 60.0
@@ -31,24 +30,49 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class KeyUsage:
-    """The usage of one key with limits: its open requests, and a bucket each for requests and tokens."""
+_Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
+_Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One `[[keys]]` table of the key file."""
+
+    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    tenant: _Label
+    name: _Label | None = None
+    models: frozenset[str] | None = None
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    max_streams: _Limit | None = None
+    may_prioritise: bool = False
+
+
+class KeyUsage:
+    """The usage of one key: its open requests, and a bucket for each of its limits a minute."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_open = 0
-        self.key: KeyEntry | None = None
+        self._max_open: int | None = None
         self._clock = clock
         self._buckets: dict[str, TokenBucket] = {}
 
     def apply(self, key: KeyEntry) -> None:
         """Adopt the limits of a reloaded key file; what has been used stays used."""
-        self.key = key
+        self._max_open = key.max_streams
         for name, limit in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
             if limit is None:
                 self._buckets.pop(name, None)
                 continue
             bucket = self._buckets.setdefault(name, TokenBucket(limit / _MINUTE_S, limit))
             bucket.per_s, bucket.capacity = limit / _MINUTE_S, limit
+
+    def admit(self) -> None:
+        """Open a request; whoever calls counts `num_open` down at its end. Raises OverloadedError."""
+        if self._max_open is not None and self.num_open >= self._max_open:
+            message = f"This key may have {self._max_open} requests open at a time."
+            raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
+        self.take("requests", 1)
+        self.num_open += 1
 
     def take(self, name: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
@@ -75,36 +99,6 @@ class KeyUsage:
                 (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
             ]
         return headers
-
-
-class RateLimits:
-    """The usage of every key at this gateway. Owned by the event loop."""
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._usage: dict[str, KeyUsage] = {}
-
-    def admit(self, key: KeyEntry) -> KeyUsage | None:
-        """Open a request; whoever calls counts `num_open` down at its end. Return None for a key without limits.
-
-        Raises OverloadedError.
-        """
-        if key.requests_per_minute is key.tokens_per_minute is key.max_streams is None:
-            return None
-        usage = self._usage.get(key.digest)
-        if usage is None:
-            if len(self._usage) >= MAX_KEYS:
-                self._usage = {digest: held for digest, held in self._usage.items() if held.num_open}
-            usage = self._usage[key.digest] = KeyUsage(self._clock)
-        if usage.key is not key:
-            usage.apply(key)
-        if key.max_streams is not None and usage.num_open >= key.max_streams:
-            raise OverloadedError(
-                f"This key may have {key.max_streams} requests open at a time.", retry_after_s=_STREAMS_RETRY_S
-            )
-        usage.take("requests", 1)
-        usage.num_open += 1
-        return usage
 
 
 def duration_text(seconds: float) -> str:

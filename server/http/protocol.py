@@ -10,15 +10,13 @@ that is being answered, never while an answer is made.
 from __future__ import annotations
 
 import re
-from asyncio import AbstractEventLoop, TimerHandle
+from asyncio import TimerHandle
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, Literal
 
 from starlette.types import ASGIApp
-from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from server.errors import ApiError, HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.http.middleware import new_request_id
@@ -144,23 +142,16 @@ class GatewayProtocol(HttpToolsProtocol):
     _final_answer: bytes | None = None
     """The refusal of input behind requests that are still to be answered."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: ServerState,
-        loop: AbstractEventLoop,
-        limits: HttpLimits,
-        connections: ConnectionLimit,
-    ) -> None:
-        super().__init__(config, state, {}, loop)
+    def __init__(self, limits: HttpLimits, connections: ConnectionLimit, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._limits = limits
-        self._limit = connections
+        self._connections = connections
 
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
         self._timer = self.loop.call_later(self._limits.header_timeout_s, self._on_timeout)
-        if not self._limit.open(self):
+        if not self._connections.open(self):
             self.drop()
 
     def drop(self) -> None:
@@ -172,7 +163,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._lose_client()
         self._cancel_timer()
-        self._limit.close(self)
+        self._connections.close(self)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -216,7 +207,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._cancel_timer()
         self._check_head()
         self._new_body_bytes = self._num_chunks = self._body_bytes = 0
-        self._limit.begin(self)
+        self._connections.begin(self)
         super().on_headers_complete()
         self._phase = "body"  # not before the cycle is the new message's: a bad target raises above
         self._resume_reading()
@@ -254,7 +245,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._final_answer is not None and not has_pipelined:
             self._close_with(self._final_answer)
         elif self.cycle.response_complete:
-            self._limit.end(self)
+            self._connections.end(self)
             if self._phase == "body":
                 self.loop.call_later(LINGER_S, self._close_unread, self.cycle)
 

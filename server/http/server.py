@@ -68,7 +68,7 @@ class Listener(uvicorn.Server):
         limits, tls = self._limits, self.config.ssl
 
         def protocol() -> asyncio.Protocol:
-            return GatewayProtocol(self.config, self.server_state, loop, limits, self._connections)
+            return GatewayProtocol(limits, self._connections, self.config, self.server_state, {}, loop)
 
         handshake_s = None if tls is None else limits.header_timeout_s
         self.servers = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from starlette.types import Scope
 from server import cli
 from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, digest_text, load_keys, parse_keys
 from server.auth.authentication import MAX_KEY_BYTES, Authenticator
-from server.auth.identity import KeyEntry, request_salt, tenant_identity, tenant_salt
-from server.auth.limits import MAX_KEYS, AuthThrottle, RateLimits, duration_text, source_of
+from server.auth.identity import Identity, request_salt, tenant_identity, tenant_salt
+from server.auth.limits import AuthThrottle, KeyEntry, KeyUsage, duration_text, source_of
 from server.cli.keys import new_key
 from server.errors import AuthenticationError, OverloadedError
 
@@ -208,34 +209,31 @@ def test_sources_are_bounded() -> None:
     assert len(throttle._good) == 10_000
 
 
-def limited(**limits: int) -> KeyEntry:
-    return KeyEntry(tenant="t", digest="d" * 32, **limits)
+def limited(clock: Callable[[], float] = lambda: 50.0, **limits: int) -> KeyUsage:
+    usage = KeyUsage(clock=clock)
+    usage.apply(KeyEntry(tenant="t", digest="", **limits))
+    return usage
 
 
 def test_requests_a_minute() -> None:
     now_s = 50.0
-    limits = RateLimits(clock=lambda: now_s)
-    who = limited(requests_per_minute=6)
+    usage = limited(lambda: now_s, requests_per_minute=6)
     for remaining in range(5, -1, -1):
-        usage = limits.admit(who)
-        assert usage is not None
+        usage.admit()
         assert (b"x-ratelimit-remaining-requests", b"%d" % remaining) in usage.headers()
-        usage.num_open -= 1
     with pytest.raises(OverloadedError) as refused:
-        limits.admit(who)
+        usage.admit()
     assert refused.value.retry_after_s == pytest.approx(10.0)
     assert (b"x-ratelimit-reset-requests", b"1m0s") in refused.value.headers()
     assert (b"retry-after", b"10") in refused.value.headers()
     now_s += 10.0
-    assert limits.admit(who) is not None
-    assert limits.admit(KeyEntry(digest="", tenant="t")) is None, "no limits, no usage"
+    usage.admit()
+    assert Identity(b"", KeyEntry(digest="", tenant="t")).usage is None, "no limits, no usage"
 
 
 def test_tokens_a_minute_may_be_overdrawn() -> None:
     now_s = 50.0
-    limits = RateLimits(clock=lambda: now_s)
-    usage = limits.admit(limited(tokens_per_minute=600))
-    assert usage is not None
+    usage = limited(lambda: now_s, tokens_per_minute=600)
     usage.take("tokens", 400)
     assert (b"x-ratelimit-remaining-tokens", b"200") in usage.headers()
     usage.add_tokens(260)
@@ -252,50 +250,45 @@ def test_tokens_a_minute_may_be_overdrawn() -> None:
 
 
 def test_open_requests() -> None:
-    limits = RateLimits()
-    who = limited(max_streams=2)
-    usages = [limits.admit(who), limits.admit(who)]
+    usage = limited(max_streams=2)
+    usage.admit()
+    usage.admit()
     with pytest.raises(OverloadedError, match="2 requests open"):
-        limits.admit(who)
-    assert usages[0] is not None
-    usages[0].num_open -= 1
-    assert limits.admit(who) is not None
+        usage.admit()
+    usage.num_open -= 1
+    usage.admit()
 
 
 def test_refused_request_does_not_count_as_open() -> None:
-    limits = RateLimits()
-    who = limited(max_streams=1, requests_per_minute=1)
-    usage = limits.admit(who)
-    assert usage is not None
+    usage = limited(max_streams=1, requests_per_minute=1)
+    usage.admit()
     usage.num_open -= 1
     for _ in range(3):
         with pytest.raises(OverloadedError, match="a minute"):
-            limits.admit(who)
+            usage.admit()
 
 
-def test_a_reloaded_limit_keeps_what_was_used() -> None:
-    limits = RateLimits(clock=lambda: 50.0)
-    usage = limits.admit(limited(tokens_per_minute=600))
-    assert usage is not None
-    usage.take("tokens", 400)
-    usage = limits.admit(limited(tokens_per_minute=300))
-    assert usage is not None
-    usage.take("tokens", 200)
+def test_a_reloaded_limit_keeps_what_was_used(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("k", extra="tokens_per_minute = 600"))
+    keys = KeyFile(path, b"")
+
+    def usage() -> KeyUsage:
+        found = keys.find(b"k")
+        assert found is not None
+        assert found.usage is not None
+        return found.usage
+
+    usage().take("tokens", 500)
+    path.write_text(entry("k", extra="tokens_per_minute = 300"))
+    keys.reload()
     with pytest.raises(OverloadedError, match="300 tokens"):
-        usage.take("tokens", 1)
-
-
-def test_unused_keys_are_forgotten_and_open_requests_are_not() -> None:
-    limits = RateLimits()
-    kept = limits.admit(limited(max_streams=1))
-    for number in range(2 * MAX_KEYS):
-        usage = limits.admit(KeyEntry(tenant="t", digest=f"{number:032}", max_streams=1))
-        assert usage is not None
-        usage.num_open -= 1
-    assert kept is not None
-    with pytest.raises(OverloadedError):
-        limits.admit(limited(max_streams=1))
-    assert len(limits._usage) <= MAX_KEYS
+        usage().take("tokens", 200)
+    path.write_text(entry("other"))
+    keys.reload()
+    path.write_text(entry("k", extra="tokens_per_minute = 300"))
+    keys.reload()
+    usage().take("tokens", 200)  # the usage of a key that was taken away is forgotten
 
 
 def test_a_replaced_entry_counts_at_once(tmp_path: Path) -> None:
