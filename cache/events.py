@@ -27,7 +27,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The whole pool was reset: nothing stored before this event exists. The worker begins a new epoch."""
+    """The whole pool was reset: nothing stored before exists. An engine drops it, as it begins a new epoch."""
 
 
 BlockEvent = Stored | Removed | Cleared

@@ -35,9 +35,8 @@ class CacheStats:
     query_tokens: int
     hit_tokens: int
     evictions: int
-    lru_tail_age: int
-    """How long the pool remembers: allocations, and for `radix` commits, since the next victim was used.
-    0 while nothing needs to be evicted."""
+    next_victim_age: int
+    """Allocations since the next victim was used (`radix` counts commits too); 0 while nothing needs to be evicted."""
 
 
 class Allocator(ABC):
@@ -116,7 +115,7 @@ class Allocator(ABC):
         copies, self._owed_copies = self._owed_copies, []
         return copies
 
-    def held(self) -> Iterator[BlockHash]:
+    def cached_hashes(self) -> Iterator[BlockHash]:
         """Return every findable hash, parents before children."""
         return iter(())
 
@@ -128,7 +127,7 @@ class Allocator(ABC):
         return True
 
     def stats(self) -> CacheStats:
-        num_cached_blocks, lru_tail_age = self._cache_gauges()
+        num_cached_blocks, next_victim_age = self._cache_gauges()
         return CacheStats(
             num_blocks=self.num_blocks,
             num_free_blocks=self.num_free_blocks,
@@ -136,7 +135,7 @@ class Allocator(ABC):
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
             evictions=self._evictions,
-            lru_tail_age=lru_tail_age,
+            next_victim_age=next_victim_age,
         )
 
     @abstractmethod
@@ -169,11 +168,11 @@ class Allocator(ABC):
         """Make every block unfindable; none is held."""
 
     def _cache_gauges(self) -> tuple[int, int]:
-        """Return `num_cached_blocks` and `lru_tail_age` of the statistics."""
+        """Return `num_cached_blocks` and `next_victim_age` of the statistics."""
         return 0, 0
 
     def _note(self, kind: type[Stored] | type[Removed], hashes: list[BlockHash]) -> None:
-        """Note events, which `take_events` makes: Stored with parents first, Removed with children first."""
+        """Record an event for each hash: Stored with parents first, Removed with children first."""
         if hashes:
             self._events.append(map(kind, hashes))
 

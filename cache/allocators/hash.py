@@ -15,15 +15,16 @@ from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
 from cache.events import Cleared, Removed, Stored
 from cache.hashing import extend_chain, hash_chain
+from cache.store import BlockStore
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
 class HashAllocator(Allocator):
     """An `Allocator` with lazy eviction. Every operation is O(1) for each block it concerns.
 
-        refs[b] == k > 0    b stands in k block tables                  hashes[b] is None   b is not findable
-        refs[b] == -t <= 0  b is in the free queue since time t         otherwise           cached[hashes[b]] == b,
-                                                                                            or b is in copies[hashes[b]]
+        refs[b] > 0     the number of block tables that b stands in
+        refs[b] <= 0    b is free; minus the time at which it was freed
+        hashes[b]       None, or the hash under which b is findable: `cached[hash] == b`, or b is in `copies[hash]`
 
     A block keeps its hash while it is free and loses it when it is taken again. Blocks of equal content may coexist:
     `cached` names the first copy, `copies` the others.
@@ -50,9 +51,9 @@ class HashAllocator(Allocator):
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         if hashes is None:
             hashes = hash_chain(root, token_ids, self.block_size)
-        return len(self._find_blocks(token_ids, hashes)) * self.block_size
+        return len(self.find_blocks(self._reusable(token_ids, hashes))) * self.block_size
 
-    def held(self) -> Iterator[BlockHash]:
+    def cached_hashes(self) -> Iterator[BlockHash]:
         return iter(self._cached)  # parents first: a dict keeps its order, and a parent enters before its child
 
     def check_integrity(self) -> None:
@@ -76,15 +77,16 @@ class HashAllocator(Allocator):
     ) -> HashAllocation | None:
         if chain is None:
             chain = hash_chain(root, token_ids, self.block_size)
-        found = self._find_blocks(token_ids, chain) if reuse else []
-        block_ids = self._hold(found, max(0, self.num_blocks_for(num_tokens) - len(found)))
+        found = self.find_blocks(self._reusable(token_ids, chain)) if reuse else []
+        block_ids = self.hold(found, max(0, self.num_blocks_for(num_tokens) - len(found)))
         return None if block_ids is None else HashAllocation(self, root, list(chain), block_ids, len(found))
 
-    def _find_blocks(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """Return the blocks of the longest findable prefix that leaves a token to compute."""
+    def _reusable(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """Return the hashes of the blocks that leave a token to compute."""
         assert len(hashes) == len(token_ids) // self.block_size, f"{len(hashes)} hashes of {len(token_ids)} tokens"
-        if len(hashes) * self.block_size == len(token_ids):
-            hashes = hashes[:-1]
+        return hashes[:-1] if len(hashes) * self.block_size == len(token_ids) else hashes
+
+    def find_blocks(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         cached = self._cached
         if not hashes or hashes[0] not in cached:
             return []
@@ -92,11 +94,8 @@ class HashAllocator(Allocator):
         num_found = len(found) if all(found) else found.index(None)  # all: block 0 is never findable
         return cast(list[BlockId], found[:num_found])
 
-    def _hold(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
-        """Hold the blocks `found` and `num_new` others for one table, which is returned; None: they do not fit.
-
-        The blocks `found` leave the queue first, so a request never evicts its own prefix.
-        """
+    def hold(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        # The blocks `found` leave the queue first, so a request never evicts its own prefix.
         refs = self._refs
         unheld = [block_id for block_id in found if refs[block_id] <= 0]
         if len(unheld) + num_new > len(self._free):
@@ -112,7 +111,7 @@ class HashAllocator(Allocator):
         return [*found, *self._evict(num_new)]
 
     def _take(self, count: int) -> list[BlockId] | None:
-        return self._hold((), count)
+        return self.hold((), count)
 
     def _release(self, block_ids: Sequence[BlockId]) -> None:
         """Release blocks tail first, so that the tail is evicted first."""
@@ -128,8 +127,7 @@ class HashAllocator(Allocator):
                 refs[block_id] = num_refs - 1
         self._free.extend(freed)
 
-    def _store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """Make held and written blocks findable, parents first."""
+    def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
         own_hashes, cached = self._hashes, self._cached
         stored = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -189,9 +187,7 @@ class HashAllocator(Allocator):
 class HashAllocation(Allocation):
     """One sequence's blocks. The first `_num_stored` are findable under the first of `_hashes`."""
 
-    __slots__ = ("_hashes", "_num_stored", "_root")
-
-    _allocator: HashAllocator
+    __slots__ = ("_hashes", "_num_stored", "_root", "_store")
 
     def __init__(
         self, allocator: HashAllocator, root: BlockHash, chain: list[BlockHash], block_ids: list[BlockId], num_hit: int
@@ -199,6 +195,7 @@ class HashAllocation(Allocation):
         """Take over the hold on `block_ids`."""
         super().__init__(allocator, block_ids, num_hit * allocator.block_size)
         self._root = root
+        self._store: BlockStore = allocator
         self._hashes = chain
         self._num_stored = num_hit
 
@@ -212,5 +209,5 @@ class HashAllocation(Allocation):
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
-        self._allocator._store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self._store.store(self._block_ids[first:num_full], self._hashes[first:num_full])
         self._num_stored = num_full

@@ -41,7 +41,7 @@ class RadixAllocator(FreeListAllocator):
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         return len(self._match(token_ids, root).block_ids) * self.block_size
 
-    def held(self) -> Iterator[BlockHash]:
+    def cached_hashes(self) -> Iterator[BlockHash]:
         return (block_hash for node in self.trie.nodes() for block_hash in node.hashes)
 
     def check_integrity(self) -> None:

@@ -2,7 +2,7 @@
 
 Every publish is one MULTI that also reads back. After any doubt about its set, the worker writes a new generation,
 switches its state to it, and unlinks the old one. Doubts are an error, a lost connection, a wrong count, and a Redis
-that has gone back in time. A late command of an old connection lands in a dead generation.
+that has gone back in time. A late command of an old connection writes to a key that no reader knows any more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _Command = Sequence[Argument]
 _MIN_JUMP_MS: Final = 250.0
-"""A late reply looks like a jump of Redis' clock; so much is no doubt."""
+"""Jumps of Redis' clock below this are ignored: a late reply looks like one."""
 _MAX_OLD_SETS: Final = 100
 """Sets to be unlinked at the next switch; those beyond end by their TTL."""
 
@@ -95,7 +95,7 @@ class IndexWriter:
         return self._member
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """Publish as `member` from the next rewrite on, which unlinks the old epoch's set."""
+        """Use `member` from now on. The next rewrite unlinks the old epoch's set."""
         if member.worker_id != self._member.worker_id:
             raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self._member.worker_id!r}")
         self._describe(member)

@@ -167,7 +167,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.kind == "radix" and num_free + len(in_use) < allocator.num_blocks - 1
         )
         self.replay_events()
-        held = list(allocator.held())
+        held = list(allocator.cached_hashes())
         assert len(held) == len(set(held)) == allocator.stats().num_cached_blocks
         assert self.published == set(held), "the events do not rebuild the map"
         assert self.published <= self.written, "findable, but not written"
@@ -186,7 +186,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.check_integrity()
         assert self.allocator.num_free_blocks == self.allocator.num_blocks - 1
         assert self.allocator.reset()
-        assert list(self.allocator.held()) == []
+        assert list(self.allocator.cached_hashes()) == []
 
     def draw_prompt(self, data: st.DataObject) -> list[int]:
         """Draw a new prompt, or the next turn of an earlier one."""
@@ -280,7 +280,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if isinstance(allocator, HashAllocator):
             order = list(allocator._free)
         tables = [list(sequence.allocation.block_table) for sequence in self.running]
-        return allocator.stats(), list(allocator.held()), tables, order
+        return allocator.stats(), list(allocator.cached_hashes()), tables, order
 
 
 class HashMachine(AllocatorMachine):

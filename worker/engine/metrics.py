@@ -115,4 +115,4 @@ class WorkerMetrics:
         self.cached_blocks.set(stats.num_cached_blocks)
         self.evictions.inc(max(0, stats.evictions - self._num_evictions))
         self._num_evictions = stats.evictions
-        self.tail_age.set(stats.lru_tail_age)
+        self.tail_age.set(stats.next_victim_age)

@@ -56,7 +56,7 @@ def test_reset_only_when_idle(kind: PrefixCache) -> None:
     assert allocator.find(range(9), ROOT) == 0
     events = allocator.take_events()
     assert kind == "off" or events[-1] == Cleared()
-    assert replay(events) == set(allocator.held()) == set()
+    assert replay(events) == set(allocator.cached_hashes()) == set()
     allocator.check_integrity()
     assert allocator.num_free_blocks == 19
 

@@ -62,7 +62,7 @@ def test_nothing_is_findable_before_its_commit() -> None:
     assert allocator.find(range(9), ROOT) == 0
     allocation.commit(range(9), 5)
     assert allocator.find(range(9), ROOT) == 4
-    assert list(allocator.held()) == hash_chain(ROOT, range(4), 4)
+    assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(4), 4)
     allocation.free()  # the step that would have written the second block failed
     assert allocator.find(range(9), ROOT) == 4
 
@@ -147,7 +147,7 @@ def test_blocks_are_evicted_tail_first() -> None:
     assert allocator.take_events() == [Stored(block_hash) for block_hash in chain]
     allocate(allocator, [9], num_tokens=12)
     assert allocator.take_events() == [Removed(block_hash) for block_hash in reversed(chain[1:])]
-    assert list(allocator.held()) == chain[:1]
+    assert list(allocator.cached_hashes()) == chain[:1]
 
 
 def test_prompt_logprobs_read_nothing_but_write() -> None:
@@ -169,7 +169,7 @@ def test_hashes_may_be_given() -> None:
     assert allocation.extend(12)
     allocation.commit(range(12), 12)
     assert len(hashes) == 2, "the caller's list grew"
-    assert list(allocator.held()) == hash_chain(ROOT, range(12), 4)
+    assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(12), 4)
     assert allocator.find(range(9), ROOT, hashes=hashes) == 8
 
 
@@ -203,14 +203,14 @@ def test_a_second_free_asserts() -> None:
 def test_statistics() -> None:
     allocator = HashAllocator(4, 4)
     compute(allocator, range(9)).free()
-    assert allocator.stats().lru_tail_age == 0
+    assert allocator.stats().next_victim_age == 0
     compute(allocator, range(9)).free()
     compute(allocator, range(50, 55)).free()
     stats = allocator.stats()
     assert (stats.query_tokens, stats.hit_tokens) == (9 + 9 + 5, 8)
     assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks) == (4, 3, 2)
     assert stats.evictions == 1
-    assert stats.lru_tail_age == 1
+    assert stats.next_victim_age == 1
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(1, 4, "num_blocks"), (4, 0, "block_size")])

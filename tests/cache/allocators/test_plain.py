@@ -38,7 +38,7 @@ def test_nothing_is_found() -> None:
     assert allocator.find(range(8), ROOT) == 0
     assert allocate(allocator, 8).num_cached_tokens == 0
     assert allocator.take_events() == []
-    assert list(allocator.held()) == []
+    assert list(allocator.cached_hashes()) == []
     stats = allocator.stats()
     assert (stats.query_tokens, stats.hit_tokens, stats.num_cached_blocks) == (16, 0, 0)
 

@@ -175,7 +175,7 @@ def test_whole_blocks_only_when_a_block_has_more_than_one_token(length: int) -> 
     assert allocation.block_table == [17, 18, 19]
     assert allocation.slots(3, 9) == [71, 72, 73, 74, 75, 76]
     allocation.commit(range(10), 10)
-    assert list(allocator.held()) == hash_chain(ROOT, range(10), 4)
+    assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(10), 4)
     assert allocator.find(range(length), ROOT) == min(8, max(0, length - 1) // 4 * 4)
 
 
@@ -190,12 +190,12 @@ def test_events_are_of_blocks_and_tail_first() -> None:
     assert allocator.allocate(6, [9], ROOT) is not None
     more = allocator.take_events()
     assert more == [Removed(chain[2]), Removed(chain[1])]
-    assert replay([*events, *more]) == set(allocator.held()) == {chain[0]}
+    assert replay([*events, *more]) == set(allocator.cached_hashes()) == {chain[0]}
 
 
 def test_statistics() -> None:
     allocator = RadixAllocator(6, 1)
-    assert allocator.stats().lru_tail_age == 0
+    assert allocator.stats().next_victim_age == 0
     finish(allocate(allocator, 4, [0, 1, 2]), [0, 1, 2])
     finish(allocate(allocator, 4, [0, 1, 2]), [0, 1, 2])
     finish(allocate(allocator, 5, [7]), [7])
@@ -205,7 +205,7 @@ def test_statistics() -> None:
     before = allocator.trie.time
     finish(allocate(allocator, 2, [8]), [8])
     later = allocator.stats()
-    assert later.lru_tail_age - stats.lru_tail_age == allocator.trie.time - before > 0
+    assert later.next_victim_age - stats.next_victim_age == allocator.trie.time - before > 0
 
 
 def test_fork_without_reuse_commits_after_the_first_copies_were_evicted() -> None:

@@ -193,7 +193,7 @@ def test_offered_events_replay_to_the_held_blocks(threaded: ThreadedEngine) -> N
         threaded.wait(RequestKey(i))
     threaded.settle()
     assert threaded.allocator.stats().evictions > 0
-    assert replay(threaded.listener.events) == set(threaded.allocator.held())
+    assert replay(threaded.listener.events) == set(threaded.allocator.cached_hashes())
 
 
 def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> None:
@@ -594,7 +594,7 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     for i, key in enumerate(keys):
         assert threaded.wait(key).tokens[0] == answer([i, 2, 3, 4, 5], 100, 60)
     threaded.settle()
-    assert replay(threaded.listener.events) == set(threaded.allocator.held())
+    assert replay(threaded.listener.events) == set(threaded.allocator.cached_hashes())
 
 
 def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> None:
