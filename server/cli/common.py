@@ -14,7 +14,6 @@ from rich.console import Console
 
 REFUSED: Final = 2
 """Exit code for options that cannot work: a restart would not help."""
-PLAIN_COLUMNS: Final = 1000
 
 
 class CommandError(Exception):
@@ -75,7 +74,7 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or "no answer in time"
 
 
-def plain_console() -> Console:
-    """Return a console that takes no text for markup, wide where the output is no terminal."""
-    width = None if sys.stdout.isatty() else PLAIN_COLUMNS
+def plain_console(columns: int) -> Console:
+    """Return a console that takes no text for markup, of so many columns where the output is no terminal."""
+    width = None if sys.stdout.isatty() else columns
     return Console(markup=False, highlight=False, emoji=False, width=width)

@@ -23,6 +23,7 @@ from server.ops.overview import index_row
 
 TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 5.0
+PLAIN_COLUMNS: Final = 1000
 WORDS: Final = ("workers", "prefixes", "purge")
 WORKERS: Final = ("worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state")
 PREFIXES: Final = ("hits", "tokens", "blocks", "idle s", "model", "prefix", "workers")
@@ -147,5 +148,5 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(answer))
     else:
-        plain_console().print(shown(args.what, answer))
+        plain_console(PLAIN_COLUMNS).print(shown(args.what, answer))
     return 0

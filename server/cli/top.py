@@ -13,12 +13,12 @@ from contextlib import aclosing, nullcontext, suppress
 from typing import Any, Final
 
 import aiohttp
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from server.cli.common import CommandError, between, reason
+from server.cli.common import CommandError, between, plain_console, reason
 
 RETRY_S: Final = 1.0
 SILENT_S: Final = 5.0
@@ -196,7 +196,7 @@ def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:
 async def watch(args: argparse.Namespace) -> None:
     """Show the feed. Raises CommandError; a live screen retries instead, once it has shown a first picture."""
     plain = args.once or args.json or not sys.stdout.isatty()
-    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
+    console = plain_console(PLAIN_COLUMNS)
     live = Live(console=console, screen=True, auto_refresh=False)
     view, due_s = View(), time.monotonic() + (args.interval if args.once else 0.0)
     with nullcontext() if plain else live:

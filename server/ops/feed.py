@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Final
 
@@ -129,7 +128,7 @@ class Feed:
             "at": at,
             "draining": overview.api.draining,
             "traffic": traffic,
-            "totals": asdict(totals),
+            "totals": totals,
             "index": overview.index_state(),
             "workers": overview.worker_rows(),
         }

@@ -7,7 +7,6 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from server.metrics import GatewayMetrics
@@ -16,32 +15,21 @@ RATE_WINDOW_S: Final = 5.0
 QUANTILE_WINDOW_S: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counters at one moment, growing since the process began."""
-
-    at_s: float
-    num_decisions: int
-    prompt_tokens: float
-    cached_tokens: float
-    """Prompt tokens that workers found cached."""
-    output_tokens: float
-    in_flight: float
-    ttft_counts: tuple[float, ...]
-    """Cumulative, one per bucket."""
+Totals = dict[str, Any]
+"""Counters at one moment, growing since the process began, as JSON."""
 
 
 def read_totals(metrics: GatewayMetrics, num_decisions: int, num_streamed_tokens: int) -> Totals:
     """Return the totals of now. Metrics do not count the output of open requests yet: `num_streamed_tokens`."""
-    return Totals(
-        at_s=time.monotonic(),
-        num_decisions=num_decisions,
-        prompt_tokens=metrics.prompt_tokens.sum(),
-        cached_tokens=metrics.cached_tokens.sum(),
-        output_tokens=metrics.output_tokens.sum() + num_streamed_tokens,
-        in_flight=metrics.num_in_flight,
-        ttft_counts=metrics.ttft_s.cumulative(),
-    )
+    return {
+        "at_s": time.monotonic(),
+        "num_decisions": num_decisions,
+        "prompt_tokens": metrics.prompt_tokens.sum(),
+        "cached_tokens": metrics.cached_tokens.sum(),
+        "output_tokens": metrics.output_tokens.sum() + num_streamed_tokens,
+        "in_flight": metrics.num_in_flight,
+        "ttft_counts": metrics.ttft_s.cumulative(),  # one per bucket
+    }
 
 
 class Traffic:
@@ -53,27 +41,26 @@ class Traffic:
 
     def add(self, totals: Totals) -> dict[str, Any]:
         """Return the numbers of now; None where nothing was measured."""
-        samples = self._samples
+        samples, now_s = self._samples, totals["at_s"]
         samples.append(totals)
-        while totals.at_s - samples[0].at_s > QUANTILE_WINDOW_S:
+        while now_s - samples[0]["at_s"] > QUANTILE_WINDOW_S:
             samples.popleft()
-        near = next(sample for sample in samples if totals.at_s - sample.at_s <= RATE_WINDOW_S)
-        far, elapsed_s = samples[0], totals.at_s - near.at_s
-        prompt_tokens = totals.prompt_tokens - far.prompt_tokens
-        counts = [now - then for now, then in zip(totals.ttft_counts, far.ttft_counts, strict=True)]
+        near = next(sample for sample in samples if now_s - sample["at_s"] <= RATE_WINDOW_S)
+        far, elapsed_s = samples[0], now_s - near["at_s"]
+        prompt_tokens, cached_tokens = (totals[name] - far[name] for name in ("prompt_tokens", "cached_tokens"))
+        counts = [now - then for now, then in zip(totals["ttft_counts"], far["ttft_counts"], strict=True)]
 
         def rate(name: str) -> float | None:
-            amount: float = getattr(totals, name) - getattr(near, name)
-            return max(0.0, amount) / elapsed_s if elapsed_s > 0.0 else None
+            return max(0.0, totals[name] - near[name]) / elapsed_s if elapsed_s > 0.0 else None
 
         return {
-            "window_s": totals.at_s - far.at_s,
-            "in_flight": totals.in_flight,
+            "window_s": now_s - far["at_s"],
+            "in_flight": totals["in_flight"],
             "decisions_per_s": rate("num_decisions"),
             "output_tokens_per_s": rate("output_tokens"),
             "prompt_tokens_per_s": rate("prompt_tokens"),
             "prompt_tokens": prompt_tokens,
-            "hit_rate": min(1.0, (totals.cached_tokens - far.cached_tokens) / prompt_tokens) if prompt_tokens else None,
+            "hit_rate": min(1.0, cached_tokens / prompt_tokens) if prompt_tokens else None,
             "ttft_p50_s": quantile(0.5, self._bounds_s, counts),
             "ttft_p95_s": quantile(0.95, self._bounds_s, counts),
         }

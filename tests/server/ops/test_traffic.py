@@ -10,7 +10,8 @@ INF = float("inf")
 
 
 def totals(at_s: float, num_decisions: int, cached_tokens: float, *ttft_counts: float) -> Totals:
-    return Totals(at_s, num_decisions, 100.0 * num_decisions, cached_tokens, 0.0, 1.0, ttft_counts)
+    counted = {"at_s": at_s, "num_decisions": num_decisions, "prompt_tokens": 100.0 * num_decisions}
+    return {**counted, "cached_tokens": cached_tokens, "output_tokens": 0.0, "in_flight": 1, "ttft_counts": ttft_counts}
 
 
 def test_rates_are_those_of_a_few_seconds_and_hits_those_of_a_minute() -> None:
