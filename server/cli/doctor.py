@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -195,18 +194,14 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         with socket.create_server((host, number), family=family):
             return Check(name, "ok", f"{where} is free")
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return Check(name, "fail", f"{where}: {error}", f"choose another address or port with {option}")
-    match await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number):
-        case None:
-            mend = f"end that program (`ss -ltnp 'sport = :{number}'` names it), or choose another with {option}"
-            return Check(name, "fail", f"{where} is taken by another program", mend)
-        case 0:
-            mend = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
-            return Check(name, "warn", f"a Headstart gateway serves at {where}, and no worker", mend)
-        case num_workers:
-            plural = "" if num_workers == 1 else "s"
-            return Check(name, "ok", f"a Headstart gateway serves at {where}, with {num_workers} worker{plural}")
+        problem = f"{where}: {error.strerror or error}"
+    num_workers = await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number)
+    if num_workers is None:
+        mend = f"choose another with {option}; `ss -ltnp 'sport = :{number}'` names the program that has this one"
+        return Check(name, "fail", problem, mend)
+    mend = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
+    found = f"a Headstart gateway serves at {where}, with {num_workers} worker{'' if num_workers == 1 else 's'}"
+    return judge(name, found, (num_workers == 0, "warn", mend))
 
 
 async def _num_workers_of_gateway(host: str, number: int) -> int | None:

@@ -56,15 +56,16 @@ def parser() -> argparse.ArgumentParser:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Return the answer as JSON. Raises CommandError, ValueError, OSError."""
-    if args.what == "purge" and args.worker is None:
-        raise ValueError("name the worker: headstart index purge WORKER")
-    if args.what != "purge" and args.worker is not None:
-        raise ValueError(f"only `purge` takes a worker, got {args.worker!r}")
-    if args.what == "purge":
-        return await _ask_gateway(args, "POST", f"/workers/{args.worker}/purge")
-    if args.what == "prefixes":
-        model = {} if args.model is None else {"model": args.model}
-        return await _ask_gateway(args, "GET", "/prefixes", {"limit": str(args.limit), **model})
+    match args.what, args.worker:
+        case "purge", None:
+            raise ValueError("name the worker: headstart index purge WORKER")
+        case "purge", worker:
+            return await _ask_gateway(args, "POST", f"/workers/{worker}/purge")
+        case _, str(worker):
+            raise ValueError(f"only `purge` takes a worker, got {worker!r}")
+        case "prefixes", _:
+            model = {} if args.model is None else {"model": args.model}
+            return await _ask_gateway(args, "GET", "/prefixes", {"limit": str(args.limit), **model})
     answer = await (_read_redis(args) if args.redis is not None else _ask_gateway(args, "GET", "/index"))
     workers = [worker for worker in answer["workers"] if args.model in (None, worker["model"])]
     return {**answer, "workers": sorted(workers, key=lambda worker: (worker["model"], worker["worker_id"]))}

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from server.auth.api_keys import KeyEntry, digest_text, load_keys, parse_keys
+from server.auth.api_keys import digest_text, load_keys, parse_keys
+from server.auth.identity import KeyEntry
 
 KEY_BYTES: Final = 32
 MIN_CHARS: Final = 22

@@ -8,7 +8,7 @@ GET /dashboard /chat /pages/...                               /chat/api/...: the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -84,8 +84,7 @@ class OpsApi:
         limit = request.query_params.get("limit", "20")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
             raise InvalidRequestError(f"limit must be 1 to {MAX_PREFIXES}.", param="limit")
-        prefixes = self.overview.prefixes(int(limit), request.query_params.get("model"))
-        return json_response({"prefixes": [asdict(prefix) for prefix in prefixes]})
+        return json_response({"prefixes": self.overview.prefixes(int(limit), request.query_params.get("model"))})
 
     async def explain(self, request: Request) -> Response:
         """Tell where a chat or completion would go now, and its cost at every worker. Nothing is sent.

@@ -27,22 +27,8 @@ MAX_HOLDERS: Final = 6
 """Workers named in a row; the rest are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """A prefix at which matches ended. Hashes are cut to 8 bytes, in hex, as in Redis."""
-
-    model: str
-    hash: str
-    path: tuple[str, ...]
-    """Shorter shared prefixes, the shortest first, then this one."""
-    num_blocks: int
-    num_tokens: int
-    num_hits: int
-    """Requests whose match ended here or below."""
-    idle_s: float
-    """Seconds since the last of them."""
-    workers: tuple[str, ...]
-    """Live workers where it was found, most hits first."""
+SharedPrefix = dict[str, Any]
+"""A prefix at which matches ended, as JSON. Hashes are cut to 8 bytes, in hex, as in Redis."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,40 +102,34 @@ class PrefixTree:
         hits: Counter[WorkerId] = Counter()
         for each in below:
             hits.update(own[each])
-        return SharedPrefix(
-            model=match.model,
-            hash=index_entry(last).hex(),
-            path=tuple(index_entry(block_hash).hex() for block_hash in match.hashes if block_hash in own),
-            num_blocks=len(match.hashes),
-            num_tokens=len(match.hashes) * match.block_size,
-            num_hits=hits.total(),
-            idle_s=max(0.0, self._clock() - max(self._matches[each].last_s for each in below)),
-            workers=tuple(worker_id for worker_id, _ in sorted(hits.items(), key=lambda item: (-item[1], item[0]))),
-        )
+        return {
+            "model": match.model,
+            "hash": index_entry(last).hex(),
+            # Shorter shared prefixes, the shortest first, then this one.
+            "path": [index_entry(block_hash).hex() for block_hash in match.hashes if block_hash in own],
+            "num_blocks": len(match.hashes),
+            "num_tokens": len(match.hashes) * match.block_size,
+            "num_hits": hits.total(),  # requests whose match ended here or below
+            "idle_s": max(0.0, self._clock() - max(self._matches[each].last_s for each in below)),
+            "workers": [worker_id for worker_id, _ in sorted(hits.items(), key=lambda item: (-item[1], item[0]))],
+        }
 
 
 def tree_rows(prefixes: Sequence[SharedPrefix]) -> list[dict[str, Any]]:
     """Return rows in the order of a drawn tree, best siblings first; `parent` is the nearest row above."""
-    known = {(prefix.model, prefix.hash) for prefix in prefixes}
+    known = {(prefix["model"], prefix["hash"]) for prefix in prefixes}
     children: dict[tuple[str, str | None], list[SharedPrefix]] = {}
     for prefix in prefixes:
-        above = (name for name in reversed(prefix.path[:-1]) if (prefix.model, name) in known)
-        children.setdefault((prefix.model, next(above, None)), []).append(prefix)
+        model = prefix["model"]
+        above = (name for name in reversed(prefix["path"][:-1]) if (model, name) in known)
+        children.setdefault((model, next(above, None)), []).append(prefix)
 
     def rows(model: str, parent: str | None, level: int) -> Iterator[dict[str, Any]]:
         for prefix in children.get((model, parent), ()):
-            yield {
-                "hash": prefix.hash,
-                "parent": parent,
-                "level": level,
-                "model": model,
-                "num_tokens": prefix.num_tokens,
-                "num_hits": prefix.num_hits,
-                "idle_s": prefix.idle_s,
-                "workers": sorted(prefix.workers[:MAX_HOLDERS]),
-                "num_workers": len(prefix.workers),
-            }
-            yield from rows(model, prefix.hash, level + 1)
+            same = {name: prefix[name] for name in ("hash", "model", "num_tokens", "num_hits", "idle_s")}
+            holders = {"workers": sorted(prefix["workers"][:MAX_HOLDERS]), "num_workers": len(prefix["workers"])}
+            yield {**same, **holders, "parent": parent, "level": level}
+            yield from rows(model, prefix["hash"], level + 1)
 
-    models = dict.fromkeys(prefix.model for prefix in prefixes)
+    models = dict.fromkeys(prefix["model"] for prefix in prefixes)
     return [row for model in models for row in rows(model, None, 1)]

@@ -66,11 +66,11 @@ def test_a_prefix_counts_the_matches_that_end_there_or_below() -> None:
     requests.match("a")  # found nothing
     requests.now_s = 6.0
     first, second, third = requests.top()
-    assert (first.hash, first.num_hits, first.num_blocks, first.num_tokens) == (chat, 3, 4, 4 * SIZE)
-    assert (second.hash, second.num_hits, second.workers) == (system, 5, ("b", "a"))
-    assert (third.hash, third.path, third.workers) == (other, (system, other), ("a",))
-    assert [prefix.idle_s for prefix in (first, second, third)] == [1.0, 1.0, 1.0]
-    assert [prefix.hash for prefix in requests.top(1)] == [chat]
+    assert (first["hash"], first["num_hits"], first["num_blocks"], first["num_tokens"]) == (chat, 3, 4, 4 * SIZE)
+    assert (second["hash"], second["num_hits"], second["workers"]) == (system, 5, ["b", "a"])
+    assert (third["hash"], third["path"], third["workers"]) == (other, [system, other], ["a"])
+    assert [prefix["idle_s"] for prefix in (first, second, third)] == [1.0, 1.0, 1.0]
+    assert [prefix["hash"] for prefix in requests.top(1)] == [chat]
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=4)), max_size=25))
@@ -80,12 +80,12 @@ def test_hits_are_the_matches_of_requests(matches: list[tuple[str, list[int]]]) 
     ends = {requests.match(worker, *blocks) for worker, blocks in matches} - {""}
     for _, blocks in matches:
         expected.update(index_entry(block_hash).hex() for block_hash in chain(*blocks))
-    found = {prefix.hash: prefix for prefix in requests.top()}
+    found = {prefix["hash"]: prefix for prefix in requests.top()}
     assert found.keys() == ends
     for name, prefix in found.items():
-        assert prefix.num_hits == expected[name]
-        assert prefix.path[-1] == name
-        assert set(prefix.path) <= ends
+        assert prefix["num_hits"] == expected[name]
+        assert prefix["path"][-1] == name
+        assert set(prefix["path"]) <= ends
 
 
 def test_a_worker_that_restarted_or_left_holds_nothing() -> None:
@@ -94,7 +94,7 @@ def test_a_worker_that_restarted_or_left_holds_nothing() -> None:
     chat = requests.match("b", 1, 2)
     requests.workers["a"] = member("a", "another")
     (prefix,) = requests.top()
-    assert (prefix.path, prefix.workers) == ((chat,), ("b",))
+    assert (prefix["path"], prefix["workers"]) == ([chat], ["b"])
     del requests.workers["b"]
     assert requests.top() == []
 
@@ -102,12 +102,12 @@ def test_a_worker_that_restarted_or_left_holds_nothing() -> None:
 def test_the_least_recently_found_prefix_is_forgotten_first() -> None:
     requests = Requests(max_blocks=4)
     old, kept = requests.match("a", 1, 2), requests.match("a", 3)
-    assert {prefix.hash for prefix in requests.top()} == {old, kept}
+    assert {prefix["hash"] for prefix in requests.top()} == {old, kept}
     requests.match("a", 1, 2)
     new = requests.match("a", 4, 5)
-    assert {prefix.hash for prefix in requests.top()} == {old, new}
+    assert {prefix["hash"] for prefix in requests.top()} == {old, new}
     long = requests.match("a", *range(9))
-    assert [prefix.hash for prefix in requests.top()] == [long], "longer than the bound, and the only one"
+    assert [prefix["hash"] for prefix in requests.top()] == [long], "longer than the bound, and the only one"
 
 
 def test_the_rows_are_a_tree() -> None:
@@ -126,7 +126,7 @@ def test_the_rows_are_a_tree() -> None:
         (foreign, None, 1),
     ]
     assert (rows[0]["workers"], rows[0]["num_workers"], rows[0]["num_hits"]) == (["a", "b"], 2, 4)
-    without_chat = tree_rows([prefix for prefix in requests.top() if prefix.hash != chat])
+    without_chat = tree_rows([prefix for prefix in requests.top() if prefix["hash"] != chat])
     assert next(row["parent"] for row in without_chat if row["hash"] == turn) == system, "the nearest row above"
 
 
