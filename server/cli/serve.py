@@ -145,7 +145,7 @@ class Screen:
         self._layers: dict[str, int] = {}
         columns = (TextColumn("headstart: {task.description}"), BarColumn(20), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
-        self._task = self._bar.add_task("starting", total=None)
+        self._task = self._bar.add_task("loading the model", total=None)
         self._starting = self._console.is_terminal
 
     async def run(self) -> None:
@@ -155,37 +155,30 @@ class Screen:
             self._bar.refresh()
             await asyncio.sleep(TICK_S)
 
-    def stage(self, text: str, done: int = 0, total: int | None = None) -> None:
-        self._bar.update(self._task, description=text, completed=done, total=total)
-
     def ready(self) -> None:
         """End the bar; every line is printed from here on."""
         if self._starting:
             self._starting = False
             self._bar.stop()
 
-    def say(self, text: str) -> None:
-        """Print a line of the supervisor's own."""
+    def say(self, text: str, name: str = "headstart:") -> None:
+        """Print a line of the supervisor's own, or of a part."""
         if self._starting:
-            self._console.print(f"headstart: {text}", soft_wrap=True)  # above the bar
+            self._console.print(name, text, soft_wrap=True)  # above the bar
         else:
-            print(f"headstart: {text}", file=sys.stderr, flush=True)
+            print(name, text, file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
-        """Print a line of a part, unless it is for programs."""
+        """Print a line of a part, unless it is for programs or the bar stands for it."""
         if line.startswith(_FOR_PROGRAMS):
             return
-        if not self._starting:
-            print(f"[{name}] {line}", file=sys.stderr, flush=True)
-        elif layers := _LAYERS.match(line):
+        if self._starting and (layers := _LAYERS.match(line)):
             self._layers[name] = int(layers[1])
             done, total = sum(self._layers.values()), self._num_workers * int(layers[2])
-            if done < total:
-                self.stage("loading the model", done, total)
-            else:
-                self.stage("measuring how fast the workers are")
-        elif not _FOR_LOGS.match(line) or " cannot " in line:
-            self._console.print(f"[{name}] {line}", soft_wrap=True)
+            text = "loading the model" if done < total else "measuring how fast the workers are"
+            self._bar.update(self._task, description=text, completed=done, total=total)
+        elif not self._starting or not _FOR_LOGS.match(line) or " cannot " in line:
+            self.say(line, f"[{name}]")
 
 
 class Supervisor:
@@ -230,7 +223,6 @@ class Supervisor:
             self._spawn(REDIS, redis_command(find_redis_server(), self._socket), quiet=True)
             while not self._socket.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(POLL_S)
-        self._screen.stage("loading the model")
         shared = ["--redis", self._redis_url, "--drain-grace-s", str(DRAIN_GRACE_S)]
         worker = [sys.executable, "-m", "worker", "--host", "127.0.0.1", "--port", "0", "--threads", str(args.threads)]
         worker += ["--local-world-size", str(args.num_workers), *shared]

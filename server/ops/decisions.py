@@ -26,30 +26,20 @@ MAX_RECENT: Final = 50
 
 
 class DecisionLog:
-    """A `RouterObserver`, drained by the feed. Ignores every decision until `start`, and after `stop`."""
+    """A `RouterObserver`, drained by the feed. Ignores every decision while not `active`."""
 
     def __init__(self) -> None:
+        self.active = False
         self.num_decisions = 0
-        """Decisions since `start`, logged in full or not."""
+        """Decisions while active, logged in full or not."""
         self.recent: dict[str, dict[str, Any]] = {}
         """By request id, the oldest first."""
-        self._active = False
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
         self._found: dict[str, int] = {}
         self._bucket = TokenBucket(PER_S, BURST)
 
-    def start(self) -> None:
-        """Begin with an empty log."""
-        self._active = True
-        self.num_decisions = 0
-        self.recent.clear()
-        self.drain()
-
-    def stop(self) -> None:
-        self._active = False
-
     def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None:
-        if not self._active:
+        if not self.active:
             return
         self.num_decisions += 1
         if self._bucket.take(now_s):

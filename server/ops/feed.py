@@ -91,7 +91,9 @@ class Feed:
             reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers look on already."
             raise UnavailableError(reason, retry_after_s=5.0)
         if not self._viewers:
-            self._decisions.start()
+            self._decisions.active = True
+            self._decisions.recent.clear()
+            self._decisions.drain()
             self._traffic = Traffic(self._overview.metrics.ttft_s.bounds)
             self._history.clear()
             self._send_snapshot()
@@ -104,8 +106,7 @@ class Feed:
             yield frames
         finally:
             self._viewers.discard(frames)
-            if not self._viewers:
-                self._decisions.stop()
+            self._decisions.active = bool(self._viewers)
 
     def _send(self, frame: bytes | None) -> None:
         for frames in self._viewers:
