@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from server.auth.api_keys import digest_text, load_keys, parse_keys
-from server.auth.identity import KeyEntry
+from server.auth.limits import KeyEntry
 
 KEY_BYTES: Final = 32
 MIN_CHARS: Final = 22
