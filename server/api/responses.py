@@ -130,9 +130,8 @@ def _add_call(messages: list[schema.Message], call: schema.ToolCall) -> None:
 def _tool(tool: FunctionTool, index: int) -> schema.Tool:
     if tool.type != "function" or not tool.name:
         raise unsupported(f"tools[{index}].type", "can only be function, with a name")
-    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     try:
-        function = msgspec.convert(fields, schema.FunctionDefinition)
+        function = msgspec.convert(tool, schema.FunctionDefinition, from_attributes=True)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"tools[{index}]: {error}.", param=f"tools[{index}]") from None
     return schema.Tool(type="function", function=function)

@@ -144,7 +144,8 @@ async def sampling_params(
         prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
         grammar=grammar,
     )
-    if (problem := too_many_ids(params, request.num_choices)) is not None:
+    lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
+    if any(lists) and (problem := too_many_ids(params, request.num_choices)) is not None:
         raise InvalidRequestError(f"{problem}.", param=problem.partition(":")[0].partition(",")[0])
     return params
 
