@@ -40,7 +40,8 @@ DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")
 COMPARED: Final = {**POLICIES, **RIVALS}
 COUNT_PENDING: Final = frozenset({"headstart", "llm-d"})
-"""Policies that count pending blocks as cached, as they do in the reference figures."""
+"""Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
+so only for these."""
 REFERENCE_COST: Final = CostModel(recent_weight=0.001, kv_wait_weight=0.0)
 """The constants of the reference figures, whose engine runs prefills one by one; gateways have the default."""
 _CELL: Final = re.compile(r"(conv|agent|tau)(\d+)_n(\d+)")
@@ -116,7 +117,7 @@ def processes(num_jobs: int) -> ProcessPoolExecutor:
 
 
 def execute_all(runs: Sequence[Run], num_jobs: int) -> dict[tuple[str, str], list[Outcome]]:
-    """Yield every run, several at a time, with a progress line on a terminal."""
+    """Run all replays and return outcomes by (policy, cell). Shows a progress line on a terminal."""
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     progress = Progress(len(runs))
     with processes(num_jobs) as pool:

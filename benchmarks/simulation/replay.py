@@ -46,7 +46,7 @@ class ReplaySettings:
     cost: CostModel = field(default_factory=CostModel)
     count_pending: bool = True
     """Blocks of requests just routed count as cached."""
-    unscored_share: float = 0.1
+    warmup_share: float = 0.1
     """Share of the first requests, which meet cold caches, to leave out."""
     seed: int = 0
     shared_engine: bool = False
@@ -221,7 +221,7 @@ class Replay:
 
     def _outcome(self) -> Outcome:
         assert len(self._ttft_s) == self._workload.num_requests, "a request was lost"
-        scored = self._arrivals[int(len(self._arrivals) * self._settings.unscored_share) :]
+        scored = self._arrivals[int(len(self._arrivals) * self._settings.warmup_share) :]
         ttft_s = sorted(self._ttft_s[number] for number in scored)
         busy_s = [worker.busy_s for worker in self._workers]
         return Outcome(

@@ -86,7 +86,7 @@ class Sglang(Policy):
             return [-matched for matched in matches]
         return [len(self._trees.get(worker.member.worker_id, ())) for worker in workers]
 
-    def placed(self, request: RouteRequest, worker: WorkerView) -> None:
+    def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
         tree = self._trees.setdefault(worker.member.worker_id, OrderedDict())
         for block_hash in request.hashes:
             tree[block_hash] = None

@@ -19,12 +19,12 @@ from server.rates import DecayedRatio, DecayedSum
 _MAX_UNREPORTED_S = 2.0
 """Own work that no report has shown for so long counts as assigned."""
 _OTHERS_MEMORY_S = 60.0
-_MAX_UNSEEN_S = 1.0
+_MAX_REPORT_AGE_S = 1.0
 _RATE_MEMORY_S = 300.0
 """A slow worker without another measurement for so long counts as one without any."""
 _HIT_RATE_WINDOW_S = 120.0
 _MAX_COMPARED = 128
-"""The requests of a long queue that are looked at; the rest is assumed to be like them."""
+"""At most this many queued requests are examined; the rest is extrapolated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class AssignedWork:
         self._unreported: deque[tuple[float, float]] = deque()
         self._unreported_s = 0.0
         self._presumed_s = 0.0
-        """Own work that was counted without a report: the next report includes it."""
+        """Own work moved to `_assigned` after 2 s unreported; subtracted from the next report."""
         self._counter_s: float | None = None
 
     def add(self, prefill_s: float, now_s: float) -> None:
@@ -168,7 +168,7 @@ class WorkerLoadEstimate:
 
     def num_arriving_blocks(self, now_s: float) -> int:
         """Return the blocks that own requests hold, or will hold, beyond those of the last report."""
-        reported_s = max(self.reported_s, now_s - _MAX_UNSEEN_S)
+        reported_s = max(self.reported_s, now_s - _MAX_REPORT_AGE_S)
         while self._begun and self._begun[0][0] <= reported_s:
             self._num_arriving_blocks -= self._begun.popleft()[1]
         return self._num_arriving_blocks
@@ -202,11 +202,11 @@ class WorkerLoadEstimate:
         )
         return shorter_s + min(oldest_s, prefill_s + shorter_s), num_longer
 
-    def unseen_s(self, now_s: float) -> float:
-        """Return for how long others may have sent work that no report shows yet; 0 without other gateways."""
+    def report_age_s(self, now_s: float) -> float:
+        """Return the age of the last report, at most 1 s; 0 if no other gateway sent work here in the last minute."""
         if now_s - self._others_seen_s > _OTHERS_MEMORY_S:
             return 0.0
-        return min(_MAX_UNSEEN_S, max(0.0, now_s - self.reported_s))
+        return min(_MAX_REPORT_AGE_S, max(0.0, now_s - self.reported_s))
 
     def _advance(self, now_s: float) -> None:
         """Subtract from the started prefills what the worker has computed since the last call.

@@ -1,6 +1,6 @@
 """One decision, without I/O: what each worker would cost, which one is chosen, and what the choice adds there.
 
-    candidates + load estimates + pending prefixes -> WorkerViews -> policy -> the least score -> Placement
+    candidates + load estimates + pending prefixes -> WorkerViews -> policy -> the lowest score -> Placement
 
 A placement counts from the decision on, so a burst sees its own picks. The routing benchmark drives this module in
 simulated time.
@@ -43,7 +43,7 @@ BREAKER: Final = "breaker open"
 
 
 class Decision(msgspec.Struct, eq=False):
-    """Every worker as it was seen and scored for one request, and those with the least score."""
+    """Every worker as it was seen and scored for one request, and those with the lowest score."""
 
     request: RouteRequest
     workers: Sequence[WorkerView]
@@ -153,7 +153,7 @@ class Scorer:
     ) -> Decision:
         """Score every candidate without a guard; if none is left, those that are `broken`.
 
-        `dry_run` draws no random numbers.
+        `dry_run` draws no random numbers: the policy gets 0.5 each time.
         """
         now_s = self.clock()
         self.pending.expire(now_s)
@@ -174,15 +174,15 @@ class Scorer:
             scores = self._policy.scores(request, scored, fleet)
             for worker, score in zip(scored, scores, strict=True):
                 worker.guard, worker.score = None, score
-            least = min(scores)
-            decision.best = [worker for worker in scored if worker.score == least]
+            lowest = min(scores)
+            decision.best = [worker for worker in scored if worker.score == lowest]
         return decision
 
     def place(self, decision: Decision) -> Placement:
         """Send the request to one of the best workers, drawn at random."""
         best = decision.best
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
-        self._policy.placed(decision.request, chosen)
+        self._policy.on_dispatch(decision.request, chosen)
         return Placement(self, decision.request, chosen)
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
@@ -245,7 +245,7 @@ class Scorer:
             num_displaced=num_displaced,
             kv_wait_s=kv_wait_s,
             recent_s=estimate.assigned.at(now_s),
-            unseen_s=estimate.unseen_s(now_s),
+            report_age_s=estimate.report_age_s(now_s),
         )
 
 

@@ -1,6 +1,8 @@
-"""Routing policies: rules that score the workers which could take a request. The least score wins.
+"""Routing policies: rules that score the workers which could take a request. The lowest score wins.
 
-To add one: subclass `Policy`, enter it in POLICIES, and compare it with `headstart bench route`.
+To add one: subclass `Policy` and enter it in POLICIES. `python tools/configuration.py` then writes its name to the
+docs, `python -m tools.values` to the chart's schema. To compare it with `headstart bench route`, enter it in
+COUNT_PENDING (benchmarks/route.py), so that replays count pending blocks as gateways do.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from server.router.cost import CostModel
 from server.router.types import RouteRequest, WorkerView
 
 AFFINITY: Final = 0.1
-"""The worth of being the affinity key's worker, as a share of the whole prompt's prefill."""
+"""Discount for the affinity key's worker, as a fraction of the full prompt's prefill time."""
 _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""
 
@@ -28,26 +30,32 @@ class FleetView(msgspec.Struct, frozen=True):
     """Prefill seconds assigned to the fleet, decayed over a minute."""
     num_workers: int
     draw: Callable[[], float]
-    """Returns a random number in 0..1."""
+    """Returns a random number in [0, 1); always 0.5 in a dry run."""
 
 
 class Policy:
-    """One routing rule. Each gateway has its own instance, which may keep state."""
+    """One routing rule. Each gateway has its own instance, which may keep state.
+
+    The lowest score wins. `inf` loses to any finite score; if all are `inf`, one worker is drawn at random.
+    """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
-        """Return one score a worker. Equal scores are drawn at random."""
+        """Return one score per worker, in order; the lowest wins, ties are broken at random.
+
+        `workers` is never empty; those that cannot take the request are left out.
+        """
         raise NotImplementedError
 
-    def placed(self, request: RouteRequest, worker: WorkerView) -> None:
-        """Take note that the request went to `worker`."""
+    def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
+        """Record that the request goes to `worker`."""
 
 
 class Headstart(Policy):
-    """The least cost in seconds: see `server.router.cost`.
+    """The lowest cost in seconds: see `server.router.cost`.
 
-    With several gateways, costs get a random part as large as the worker's report is old: what others sent since then
-    is unknown, and all would take the same idle worker. An affinity key's own worker gets a discount of a small part
-    of the prefill: any match or queue outweighs it.
+    With several gateways, random jitter of up to the age of the worker's report is added. It is unknown what others
+    sent since then, and all would take the same idle worker. An affinity key's own worker gets a discount of a small
+    part of the prefill: any match or queue outweighs it.
     """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
@@ -58,7 +66,7 @@ class Headstart(Policy):
             + worker.kv_wait_s
             + (1.0 + (beta + worker.num_displaced)) * worker.prefill_s
             + recent_weight * worker.recent_s
-            + (worker.unseen_s * fleet.draw() if worker.unseen_s else 0.0)
+            + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
             for worker in workers
         ]
         if request.affinity_key:
@@ -72,7 +80,7 @@ class Headstart(Policy):
 
 
 class LongestPrefix(Policy):
-    """The longest cached prefix, ties to the least load. Workers herd once prompts share a system prompt."""
+    """The longest cached prefix, ties to the lowest load. Workers herd once prompts share a system prompt."""
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         longest = max(worker.matched_tokens for worker in workers)
@@ -90,7 +98,7 @@ class RoundRobin(Policy):
         chosen = min((worker_id for worker_id in ids if worker_id > self._last), default=min(ids))
         return [0.0 if worker_id == chosen else 1.0 for worker_id in ids]
 
-    def placed(self, request: RouteRequest, worker: WorkerView) -> None:
+    def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
         self._last = worker.member.worker_id
 
 
@@ -110,7 +118,10 @@ class ConsistentHash(Policy):
 
 
 def rendezvous_weights(key: bytes, workers: Sequence[WorkerView]) -> list[int]:
-    """Return one number a worker; the least is the key's. It changes only when that worker leaves or a lesser comes."""
+    """Return one weight per worker; the key's worker has the lowest.
+
+    The key's worker changes only when it leaves or a worker with a lower weight joins.
+    """
     key = blake2b(key, digest_size=32).digest()
     return [_weight(key, worker.member.worker_id.encode()) for worker in workers]
 

@@ -45,22 +45,25 @@ class WorkerView(msgspec.Struct, eq=False):
     index_tokens: int
     """Prompt tokens cached there, as the index says."""
     pending_tokens: int
-    """Prompt tokens that requests on their way bring there."""
+    """Prompt tokens that in-flight requests will have cached there."""
     matched_tokens: int
     """Prompt tokens that count as cached there, of full blocks."""
     prefill_tokens_per_s: float
     prefill_s: float
     """Prefill time of this request there."""
     queue_s: float
-    """Delay of its first token by the prefills there."""
+    """How long other prefills there delay its first token."""
     num_displaced: float
-    """Prefills there that it would delay."""
+    """Prefills there that it would delay.
+
+    A float: the oldest prefill and the work of other gateways together count 0.5, since they keep half of each step.
+    """
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
     recent_s: float
     """Prefill seconds assigned to the worker, decayed over a minute."""
-    unseen_s: float
-    """Age of what is known of other gateways' requests there; 0 without other gateways."""
+    report_age_s: float
+    """Age of the last report, at most 1 s; 0 if no other gateway sends here."""
     guard: str | None = None
     """Why the worker cannot take the request."""
     score: float | None = None
@@ -68,7 +71,7 @@ class WorkerView(msgspec.Struct, eq=False):
 
     @property
     def num_outstanding(self) -> int:
-        """Requests there that have not ended: a report may include this gateway's own."""
+        """Requests there that have not ended. Max of own count and report, since the report may already count ours."""
         return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
 
     @property

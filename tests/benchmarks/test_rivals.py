@@ -4,43 +4,45 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, Sglang
-from tests.server.router.test_policies import ask, chosen, view
+from tests.server.router.test_policies import make_request, chosen, view
 
 
 def test_sglang_follows_the_tree_until_the_fleet_is_out_of_balance() -> None:
     policy = Sglang()
-    request = ask()
-    policy.placed(request, view("b"))
+    request = make_request()
+    policy.on_dispatch(request, view("b"))
     assert chosen(policy, request, view("a"), view("b", num_running=32)) == {"b"}
     assert chosen(policy, request, view("a"), view("b", num_running=33)) == {"a"}
-    assert chosen(policy, ask(), view("a"), view("b")) == {"a"}, "no match: the smaller tree"
+    assert chosen(policy, make_request(), view("a"), view("b")) == {"a"}, "no match: the smaller tree"
 
 
 def test_sglang_trees_are_bounded() -> None:
     policy = Sglang()
-    first = ask()
-    policy.placed(first, view("b", num_blocks=10))
+    first = make_request()
+    policy.on_dispatch(first, view("b", num_blocks=10))
     for _ in range(10):
-        policy.placed(ask(), view("b", num_blocks=10))
+        policy.on_dispatch(make_request(), view("b", num_blocks=10))
     assert chosen(policy, first, view("a"), view("b")) == {"a"}, "forgotten, and a's tree is smaller"
 
 
 def test_llm_d_adds_prefix_memory_and_queue() -> None:
     policy = LlmD()
-    assert chosen(policy, ask(), view("a", matched_tokens=80), view("b")) == {"a"}
-    assert chosen(policy, ask(), view("a", num_free_blocks=500), view("b")) == {"b"}
-    assert chosen(policy, ask(), view("a", matched_tokens=40, num_waiting=5), view("b")) == {"b"}
+    assert chosen(policy, make_request(), view("a", matched_tokens=80), view("b")) == {"a"}
+    assert chosen(policy, make_request(), view("a", num_free_blocks=500), view("b")) == {"b"}
+    assert chosen(policy, make_request(), view("a", matched_tokens=40, num_waiting=5), view("b")) == {"b"}
 
 
 def test_dynamo_adds_prefill_and_active_blocks() -> None:
     policy = Dynamo()
-    assert chosen(policy, ask(), view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"a"}
-    assert chosen(policy, ask(), view("a", prefill_s=0.5, num_active_blocks=100), view("b", prefill_s=1.0)) == {"b"}
+    assert chosen(policy, make_request(), view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"a"}
+    assert chosen(
+        policy, make_request(), view("a", prefill_s=0.5, num_active_blocks=100), view("b", prefill_s=1.0)
+    ) == {"b"}
 
 
 @pytest.mark.parametrize("name", list(RIVALS))
 def test_every_rival_answers_for_one_worker_and_an_empty_prompt(name: str) -> None:
     policy = RIVALS[name]()
-    request = replace(ask(), hashes=[], num_prompt_tokens=1)
+    request = replace(make_request(), hashes=[], num_prompt_tokens=1)
     assert chosen(policy, request, view("a")) == {"a"}
-    policy.placed(request, view("a"))
+    policy.on_dispatch(request, view("a"))

@@ -83,8 +83,8 @@ def test_the_work_of_others_counts_as_reported_and_ages() -> None:
     assert queue_s(worker, 99.0) == 0.0
     worker.observe(WorkerLoad({OTHER: 99.0}), 9.0, ME)
     assert queue_s(worker, 10.0) == 4.0, "an older report changes nothing"
-    assert worker.unseen_s(10.25) == 0.25
-    assert worker.unseen_s(25.0) == 1.0, "a report that old says nothing either way"
+    assert worker.report_age_s(10.25) == 0.25
+    assert worker.report_age_s(25.0) == 1.0, "a report that old says nothing either way"
 
 
 def test_own_work_and_that_of_others_proceed_together() -> None:
@@ -95,10 +95,10 @@ def test_own_work_and_that_of_others_proceed_together() -> None:
     assert queue_s(worker, 12.0) == pytest.approx(7.0), "of two seconds one was the others'"
 
 
-def test_without_others_nothing_is_unseen() -> None:
+def test_without_others_the_report_age_is_zero() -> None:
     worker = fifo()
     worker.observe(WorkerLoad({ME: 7.0}), 10.0, ME)
-    assert worker.unseen_s(11.0) == 0.0
+    assert worker.report_age_s(11.0) == 0.0
 
 
 def test_assigned_work_is_the_increase_of_the_counter_and_own_work_at_once() -> None:

@@ -43,12 +43,12 @@ def view(
         "num_displaced": 0.0,
         "kv_wait_s": 0.0,
         "recent_s": 0.0,
-        "unseen_s": 0.0,
+        "report_age_s": 0.0,
     }
     return WorkerView(member, load, estimate, **{**fields, **changes})
 
 
-def ask(num_blocks: int = 10, **changes: str) -> RouteRequest:
+def make_request(num_blocks: int = 10, **changes: str) -> RouteRequest:
     hashes = [BlockHash(os.urandom(16)) for _ in range(num_blocks)]
     return RouteRequest("r", "m", num_blocks * 16 + 1, hashes, affinity_key=changes.get("affinity_key"))
 
@@ -67,8 +67,8 @@ def test_beta_grows_with_utilisation_up_to_its_cap(rho: float, beta: float) -> N
 def test_headstart_weighs_the_prefill_more_the_busier_the_fleet() -> None:
     policy = make_policy("headstart")
     warm, idle = view("warm", queue_s=1.5, prefill_s=0.5), view("idle", prefill_s=1.5)
-    assert chosen(policy, ask(), warm, idle) == {"idle"}
-    assert chosen(policy, ask(), warm, idle, recent_s=0.8 * 120) == {"warm"}
+    assert chosen(policy, make_request(), warm, idle) == {"idle"}
+    assert chosen(policy, make_request(), warm, idle, recent_s=0.8 * 120) == {"warm"}
 
 
 def test_the_wait_for_blocks_grows_with_the_fill_of_the_pool() -> None:
@@ -97,25 +97,25 @@ def test_an_impossible_report_raises_nothing(usage: float, num_slots: float) -> 
 def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
     policy = make_policy("headstart")
     full, other = view("full", prefill_s=0.1, kv_wait_s=1.5), view("other", prefill_s=1.0)
-    assert chosen(policy, ask(), full, other) == {"other"}
-    assert chosen(policy, ask(), view("full", prefill_s=0.1, kv_wait_s=0.5), other) == {"full"}
+    assert chosen(policy, make_request(), full, other) == {"other"}
+    assert chosen(policy, make_request(), view("full", prefill_s=0.1, kv_wait_s=0.5), other) == {"full"}
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
-    assert chosen(make_policy("headstart"), ask(), view("a", recent_s=9.0), view("b", recent_s=3.0)) == {"b"}
+    assert chosen(make_policy("headstart"), make_request(), view("a", recent_s=9.0), view("b", recent_s=3.0)) == {"b"}
 
 
 def test_headstart_draws_where_other_gateways_may_have_sent_work() -> None:
     draws = iter([0.9, 0.1])
-    workers = [view("a", unseen_s=0.25), view("b", unseen_s=0.25)]
+    workers = [view("a", report_age_s=0.25), view("b", report_age_s=0.25)]
     fleet = FleetView(COST, 0.0, 2, draw=lambda: next(draws))
-    first, second = make_policy("headstart").scores(ask(), workers, fleet)
+    first, second = make_policy("headstart").scores(make_request(), workers, fleet)
     assert first - second == pytest.approx(0.2)
 
 
 def test_a_cache_key_is_a_hint_that_any_match_or_queue_outweighs() -> None:
     """Among equals the key's worker, whatever else each gateway has seen; not at the price of a match or of a queue."""
-    requests = [ask(affinity_key=f"conversation {number}") for number in range(64)]
+    requests = [make_request(affinity_key=f"conversation {number}") for number in range(64)]
     names = [f"w{number}" for number in range(4)]
     first, second = make_policy("headstart"), make_policy("headstart")
     homes = [chosen(first, request, *map(view, names)) for request in requests]
@@ -137,7 +137,7 @@ def test_longest_prefix_prefers_the_match_to_the_load() -> None:
         view("b", matched_tokens=32, num_running=5, queue_s=99.0),
         view("c", matched_tokens=16),
     ]
-    assert chosen(policy, ask(), *workers) == {"b"}
+    assert chosen(policy, make_request(), *workers) == {"b"}
 
 
 def test_round_robin_takes_turns_and_survives_a_changing_fleet() -> None:
@@ -145,31 +145,33 @@ def test_round_robin_takes_turns_and_survives_a_changing_fleet() -> None:
     workers = {name: view(name) for name in "abc"}
     seen = []
     for names in ("abc", "abc", "ac", "abc", "abc"):
-        (name,) = chosen(policy, ask(), *(workers[n] for n in names))
-        policy.placed(ask(), workers[name])
+        (name,) = chosen(policy, make_request(), *(workers[n] for n in names))
+        policy.on_dispatch(make_request(), workers[name])
         seen.append(name)
     assert seen == ["a", "b", "c", "a", "b"]
 
 
 def test_least_load_counts_requests() -> None:
     workers = [view("a", num_running=2), view("b", num_running=1, queue_s=50.0)]
-    assert chosen(make_policy("least_load"), ask(), *workers) == {"b"}
+    assert chosen(make_policy("least_load"), make_request(), *workers) == {"b"}
 
 
 def test_a_consistent_hash_moves_only_the_keys_of_a_lost_worker() -> None:
     policy = make_policy("consistent_hash")
     workers = [view(name) for name in "abcdefgh"]
-    requests = [ask() for _ in range(200)]
+    requests = [make_request() for _ in range(200)]
     before = [chosen(policy, request, *workers).pop() for request in requests]
     after = [chosen(policy, request, *workers[:-1]).pop() for request in requests]
     assert all(b in ("h", a) for b, a in zip(before, after, strict=True))
     assert 10 <= before.count("h") <= 45
-    assert chosen(policy, ask(affinity_key="k"), *workers) == chosen(policy, ask(affinity_key="k"), *workers)
+    assert chosen(policy, make_request(affinity_key="k"), *workers) == chosen(
+        policy, make_request(affinity_key="k"), *workers
+    )
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_answers_for_one_worker_and_an_empty_prompt(name: str) -> None:
     policy = make_policy(name)
-    request = replace(ask(), hashes=[], num_prompt_tokens=1)
+    request = replace(make_request(), hashes=[], num_prompt_tokens=1)
     assert chosen(policy, request, view("a")) == {"a"}
-    policy.placed(request, view("a"))
+    policy.on_dispatch(request, view("a"))

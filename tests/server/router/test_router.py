@@ -72,7 +72,7 @@ def chain(length: int) -> list[BlockHash]:
     return [BlockHash(os.urandom(16)) for _ in range(length)]
 
 
-def ask(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
+def make_request(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
     fields: dict[str, object] = {
         "request_id": "r",
         "model": "m",
@@ -109,7 +109,7 @@ class Fleets:
         self.router.scorer.estimate_type = FifoLoadEstimate
 
     async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
-        return await self.router.place(ask(hashes, **changes))
+        return await self.router.place(make_request(hashes, **changes))
 
     async def worker(self, hashes: Sequence[BlockHash], **changes: object) -> str:
         """Return the id of the worker that gets it, and close it at once."""
@@ -153,7 +153,7 @@ async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None
 
 async def row(fleets: Fleets, name: str, hashes: Sequence[BlockHash], **changes: object) -> dict[str, Any]:
     """Return the explanation for one worker."""
-    explained = await fleets.router.explain(ask(hashes, **changes))
+    explained = await fleets.router.explain(make_request(hashes, **changes))
     (found,) = (worker for worker in explained["workers"] if worker["worker"] == name)
     return found
 
@@ -228,7 +228,7 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
         placement.first_token()
         placement.close()
     assert three.router.scorer.num_outstanding() == 0
-    explained = await three.router.explain(ask(chain(20)))
+    explained = await three.router.explain(make_request(chain(20)))
     assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
@@ -258,7 +258,7 @@ async def test_a_holder_with_a_full_pool_is_avoided(three: Fleets) -> None:
     assert await three.worker(hashes) == "b"
     hold(2)
     assert await three.worker(hashes) != "b"
-    (b,) = (w for w in (await three.router.explain(ask(hashes)))["workers"] if w["worker"] == "b")
+    (b,) = (w for w in (await three.router.explain(make_request(hashes)))["workers"] if w["worker"] == "b")
     assert b["wait_s"] == 0.0
     assert b["room_wait_s"] > 1.0
 
@@ -355,7 +355,7 @@ async def test_guards_are_per_candidate(three: Fleets, changes: dict[str, Worker
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes, **changes)  # type: ignore[arg-type]
     assert {await three.worker(hashes) for _ in range(20)} <= {"a", "c"}
-    explained = await three.router.explain(ask(hashes))
+    explained = await three.router.explain(make_request(hashes))
     assert {w["worker"]: w["guard"] for w in explained["workers"]} == {"a": None, "b": excluded, "c": None}
 
 
@@ -403,8 +403,8 @@ async def test_a_failed_worker_is_avoided_unless_it_is_the_only_one(three: Fleet
 async def test_explain_changes_nothing(three: Fleets) -> None:
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes[:30])
-    first = await three.router.explain(ask(hashes))
-    assert first == await three.router.explain(ask(hashes))
+    first = await three.router.explain(make_request(hashes))
+    assert first == await three.router.explain(make_request(hashes))
     assert first["choice"] == ["b"]
     costs = {w["worker"]: w["cost"] for w in first["workers"]}
     assert costs["b"] < costs["a"] == costs["c"]
@@ -515,7 +515,7 @@ async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) ->
     home = (await three.place(hashes)).worker.worker_id
     for name in "abc":
         three.index.register(member(name, epoch="e2"))
-    explained = await three.router.explain(ask(hashes))
+    explained = await three.router.explain(make_request(hashes))
     assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
     again = await three.place(hashes)
     assert again.promised_tokens == 0
