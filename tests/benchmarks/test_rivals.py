@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, Sglang
-from tests.server.router.test_policies import make_request, chosen, view
+from tests.server.router.test_policies import chosen, make_request, view
 
 
 def test_sglang_follows_the_tree_until_the_fleet_is_out_of_balance() -> None:
