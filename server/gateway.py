@@ -49,7 +49,7 @@ from server.ops.overview import FleetMetrics, Overview
 from server.ops.prefix_tree import PrefixTree
 from server.request.limits import PromptTokenLimiter
 from server.request.request import RequestServices
-from server.request.retry import RetryPolicy
+from server.request.retry import RetryState
 from server.request_context import add_ids
 from server.router.router import Router
 from server.workers.client import WorkerClient
@@ -125,7 +125,7 @@ class Gateway:
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryPolicy(self.router.fleet, self.metrics),
+            retry=RetryState(self.router.fleet, self.metrics),
             limiter=PromptTokenLimiter(config.max_queued_tokens),
         )
         self.keep_alive = KeepAlive(config.keepalive_s)

@@ -144,13 +144,13 @@ def add_ids(record: logging.LogRecord) -> bool:
     return True
 
 
-def stage(name: str) -> AbstractContextManager[Trace | None]:
+def trace_stage(name: str) -> AbstractContextManager[Trace | None]:
     """Trace a part of the running request's time."""
     context = _CURRENT.get()
     return _NOT_TRACED if context is None or context.trace is None else context.trace.child(name)
 
 
-def attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[Trace | None]:
+def trace_attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[Trace | None]:
     """Trace the running request at one worker, until its stream ends or is left."""
     context = _CURRENT.get()
     if context is None or context.trace is None:

@@ -144,7 +144,7 @@ class GenerateRequest(Struct, frozen=True):
     deadline_s: float | None = None
     """Seconds from now after which the answer is useless."""
     is_suspect: bool = False
-    """It was on a worker that died: it runs alone until its first token is out."""
+    """A worker was lost after it accepted the request, before a token: prefill no other suspect with it."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):

@@ -28,7 +28,7 @@ from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import ResponseStream
-from server.request_context import stage
+from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt
@@ -42,9 +42,9 @@ class ChatEndpoint(GenerateEndpoint):
     route = "chat"
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
-        with stage("validate"):
+        with trace_stage("validate"):
             request = await CHAT.read(body, self._models.max_text_bytes, "messages")
-        with stage("tokenise"):
+        with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(request, model, identity, response_id("chatcmpl-"))
         formatter = ChatFormatter(spec.request_id, request, model, rules)

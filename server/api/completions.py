@@ -25,7 +25,7 @@ from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation, ResponseStream
-from server.request_context import stage
+from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest
 from worker.wire import SamplingParams, TokenLogprobs
@@ -44,9 +44,9 @@ class CompletionEndpoint(GenerateEndpoint):
     route = "completions"
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
-        with stage("validate"):
+        with trace_stage("validate"):
             request = await COMPLETION.read(body, self._models.max_batch_text_bytes, "prompt")
-        with stage("tokenise"):
+        with trace_stage("tokenise"):
             return await prepare_completion(request, self._model(request.model, identity), identity)
 
 

@@ -2,7 +2,7 @@
 
     read the body -> prepare (decode, check, template, tokens) -> generate -> format
 
-An error before the first token has a status of its own.
+An error before the first byte has its own HTTP status; later it is the last event.
 """
 
 from __future__ import annotations

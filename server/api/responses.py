@@ -24,7 +24,7 @@ from server.auth.identity import Identity
 from server.errors import ApiError, InvalidRequestError
 from server.request.choice import ChoiceDelta
 from server.request.request import ResponseStream
-from server.request_context import stage
+from server.request_context import trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, unsupported
 from server.schema.requests import (
@@ -53,11 +53,11 @@ class ResponsesEndpoint(GenerateEndpoint):
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         id_ = f"resp_{uuid.uuid4().hex}"
         try:
-            with stage("validate"):
+            with trace_stage("validate"):
                 request = await RESPONSES.read(body, self._models.max_text_bytes, "input")
                 chat = _chat_request(request)
                 chat.check()
-            with stage("tokenise"):
+            with trace_stage("tokenise"):
                 model = self._model(chat.model, identity)
                 spec, rules = await chat_spec(chat, model, identity, id_)
         except InvalidRequestError as error:

@@ -121,7 +121,7 @@ class ClientConnection:
 
 
 def client_of(scope: Scope) -> ClientConnection:
-    """Return the connection that the protocol has put there: cheaper than a task that awaits ASGI's `receive`."""
+    """Return the connection that the protocol has put in the scope. A task that awaits `receive` costs more."""
     client: ClientConnection = scope[CLIENT]
     return client
 

@@ -32,7 +32,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     sampling: SamplingParams
     rules: TextRules
     prompt_param: str
-    """The field that holds the prompt, for a worker's refusal of it."""
+    """The field that holds the prompt, named in the error when a worker refuses the prompt."""
     grammar_param: str
     first_index: int = 0
     """The index of the first choice in the response."""
@@ -76,7 +76,7 @@ class ChoiceDelta(Struct, eq=False):
 
 
 class Choice:
-    """One choice, fed with frames and drained of deltas. `reset` it for a restart on another worker."""
+    """One choice: takes frames, gives deltas. `reset` it for a restart on another worker."""
 
     def __init__(self, spec: GenerationSpec, index: int) -> None:
         self.index = index
@@ -94,9 +94,9 @@ class Choice:
         self._num_decoded = 0
         """Output tokens that have become text."""
         self._num_delivered = 0
-        """Output tokens in drained deltas."""
+        """Output tokens in the deltas taken."""
         self._ended = False
-        """The last delta was drained."""
+        """The last delta was taken."""
         self._entries: list[TokenEntry] = []
         self._text = ""
 
@@ -144,7 +144,7 @@ class Choice:
         elif len(self.output_ids) >= max_tokens:
             self.finish("length", None)
 
-    def drain(self) -> ChoiceDelta | None:
+    def take_delta(self) -> ChoiceDelta | None:
         """Return what is new, or None. Log probabilities wait for their token's text."""
         token_ids = self.output_ids[self._num_delivered :]
         if self._ended or not (token_ids or self.done):

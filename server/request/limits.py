@@ -1,4 +1,4 @@
-"""Limits of one gateway process: waiting prompt tokens, retries, full workers, and requests that broke a worker."""
+"""Limits of one gateway process: waiting prompt tokens, retries after refusals, full workers, poison requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PromptTokenLimiter:
 
 
 class BackpressureCache:
-    """The refusals of the last moment for want of room, by tenant and worker, so that a flood is answered here.
+    """Recent queue-full refusals, by tenant and worker, so that a flood is answered here.
 
     Under overload, asking a worker for each request would take its event loop's time from the admitted ones.
     """
@@ -90,7 +90,9 @@ class BackpressureCache:
 
 
 class RetryBudget:
-    """A process's allowance of retries: a tenth of the requests, and two a second, at most 100 saved up.
+    """A process's allowance of retries after refusals: a tenth of the requests, and two a second, at most 100 saved up.
+
+    Lost workers spend nothing here: `MAX_LOSSES` bounds them for each request.
 
     Source: the retry budgets of Finagle and Linkerd.
     """

@@ -1,10 +1,12 @@
 """One prompt's way through the fleet: place, send, read frames, and take the rest elsewhere when a worker fails.
 
     place --> send --> Started --> Tokens ... --> End
-      ^         |                     |
-      |         | refused: at once    | worker lost: with the tokens received, to a worker of the same numerics;
-      +---------+ elsewhere           | without such a worker: from the start if the client has seen nothing,
-      +-------------------------------+ else an explicit error
+      ^
+      +-- refused: at once, on another worker
+      +-- worker lost before a token: from the prompt, on another worker
+      +-- worker lost after a token: with the tokens received, on a worker of the same numerics class
+      +-- no such worker, the client has no output: from the prompt, on any worker
+    error: no such worker, the client has output
 
 Source: docs/reliability.md, "How it works".
 """
@@ -27,8 +29,8 @@ from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.metrics import GatewayMetrics
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.limits import PromptTokenLimiter
-from server.request.retry import AttemptHistory, RetryPolicy, Stage, WorkerFailed, soonest_error
-from server.request_context import Trace, attempt, stage
+from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed, soonest_error
+from server.request_context import Trace, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import NoWorkerError
@@ -53,7 +55,7 @@ log = logging.getLogger(__name__)
 MAX_AT_ONCE: Final = 64
 """Prompts of one request that are at workers; the next begins when one has ended."""
 WORKER_WAIT_S: Final = 0.25
-"""Pause before the next search for a worker: a lost one may live, or a new one start."""
+"""Pause before the next search for a worker: a lost one may be back, or a new one may have started."""
 
 Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
 
@@ -67,7 +69,7 @@ class RequestServices:
     client: WorkerClient
     watch: StallWatch
     metrics: GatewayMetrics
-    retry: RetryPolicy
+    retry: RetryState
     limiter: PromptTokenLimiter
     retokenisation: RetokenisationCheck = field(default_factory=RetokenisationCheck)
 
@@ -86,7 +88,7 @@ class Generation:
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the first worker found in its cache."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-        self.committed = False
+        self.client_has_output = False
         """Set when the client has seen a part, which may not be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
         self._route = spec.route_request()
@@ -96,7 +98,7 @@ class Generation:
         self._is_waiting = False
         """The prompt counts as waiting for its first token."""
         self._stopped_early = False
-        """A stop string ended a choice here, so that the last choice may end before the worker's End frame."""
+        """The gateway ended a choice at a stop string, so do not wait for the End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
@@ -123,7 +125,7 @@ class Generation:
         return None not in [choice.finish_reason for choice in self.choices]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Generate every choice; `deliver` what is new as it arrives. Without it, `drain` once.
+        """Generate every choice; `deliver` what is new as it arrives. Without it, call `take_deltas` once.
 
         Raises ApiError, also for a poison request, or when no more prompts may wait.
         """
@@ -142,9 +144,9 @@ class Generation:
             output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
             services.retokenisation.answered(spec.prompt_ids, self._route.hashes, output_ids, block_size)
 
-    def drain(self) -> list[ChoiceDelta]:
+    def take_deltas(self) -> list[ChoiceDelta]:
         """Return what each choice gained since the last call."""
-        return [delta for choice in self.choices if (delta := choice.drain()) is not None]
+        return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]
 
     async def _place(self) -> Placement:
         """Return a worker for the next attempt, as soon as there is one. Raises ApiError."""
@@ -162,7 +164,7 @@ class Generation:
                 numerics = self._numerics if resumed else None
                 request = replace(request, numerics=numerics, excluded=history.excluded.union(full))
             try:
-                with stage("route") as trace:
+                with trace_stage("route") as trace:
                     placement = await services.router.place(request)
                     if trace is not None:
                         trace.span.set_attribute("headstart.worker", placement.worker.worker_id)
@@ -170,9 +172,9 @@ class Generation:
             except NoWorkerError as error:
                 if full:
                     raise soonest_error(full.values(), spec) from error
-                await self._wait_for_worker(error, resumed=resumed)
+                await self._recover_without_worker(error, resumed=resumed)
                 continue
-            if self.worker is None or not self.committed:
+            if self.worker is None or not self.client_has_output:
                 self.worker = placement.worker
                 self.promised_tokens = placement.promised_tokens
             if resumed:
@@ -180,10 +182,10 @@ class Generation:
             self._numerics = placement.worker.numerics
             return placement
 
-    async def _wait_for_worker(self, error: NoWorkerError, *, resumed: bool) -> None:
+    async def _recover_without_worker(self, error: NoWorkerError, *, resumed: bool) -> None:
         """Prepare another search for a worker. Raises ApiError when that cannot help."""
         history = self._history
-        if resumed and not self.committed:  # the client has seen nothing: start from the prompt on any worker
+        if resumed and not self.client_has_output:  # the client has seen nothing: start from the prompt on any worker
             for choice in self.choices:
                 choice.reset()
             self._services.metrics.restarted.inc()
@@ -200,7 +202,7 @@ class Generation:
         worker = placement.worker
         self._history.stage = Stage.SENT
         try:
-            with attempt(worker, placement.promised_tokens) as trace:
+            with trace_attempt(worker, placement.promised_tokens) as trace:
                 carrier = {} if trace is None else trace.carrier()
                 stream = self._services.client.generate(worker.url, self._wire_request(worker, carrier))
                 with self._services.watch.watching(stream):
@@ -209,14 +211,22 @@ class Generation:
             return
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
             if not (isinstance(error, WorkerLost) and self.finished):
-                self._history.failed(worker, error)
+                self._record_failure(worker, error)
         finally:
             placement.close()
+        if deliver is not None and (deltas := self.take_deltas()):
+            await deliver(deltas)
+
+    def _record_failure(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
+        """Finish the choices that have all their tokens, then record the failure. Raises ApiError."""
         for choice in self.choices:
             if not choice.done:
                 choice.finish_if_complete(self.spec.sampling.max_tokens)
-        if deliver is not None and (deltas := self.drain()):
-            await deliver(deltas)
+        try:
+            self._history.failed(worker, error)
+        except WorkerLostError:
+            if not self.finished:
+                raise
 
     def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
         spec = self.spec
@@ -245,7 +255,7 @@ class Generation:
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
                 if not isinstance(frame, (Tokens, Finished)):
-                    self._absorb(frame, stream, placement)
+                    self._handle_control_frame(frame, stream, placement)
                     continue
                 if not 0 <= frame.choice < len(choices):
                     raise WorkerLost(f"the worker speaks of choice {frame.choice}, there are {len(choices)}")
@@ -261,10 +271,10 @@ class Generation:
                     raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
                 else:
                     choice.finish(frame.reason, frame.stop_token_id)
-            if deliver is not None and (deltas := self.drain()):
+            if deliver is not None and (deltas := self.take_deltas()):
                 await deliver(deltas)
 
-    def _absorb(
+    def _handle_control_frame(
         self, frame: Started | PromptLogprobs | Failed | End, stream: GenerateStream, placement: Placement
     ) -> None:
         match frame:
@@ -345,7 +355,7 @@ class ResponseStream:
     def commit(self) -> None:
         """Record that the client has seen a part."""
         for generation in self.generations:
-            generation.committed = True
+            generation.client_has_output = True
 
     async def run(self, deliver: Deliver | None = None) -> None:
         """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError."""
@@ -373,7 +383,7 @@ class ResponseStream:
     async def collect(self) -> list[ChoiceDelta]:
         """Return every choice in full, by index. Raises ApiError."""
         await self.run()
-        return [delta for generation in self.generations for delta in generation.drain()]
+        return [delta for generation in self.generations for delta in generation.take_deltas()]
 
     def usage(self) -> dict[str, object]:
         """Count tokens. A prompt is charged once, whatever the number of its choices."""

@@ -1,8 +1,8 @@
 """Decide whether a failed attempt is repeated, and name the error that the client gets when it is not.
 
-A worker's death says little about its requests, except for those that it had accepted and given no token since: these
-are poison candidates. The next worker prefills candidates one at a time, and announces each, so that a second death
-has one culprit at most. A token clears a request.
+A worker's death says little about its requests, except for those that it had accepted but not yet given a token: these
+are poison candidates. The next worker prefills candidates one at a time, and sends Started for each, so that a second
+death has one culprit at most. A token clears a request.
 
 Source: docs/reliability.md, "How it works".
 """
@@ -39,7 +39,7 @@ from worker.wire import Failed
 log = logging.getLogger(__name__)
 
 MAX_SUSPICIONS: Final = 2
-"""Workers that may die with a request in its prefill before it counts as poison."""
+"""At this many deaths during its prefill, a request counts as poison."""
 MAX_LOSSES: Final = 5
 MAX_REFUSALS: Final = 8
 MAX_READMISSIONS: Final = 2
@@ -66,7 +66,7 @@ class Stage(Enum):
     """A token has come."""
 
 
-class RetryPolicy:
+class RetryState:
     """The state shared by every generation of this process, for judging failed attempts."""
 
     def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
@@ -86,9 +86,9 @@ class RetryPolicy:
 class AttemptHistory:
     """The attempts of one generation: how far the current one has come, and how the others failed."""
 
-    def __init__(self, spec: GenerationSpec, policy: RetryPolicy) -> None:
+    def __init__(self, spec: GenerationSpec, state: RetryState) -> None:
         self._spec = spec
-        self._policy = policy
+        self._state = state
         self.stage = Stage.SENT
         self.excluded: frozenset[WorkerIncarnation] = frozenset()
         """Workers that shall not get the request again, unless they have restarted."""
@@ -126,8 +126,8 @@ class AttemptHistory:
             return
         if isinstance(failure, InternalError) and not isinstance(error, WorkerRefused):
             log.error("%s: the request is refused from now on: it has failed on its own", self._spec.request_id)
-            self._policy.poison.add(self._spec)
-            self._policy.metrics.quarantined.inc()
+            self._state.poison.add(self._spec)
+            self._state.metrics.quarantined.inc()
         raise failure from error
 
     def readmit_lost(self) -> bool:
@@ -144,7 +144,7 @@ class AttemptHistory:
         return not self.num_losses and self._num_waits <= MAX_WAITS
 
     def no_worker_error(self, error: NoWorkerError) -> ApiError:
-        """Say why there is no worker: those that refused or died say more than the router, which left them out."""
+        """Say why there is no worker. Prefer the workers' own errors to the router's."""
         if self.num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
         return soonest_error(self._refusals, self._spec) if self._refusals else as_api_error(error)
@@ -153,27 +153,27 @@ class AttemptHistory:
         self.excluded |= {(worker.worker_id, worker.epoch)}
 
     def _refused(self, worker: WorkerMember, refusal: WorkerRefused) -> ApiError | None:
-        policy, spec, failed = self._policy, self._spec, refusal.failed
-        policy.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
+        state, spec, failed = self._state, self._spec, refusal.failed
+        state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
-            policy.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
+            state.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
         if failed.code == "wrong_epoch":
-            policy.fleet.report_wrong_epoch(worker)
+            state.fleet.report_wrong_epoch(worker)
         if refusal.status in _RETRIED_STATUSES:
             self._refusals.append(refusal)
             self._num_refusals += 1
             if refusal.status != 409 or self._num_refusals > 1:
                 self._exclude(worker)
-            if self._num_refusals <= MAX_REFUSALS and policy.budget.spend():
+            if self._num_refusals <= MAX_REFUSALS and state.budget.spend():
                 return None
         return error_of(failed, spec, refusal.status)
 
     def _lost(self, worker: WorkerMember, error: WorkerLost | WorkerFailed) -> ApiError | None:
-        """Record a lost worker, or one that gave up without stopping."""
-        self._policy.metrics.lost.inc()
+        """Record a lost worker, or one that sent a retryable Failed frame."""
+        self._state.metrics.lost.inc()
         log.warning("%s: worker %s lost: %s", self._spec.request_id, worker.worker_id, error)
         if isinstance(error, WorkerLost):
-            self._policy.fleet.report_failure(worker.worker_id)
+            self._state.fleet.report_failure(worker.worker_id)
         self._exclude(worker)
         self.num_losses += 1
         if self.stage is Stage.PREFILLING or (self.stage is Stage.ACCEPTED and not self.num_suspicions):

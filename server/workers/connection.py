@@ -132,7 +132,7 @@ class HttpConnection(asyncio.Protocol):
         return bytes(body)
 
     def release(self) -> None:
-        """Keep the connection for another request once its answer, of which no more is read, has ended."""
+        """Return it to the pool when the rest of the answer has arrived; the rest is discarded."""
         self._parts, self._size = [], 0
         self._released = True
         if self._complete:

@@ -2,7 +2,7 @@
 
 Silence alone proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open. A worker
 that does not answer loses its streams if another one lives that could resume them. If none does, the fleet may be
-paused (a machine suspended, a network cut), so the streams wait for `alone_s`.
+paused (a machine suspended, a network cut), so the streams wait for `no_successor_timeout_s`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.workers.client import GenerateStream, WorkerClient
 SILENT_S: Final = 5.0
 INTERVAL_S: Final = 1.0
 NUM_PROBES: Final = 2
-ALONE_S: Final = 60.0
+NO_SUCCESSOR_TIMEOUT_S: Final = 60.0
 MAX_PROBED: Final = 8
 """Workers that could resume a stream and are probed at a time."""
 
@@ -36,12 +36,12 @@ class StallWatch:
         *,
         silent_s: float = SILENT_S,
         interval_s: float = INTERVAL_S,
-        alone_s: float = ALONE_S,
+        no_successor_timeout_s: float = NO_SUCCESSOR_TIMEOUT_S,
     ) -> None:
         """`workers` returns all known workers."""
         self._client = client
         self._workers = workers
-        self._alone_s = alone_s
+        self._no_successor_timeout_s = no_successor_timeout_s
         self._silent_s = silent_s
         self._interval_s = interval_s
         self._streams: set[GenerateStream] = set()
@@ -71,7 +71,7 @@ class StallWatch:
         for _ in range(NUM_PROBES):
             if await self._client.is_alive(url):
                 return
-        before_s = time.monotonic() - self._alone_s
+        before_s = time.monotonic() - self._no_successor_timeout_s
         can_resume = await self._any_lives(self._successors(url))
         for stream in streams:
             if can_resume or stream.last_read_s < before_s:

@@ -106,7 +106,7 @@ class RunningGateway:
 async def gateway(
     *workers: ScriptedWorker,
     silent_s: float = 5.0,
-    alone_s: float = 60.0,
+    no_successor_timeout_s: float = 60.0,
     max_body_bytes: int = 1024 * 1024,
     throttle: AuthThrottle | None = None,
     budget: RetryBudget | None = None,
@@ -121,7 +121,7 @@ async def gateway(
         built = Gateway(
             GatewayConfig(workers=urls, stall_s=silent_s, max_body_bytes=max_body_bytes, **options), router=router
         )
-        built.watch._alone_s = alone_s
+        built.watch._no_successor_timeout_s = no_successor_timeout_s
         if budget is not None:
             built.requests.retry.budget = budget
         if throttle is not None:

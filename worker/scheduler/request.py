@@ -61,7 +61,7 @@ class RequestChoice:
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
 
     def append(self, token: SampledToken) -> Tokens:
-        """Add a token to the output and to the grammar, which may raise. Return the client's frame."""
+        """Add a token to the output and to the grammar, which may raise. Return the frame for the gateway."""
         if self.constraint is not None:
             self.constraint.advance(token.token_id)
         self.output_ids.append(token.token_id)

@@ -43,7 +43,7 @@ def take(choice: Choice, token_bytes: TokenBytes, text: str, *, with_logprobs: b
 
 
 def drained(choice: Choice) -> ChoiceDelta:
-    delta = choice.drain()
+    delta = choice.take_delta()
     assert delta is not None
     return delta
 
@@ -59,7 +59,7 @@ def test_the_possible_beginning_of_a_stop_string_is_released_at_the_end(token_by
     choice.finish("length")
     last = drained(choice)
     assert (last.text, last.finish_reason, last.stop_reason) == ("EN", "length", None)
-    assert choice.drain() is None
+    assert choice.take_delta() is None
 
 
 def test_log_probabilities_come_with_the_text_of_their_tokens(token_bytes: TokenBytes) -> None:

@@ -18,7 +18,7 @@ from server.request.retry import (
     MAX_REFUSALS,
     MAX_WAITS,
     AttemptHistory,
-    RetryPolicy,
+    RetryState,
     Stage,
     WorkerFailed,
     error_of,
@@ -40,7 +40,7 @@ FLEET: Any = SimpleNamespace(report_failure=lambda worker_id: None, report_wrong
 
 
 def new_history() -> AttemptHistory:
-    return AttemptHistory(SPEC, RetryPolicy(FLEET, GatewayMetrics()))
+    return AttemptHistory(SPEC, RetryState(FLEET, GatewayMetrics()))
 
 
 def failure(

@@ -76,7 +76,7 @@ async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker) -> None:
         await asyncio.Event().wait()
 
     worker.behave = behave
-    async with gateway(worker, silent_s=0.1, alone_s=0.5) as target:
+    async with gateway(worker, silent_s=0.1, no_successor_timeout_s=0.5) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert "error" in events(raw)[-1]
 

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cache.types import Epoch
+from server.request.retry import MAX_LOSSES
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Die, Script, ScriptedWorker
@@ -254,6 +255,28 @@ async def test_the_end_lost_with_its_worker(make: MakeWorker, has_finished: bool
         assert check_chat(raw) == [ANSWER]
         assert len(target.router.placements) == 1
         assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == (not has_finished)
+
+
+async def test_the_last_loss_is_no_error_when_all_tokens_came(make: MakeWorker) -> None:
+    workers = [make() for _ in range(MAX_LOSSES)]
+
+    def dies_later(worker: ScriptedWorker) -> Script:
+        async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+            done = len(request.choices[0].output_ids)
+            is_last = sum(len(each.received) for each in workers) == MAX_LOSSES
+            yield Started(0)
+            yield Tokens(0, (*worker.reply[done:], 2) if is_last else tuple(worker.reply[done : done + 1]))
+            await asyncio.sleep(0.02)  # let what was sent be read
+            raise Die
+
+        return behave
+
+    for worker in workers:
+        worker.behave = dies_later(worker)
+    async with gateway(*workers) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER]
+        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == MAX_LOSSES
 
 
 async def test_a_resumed_attempt_has_its_first_token_when_one_comes(
