@@ -69,6 +69,7 @@ check: install ## ruff, mypy, import rules, docs
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_docs.py
+	@$(BIN)/python tools/check_prose.py
 	@$(BIN)/python tools/configuration.py --check
 
 bench: install ## the measurements: make bench ARGS="cache --json"

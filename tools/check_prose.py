@@ -44,7 +44,8 @@ MAX_WORDS: Final = 25
 """In one sentence of a docstring. The rule is twenty; names and figures make a strict count unfair."""
 _BANNED: Final = re.compile(rf"(?<![A-Za-z])({'|'.join(SAY_INSTEAD)})(?![a-z])", re.IGNORECASE)
 _OPENING: Final = re.compile(r"(Of|What|Who|Whose|Whether)\b")
-_SENTENCE_END: Final = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*[-`|]|\n {4,}(?=\S+  )")
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?:;])\s+|\s->\s|\n\s*\n|\n\s*[-`|]|\n {4,}(?=\S+  )")
+_CODE: Final = re.compile(r"`[^`\n]*`")
 _DIAGRAM: Final = re.compile(r"\S  +\S")
 SKIPPED: Final = ("tests/third_party", "tools/check_prose.py")
 
@@ -53,7 +54,7 @@ def findings(file: Path) -> Iterator[tuple[int, str]]:
     """Yield each finding in a file with its line."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
-        yield from banned_words(text, 1)
+        yield from banned_words(_CODE.sub("", text), 1)
         return
     for number, said_text in said(text):
         yield from banned_words(said_text, number)

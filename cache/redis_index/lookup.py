@@ -59,7 +59,7 @@ class ReaderSettings:
 
 @dataclass(frozen=True, slots=True)
 class ShardHealth:
-    """Whether lookups reach one shard."""
+    """The state of the connection to one shard."""
 
     redis: str
     """Its address, without a password."""

@@ -136,8 +136,8 @@ def _natural(name: str) -> tuple[str, int]:
 class FleetMetrics(Collector):
     """The fleet as this gateway knows it, read at each scrape, so that no request pays for it.
 
-    The vllm gauges are those of the model server protocol of the Gateway API inference extension, which sees a gateway
-    as the server of the models behind it. Models whose workers are all gone are named too.
+    The vllm gauges follow the model server protocol of the Gateway API inference extension. It sees a gateway as the
+    server of the models behind it. Models whose workers are all gone are named too.
     """
 
     def __init__(self, fleet: Fleet, router: Router) -> None:
@@ -145,10 +145,10 @@ class FleetMetrics(Collector):
         self._router = router
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        blind, num_booked = self._router.index_state()["blind"], self._router.scorer.num_outstanding()
+        blind, num_outstanding = self._router.index_state()["blind"], self._router.scorer.num_outstanding()
         yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
         yield _gauge(
-            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_booked)
+            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
         )
         workers = _gauge("headstart_workers", "Live workers by state.", "model", "state")
         waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
