@@ -161,10 +161,14 @@ class Shard:
         except (TimeoutError, RedisDownError) as error:
             logger.debug("lookup failed: %r", error)
             self._count("timeout" if isinstance(error, TimeoutError) else "down")
-            self.failed()
-            return None
-        self.succeeded()
-        return candidates
+        except Exception:  # a defect here must cost prefix hits, never a request
+            logger.exception("lookup failed")
+            self._count("invalid")
+        else:
+            self.succeeded()
+            return candidates
+        self.failed()
+        return None
 
     async def lookup(self, blob: bytes, model: str | None) -> list[Candidate]:
         """Look up the joined hashes of a prompt. Raises RedisDownError alone; the caller sets the deadline."""
@@ -319,11 +323,16 @@ class Shard:
             if time.monotonic() - self._refreshed_at > self._settings.max_refresh_age_s:
                 self._start_refresh()
             started_at = time.monotonic()
-            with suppress(RedisDownError, TimeoutError):
+            try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     await self.lookup(b"", None)
-                if time.monotonic() - started_at <= self._settings.deadline_s:
-                    self.succeeded()
+            except (RedisDownError, TimeoutError):
+                continue
+            except Exception:
+                logger.exception("the probe of the index failed")
+                continue
+            if time.monotonic() - started_at <= self._settings.deadline_s:
+                self.succeeded()
 
     def _connection_changed(self, up: bool) -> None:
         self._version = None

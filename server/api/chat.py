@@ -23,14 +23,16 @@ from server.api.formatting import (
     response_id,
 )
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.errors import InvalidRequestError
+from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
+from server.schema.fields import Message
 from server.schema.requests import CHAT, ChatRequest
+from server.text.chat_template import message_text
 from server.text.control_tokens import RenderedPrompt
 from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
 from worker.wire import Grammar
@@ -94,7 +96,20 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
     if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
         raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
+    max_chars = None if model.prompt_bytes is None else sampling.TEXT_ROOM * model.prompt_bytes
+    if max_chars is not None and (num_chars := sum(map(_num_chars, request.messages))) > max_chars:
+        message = f"The messages hold {num_chars} characters, and {max_chars} at most are taken for this model"
+        raise ContextLengthError(f"{message}: send less of the conversation.", param="messages")
     return await model.template.render_in_slices(request, model.tokenizer.executor)
+
+
+def _num_chars(message: Message) -> int:
+    """Count the text that a template may render, also what it drops."""
+    calls = [call.function for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls.append(message.function_call)
+    written = sum([len(call.name) + len(call.arguments) for call in calls])
+    return len(message_text(message.content)) + len(message.reasoning_content or message.reasoning or "") + written
 
 
 def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> OutputRules:

@@ -248,7 +248,7 @@ class ChatTemplate:
             role = "system"
         elif role == "function":  # the deprecated spelling of a tool's answer
             role = "tool"
-        fields: dict[str, Any] = {"role": role, "content": _text(message.content)}
+        fields: dict[str, Any] = {"role": role, "content": message_text(message.content)}
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 fields[name] = value
@@ -261,7 +261,7 @@ class ChatTemplate:
         return fields
 
 
-def _text(content: str | Sequence[TextPart] | None) -> str:
+def message_text(content: str | Sequence[TextPart] | None) -> str:
     """Join text parts by line ends: text-only templates want one string."""
     if content is None or isinstance(content, str):
         return content or ""

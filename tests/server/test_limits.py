@@ -25,6 +25,7 @@ from server.metrics import GatewayMetrics
 from server.request.request import MAX_AT_ONCE
 from server.schema import decoding
 from server.schema.decoding import MAX_CONTAINERS, MAX_VALUES
+from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
@@ -67,6 +68,21 @@ async def test_oversized_prompt_is_refused_before_tokenising(
         assert (status, *refusal(answer)) == (400, "context_length_exceeded", "messages")
         status, _, answer = await post(target.url, {"model": "tiny", "prompt": text}, COMPLETIONS)
         assert (status, *refusal(answer)) == (400, "context_length_exceeded", "prompt")
+        assert not worker.received
+
+
+async def test_text_that_a_template_drops_counts_before_it_is_rendered(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(worker, max_body_bytes=32 << 20) as target:
+        model = target.models.get("tiny")
+        assert model.prompt_bytes is not None
+        monkeypatch.setattr(ChatTemplate, "render_in_slices", None)
+        thoughts = "z" * (sampling.TEXT_ROOM * model.prompt_bytes)
+        for field in ("reasoning_content", "reasoning", "content"):
+            messages = [{"role": "assistant", "content": "Hi", field: thoughts}, {"role": "user", "content": "go"}]
+            status, _, answer = await post(target.url, chat(messages=messages))
+            assert (status, *refusal(answer)) == (400, "context_length_exceeded", "messages")
         assert not worker.received
 
 

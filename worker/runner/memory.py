@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -55,10 +56,17 @@ def free_memory_bytes(device: torch.device, num_sharing: int = 1) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free if num_sharing == 1 else min(free, total // num_sharing - torch.cuda.memory_reserved(device))
-    lines = _MEMINFO.read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    free = _available_bytes()
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()
         return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
     except (OSError, ValueError):  # no cgroup v2 here
         return free
+
+
+def _available_bytes() -> int:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):  # no Linux: free pages, without the page cache
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -52,6 +52,26 @@ async def test_lookup_returns_every_live_worker_and_its_match(redis_server: Redi
         assert shard._num_failures == 0, "failures count in a row alone"
 
 
+async def test_a_defect_in_a_lookup_costs_its_matches_alone(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[str] = []
+    hashes = chain(3)
+    writer, index = (
+        IndexWriter(redis_server.url, member("w"), LASTING),
+        RedisIndex(redis_server.url, EAGER, count=events.append),
+    )
+    async with linked(writer, index):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        await until(becomes(index, hashes, {"w": 3}))
+        with monkeypatch.context() as patch:
+            patch.setattr(index._shards[0], "_candidates", lambda *_: 1 / 0)
+            assert await index.lookup(hashes) is None
+        assert "invalid" in events
+        assert "ZeroDivisionError" in caplog.text
+        await until(becomes(index, hashes, {"w": 3}))
+
+
 async def test_every_match_length_is_found_from_every_hint(redis_server: RedisServer) -> None:
     hashes = chain(37)
     lengths = [*range(38), *range(37, -1, -1), 0, 37, 0, 1, 36, 5, 20, 19]
