@@ -1,50 +1,27 @@
-"""The options of a gateway: each is one field, with its default, its group and its help."""
+"""The options of a gateway."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
 from server.text.tool_formats import MARKERS, ToolFormat
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
-from worker.common.options import (
-    SharedConfig,
-    add_log_options,
-    add_redis_options,
-    add_tls_options,
-    num_bytes,
-    option_name,
-    read_secret,
-)
+from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 from worker.common.tls import WorkerCa
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_MAY_BE_ZERO: Final = ("port", "ops_port", "drain_grace_s")
 
 
-def _option(group: str, default: Any, text: str, metavar: str | None = None, **arguments: Any) -> Any:
-    """Return a field that is an option too; `arguments` are those of `add_argument`, some derived from the default."""
-    if metavar is not None:
-        arguments["metavar"] = metavar
-    if default is False:
-        arguments["action"] = "store_true"
-    elif isinstance(default, int | float):
-        arguments = {"type": type(default), **arguments}
-    if isinstance(default, int | float | str):
-        arguments["default"] = default
-    return field(default=default, metadata={"group": group, "help": text, **arguments})
-
-
-_net = partial(_option, "network")
-_fleet = partial(_option, "workers")
-_api = partial(_option, "API")
-_watch = partial(_option, "observability")
+_net = partial(option, "network")
+_fleet = partial(option, "workers")
+_api = partial(option, "API")
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
@@ -64,9 +41,9 @@ class GatewayConfig(SharedConfig):
     """Raises ValueError that names the option."""
 
     host: str = _net("127.0.0.1", "address of the public port (default 127.0.0.1)")
-    port: int = _net(8000, "the OpenAI API and health (default 8000)")
+    port: int = _net(8000, "the OpenAI API and health (default 8000)", least=0, most=MAX_PORT)
     ops_host: str = _net("127.0.0.1", "address of the ops port (default 127.0.0.1)")
-    ops_port: int = _net(8001, "metrics, workers, explain (default 8001)")
+    ops_port: int = _net(8001, "metrics, workers, explain (default 8001)", least=0, most=MAX_PORT)
     ops_hosts: tuple[str, ...] = _net(
         (),
         "names that the ops port answers to, next to addresses and localhost (default: --ops-host)",
@@ -83,7 +60,6 @@ class GatewayConfig(SharedConfig):
     request_timeout_s: float = _net(3600.0, "default 3600")
     keepalive_s: float = _net(15.0, "of silent streams (default 15)")
     stall_s: float = _net(5.0, "silence after which a worker is asked (5)")
-    drain_grace_s: float = _net(30.0, "time for open requests (30)")
     max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (4M)")
     lookup_deadline_s: float = _fleet(0.025, "then route without (0.025)")
     workers: tuple[str, ...] = _fleet((), "http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+")
@@ -109,15 +85,10 @@ class GatewayConfig(SharedConfig):
     control_tokens_in_content: bool = _api(
         False, "control tokens that messages hold are control tokens: clients can forge turns (default: they are text)"
     )
-    access_log: bool = _watch(False, "a line for each answer: status, seconds, tokens")
+    access_log: bool = option("observability", False, "a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
-        self.require("ops_port", 0, (1 << 16) - 1)
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if type(option.default) in (int, float) and option.name not in _MAY_BE_ZERO and not value > 0:
-                raise ValueError(f"{option_name(option.name)} must be above 0, got {value}")
         WorkerNetworks(self.worker_networks)
         for name in self.ops_hosts:
             if _HOST_NAME.fullmatch(name) is None:
@@ -126,8 +97,6 @@ class GatewayConfig(SharedConfig):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
         if self.worker_tls_name is not None and self.worker_ca is None:
             raise ValueError("--worker-tls-name needs --worker-ca: whose certificates are checked for that name?")
-        if self.policy not in POLICIES:
-            raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if self.redis is None and not self.workers:
             raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
 
@@ -157,22 +126,12 @@ class GatewayConfig(SharedConfig):
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="headstart gateway",
-        description="The OpenAI API in front of the workers. Holds no model files: workers serve their tokenizers.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+    return make_parser(
+        GatewayConfig,
+        ("network", "workers", "shared index", "API", "observability"),
+        "headstart gateway",
+        "The OpenAI API in front of the workers. Holds no model files: workers serve their tokenizers.",
     )
-    groups = {title: p.add_argument_group(title) for title in ("network", "workers", "API", "observability")}
-    for option in fields(GatewayConfig):
-        if option.metadata:
-            arguments = dict(option.metadata)
-            flag = arguments.pop("flag", option_name(option.name))
-            groups[arguments.pop("group")].add_argument(flag, dest=option.name, **arguments)
-    add_tls_options(groups["network"], "of both ports")
-    add_redis_options(groups["workers"], "the registry and prefix index")
-    add_log_options(groups["observability"])
-    return p
 
 
 def parse(argv: Sequence[str]) -> GatewayConfig:

@@ -1,13 +1,16 @@
-"""The options that a gateway and a worker share."""
+"""The options that a gateway and a worker share, and how both declare theirs: each is one field of a dataclass."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cache.redis_index import check_key_part, check_url
 from worker.common.logs import LOG_FORMATS, LogFormat
@@ -15,44 +18,79 @@ from worker.common.tls import ServerCertificate
 
 SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+MAX_PORT: Final = (1 << 16) - 1
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def option(
+    group: str,
+    default: Any,
+    text: str = "",
+    metavar: str | None = None,
+    *,
+    flag: str | None = None,
+    least: float | None = None,
+    most: float = math.inf,
+    **arguments: Any,
+) -> Any:
+    """Return a field that is an option too. A number is above 0, or `least` to `most`.
+
+    `arguments` are those of `add_argument`, some derived from the default.
+    """
+    if metavar is not None:
+        arguments["metavar"] = metavar
+    if isinstance(default, bool):
+        arguments["action"] = "store_false" if default else "store_true"
+    elif isinstance(default, int | float):
+        arguments = {"type": type(default), **arguments}
+    if isinstance(default, int | float | str):
+        arguments["default"] = default
+    metadata = {"group": group, "flag": flag, "least": least, "most": most, "arguments": {"help": text, **arguments}}
+    return field(default=default, metadata=metadata)
+
+
+_net = partial(option, "network")
+_index = partial(option, "shared index")
+_watch = partial(option, "observability")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedConfig:
     """The options of either process. Raises ValueError that names the option."""
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    redis: str | None = None
-    redis_prefix: str = "headstart"
-    redis_shards: int = 1
-    redis_username: str | None = None
-    redis_password_file: str | None = None
-    cluster_secret_file: str | None = None
-    drain_grace_s: float = 30.0
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-    otlp_endpoint: str | None = None
+    host: str = _net("127.0.0.1", "address to listen on (default 127.0.0.1)")
+    port: int = _net(0, "port; 0 takes a free one", least=0, most=MAX_PORT)
+    drain_grace_s: float = _net(30.0, "time for open requests (30)", least=0)
+    tls_cert: str | None = _net(None, "certificate for clients, PEM with its chain (default: none)", "FILE")
+    tls_key: str | None = _net(None, "its key; both are reloaded when they change", "FILE")
+    redis: str | None = _index(None, "the registry and prefix index", "URL")
+    redis_prefix: str = _index("headstart", "prefix of every key (default headstart)")
+    redis_shards: int = _index(1, "slots over which the index is spread (1)")
+    redis_username: str | None = _index(None, "the ACL user (default: the URL's)", "NAME")
+    redis_password_file: str | None = _index(None, "its password (default: the URL's)", "FILE")
+    cluster_secret_file: str | None = _index(
+        None, f"the secret that gateways and workers share (default: ${SECRET_VARIABLE})", "FILE"
+    )
+    log_level: str = _watch("info", choices=LOG_LEVELS)
+    log_format: LogFormat = _watch("text", "json: one object a line", choices=LOG_FORMATS)  # noqa: RUF009 (a field)
+    otlp_endpoint: str | None = _watch(
+        None, "send traces there, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)", "URL"
+    )
 
     def __post_init__(self) -> None:
-        self.require("port", 0, (1 << 16) - 1)
-        self.require("redis_shards", 1)
-        self.require("drain_grace_s", 0)
+        for each in fields(self):
+            name, value, metadata = option_name(each.name), getattr(self, each.name), each.metadata
+            choices = metadata["arguments"].get("choices")
+            if choices is not None and value is not None and value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+            least, most = metadata["least"], metadata["most"]
+            if type(value) in (int, float) and not (value > 0 if least is None else least <= value <= most):
+                raise ValueError(f"{name} must be {'above 0' if least is None else f'{least} to {most}'}, got {value}")
         if self.redis is not None:
             check_url("--redis", self.redis)
             check_key_part("--redis-prefix", self.redis_prefix)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together: give both or none")
-
-    def require(self, name: str, least: float, most: float | None = None) -> None:
-        """Raise ValueError for an option outside of its bounds; None is within."""
-        value = getattr(self, name)
-        if value is not None and not (least <= value and (most is None or value <= most)):
-            bounds = f"at least {least}" if most is None else f"{least} to {most}"
-            raise ValueError(f"{option_name(name)} must be {bounds}, got {value}")
 
     def redis_password(self) -> str | None:
         """Read --redis-password-file; None stands for the URL's own. Raises ValueError."""
@@ -92,27 +130,11 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def add_redis_options(group: argparse._ArgumentGroup, purpose: str) -> None:
-    group.add_argument("--redis", metavar="URL", help=purpose)
-    group.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
-    group.add_argument("--redis-shards", type=int, default=1, help="slots over which the index is spread (default 1)")
-    group.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
-    group.add_argument("--redis-password-file", metavar="FILE", help="its password (default: the URL's)")
-    group.add_argument(
-        "--cluster-secret-file",
-        metavar="FILE",
-        help=f"the secret that gateways and workers share (default: ${SECRET_VARIABLE})",
-    )
-
-
-def add_tls_options(group: argparse._ArgumentGroup, of: str) -> None:
-    group.add_argument("--tls-cert", metavar="FILE", help=f"certificate {of}, PEM with its chain (default: none)")
-    group.add_argument("--tls-key", metavar="FILE", help="its key; both are reloaded when they change")
-
-
-def add_log_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-level", default="info", choices=LOG_LEVELS)
-    group.add_argument("--log-format", default="text", choices=LOG_FORMATS, help="json: one object a line")
-    group.add_argument(
-        "--otlp-endpoint", metavar="URL", help="send traces there, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)"
-    )
+def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, text: str) -> argparse.ArgumentParser:
+    """Build the parser of a config's options. It leaves out what is not given and has no plain default."""
+    p = argparse.ArgumentParser(name, description=text, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    group_of = {title: p.add_argument_group(title) for title in groups}
+    for each in fields(config):
+        flag = each.metadata["flag"] or option_name(each.name)
+        group_of[each.metadata["group"]].add_argument(flag, dest=each.name, **each.metadata["arguments"])
+    return p
