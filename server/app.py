@@ -16,7 +16,7 @@ from cache.records import WorkerMember
 from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
-from server.api.formatting import encode_json
+from server.api.formatting import json_response
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
@@ -56,8 +56,8 @@ class PublicApi:
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenize", self._tokenize.tokenize, methods=["POST"]),
+            Route("/detokenize", self._tokenize.detokenize, methods=["POST"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/health/live", self.live, methods=["GET"]),
             Route("/health/ready", self.ready, methods=["GET"]),
@@ -77,16 +77,6 @@ class PublicApi:
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
         return json_response(_model_card(name, self._models.allowed(name, identity_of(request.scope))))
-
-    async def tokenize(self, request: Request) -> Response:
-        require_json(request.scope["headers"])
-        answer = await self._tokenize.tokenize(await request.body(), identity_of(request.scope))
-        return Response(answer, media_type="application/json")
-
-    async def detokenize(self, request: Request) -> Response:
-        require_json(request.scope["headers"])
-        answer = await self._tokenize.detokenize(await request.body(), identity_of(request.scope))
-        return Response(answer, media_type="application/json")
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("headstart")})
@@ -115,10 +105,6 @@ def _model_card(name: str, model: ServedModel) -> dict[str, object]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
-
-
-def json_response(value: object) -> Response:
-    return Response(encode_json(value), media_type="application/json")
 
 
 class HotRoutes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
 from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,14 @@ class Pace:
         if time.perf_counter() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.perf_counter() + SLICE_S
+
+
+async def rested(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items, with a rest between two of them whenever the slice is used up."""
+    pace = Pace()
+    for item in items:
+        yield item
+        await pace.rest()
 
 
 async def paced(steps: Steps[T]) -> T:

@@ -26,7 +26,6 @@ from worker.common.tracing import Tracing, as_parent, mark_failed
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-CONTEXT: Final = "headstart.context"
 _NOT_TRACED: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -119,24 +118,13 @@ class RequestContext:
         span.end()
 
 
-_CURRENT: Final[ContextVar[RequestContext | None]] = ContextVar("current_request", default=None)
-"""The request that the running task works for."""
-
-
-def enter_context(scope: Scope, context: RequestContext) -> None:
-    """Make `context` that of the scope and of the running task."""
-    scope[CONTEXT] = context
-    _CURRENT.set(context)
-
-
-def context_of(scope: Scope) -> RequestContext:
-    context: RequestContext = scope[CONTEXT]
-    return context
+CURRENT: Final[ContextVar[RequestContext]] = ContextVar("current_request")
+"""The request that the running task works for; RequestMiddleware sets it."""
 
 
 def add_ids(record: logging.LogRecord) -> bool:
     """Add the ids of the running task's request and trace to a log record."""
-    context = _CURRENT.get()
+    context = CURRENT.get(None)
     if context is not None:
         record.request_id = context.request_id
         if context.trace is not None:
@@ -146,13 +134,13 @@ def add_ids(record: logging.LogRecord) -> bool:
 
 def trace_stage(name: str) -> AbstractContextManager[Trace | None]:
     """Trace a part of the running request's time."""
-    context = _CURRENT.get()
+    context = CURRENT.get(None)
     return _NOT_TRACED if context is None or context.trace is None else context.trace.child(name)
 
 
 def trace_attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[Trace | None]:
     """Trace the running request at one worker, until its stream ends or is left."""
-    context = _CURRENT.get()
+    context = CURRENT.get(None)
     if context is None or context.trace is None:
         return _NOT_TRACED
     from opentelemetry.trace import SpanKind

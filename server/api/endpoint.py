@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -21,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 from server.api.formatting import ResponseFormatter
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error
-from server.event_loop import Pace
+from server.event_loop import Pace, rested
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.request import Generation, RequestServices, ResponseStream
-from server.request_context import RequestContext, context_of
+from server.request_context import CURRENT, RequestContext
 from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class GenerateEndpoint(ABC):
         """Decode, check and tokenise a body. Raises ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, context, identity = self._services, context_of(scope), identity_of(scope)
+        services, context, identity = self._services, CURRENT.get(), identity_of(scope)
         usage = identity.usage
         context.route = self.route
         deadline_s = time.monotonic() + services.request_timeout_s
@@ -125,7 +124,7 @@ class GenerateEndpoint(ABC):
             choices = await response.collect()
         headers = [(b"content-type", b"application/json"), *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
-        async for part in _paced(formatter.body(response, choices)):
+        async for part in rested(formatter.body(response, choices)):
             if num_bytes > PART_BYTES:
                 if not begun:
                     begun = True
@@ -149,7 +148,7 @@ class GenerateEndpoint(ABC):
             nonlocal first_s
             events = formatter.events(response, deltas)
             if not isinstance(events, bytes):
-                events = b"".join([part async for part in _paced(events)])
+                events = b"".join([part async for part in rested(events)])
             if not events:
                 return
             if not first_s:
@@ -177,13 +176,6 @@ class GenerateEndpoint(ABC):
             if context.trace is not None:
                 mark_failed(context.trace.span, type(failure).__name__)
             await writer.write(formatter.error_event(failure), more=False)
-
-
-async def _paced(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
-    pace = Pace()
-    for part in parts:
-        yield part
-        await pace.rest()
 
 
 async def read_body(receive: Receive) -> bytes:

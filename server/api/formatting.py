@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar, Final
 
 import msgspec
+from starlette.responses import Response
 
 from server.errors import ApiError
 from server.http.stream import DONE, sse
@@ -130,6 +131,10 @@ class ChunkFormatter(ResponseFormatter):
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         return response.usage()
+
+
+def json_response(value: object) -> Response:
+    return Response(encode_json(value), media_type="application/json")
 
 
 def response_id(prefix: str) -> str:

@@ -10,7 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError
-from server.event_loop import Pace
+from server.event_loop import rested
 from server.models import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, SamplingFields, StructuredOutputs
@@ -193,13 +193,11 @@ def _json(value: object, param: str = "structured_outputs") -> str:
 
 
 async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs, pace = [], Pace()
-    for key, value in bias.items():
+    pairs = []
+    async for key, value in rested(bias.items()):
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             raise invalid("logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys")
         pairs.append((int(key), value))
-        if len(pairs) % 1024 == 0:
-            await pace.rest()
     return tuple(pairs)
 
 

@@ -7,15 +7,17 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
 from server.api.chat import render_chat
-from server.api.formatting import encode_json, token_text
+from server.api.formatting import encode_json, json_response, token_text
 from server.api.sampling import in_vocabulary
-from server.auth.identity import Identity
+from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError
-from server.event_loop import Pace
+from server.event_loop import rested
 from server.models import Models, ServedModel
-from server.schema.decoding import invalid, read_json
+from server.schema.decoding import invalid, read_json, require_json
 from server.schema.fields import TokenId
 from server.schema.requests import CHAT
 from server.text.tokenizer import TooManyTokensError
@@ -45,12 +47,13 @@ class TokenizeApi:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def tokenize(self, body: bytes, identity: Identity) -> bytes:
+    async def tokenize(self, http_request: Request) -> Response:
         """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
-        request: TokenizeRequest = await read_json(body, _TEXT.decode, self._models.max_text_bytes)
+        identity = identity_of(http_request.scope)
+        request: TokenizeRequest = await self._read(http_request, _TEXT)
         if request.messages is not None:
             name = request.model or self._model(None, identity).name
-            fields = {**msgspec.json.decode(body), "model": name}
+            fields = {**msgspec.json.decode(await http_request.body()), "model": name}
             chat = await CHAT.read(encode_json(fields), lambda: None, "messages")
             model = self._models.allowed(name, identity)
             rendered = await render_chat(chat, model)
@@ -60,23 +63,24 @@ class TokenizeApi:
         else:
             model = self._model(request.model, identity)
             ids = await _encode(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
-        with_texts = bool(request.return_token_strs)
-        texts, pace = [], Pace()
-        for number, id_ in enumerate(ids if with_texts else (), 1):
-            texts.append(token_text(model.tokenizer.token_bytes, id_))
-            if number % 1024 == 0:
-                await pace.rest()
-        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
-        return encode_json({**answer, "token_strs": texts if with_texts else None})
+        texts = None
+        if request.return_token_strs:
+            texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in rested(ids)]
+        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
+        return json_response(answer)
 
-    async def detokenize(self, body: bytes, identity: Identity) -> bytes:
+    async def detokenize(self, http_request: Request) -> Response:
         """Return the text of ids, special tokens included. Raises ApiError."""
-        request: DetokenizeRequest = await read_json(body, _IDS.decode, self._models.max_text_bytes)
-        model = self._model(request.model, identity)
+        request: DetokenizeRequest = await self._read(http_request, _IDS)
+        model = self._model(request.model, identity_of(http_request.scope))
         if len(request.tokens) > (limit := max(MAX_TOKENS, model.max_model_len)):
             raise invalid("tokens", f"holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts")
         in_vocabulary(request.tokens, model.bundle.vocab_size, "tokens")
-        return encode_json({"prompt": model.tokenizer.decode(request.tokens)})
+        return json_response({"prompt": model.tokenizer.decode(request.tokens)})
+
+    async def _read(self, http_request: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
+        require_json(http_request.scope["headers"])
+        return await read_json(await http_request.body(), decoder.decode, self._models.max_text_bytes)
 
     def _model(self, name: str | None, identity: Identity) -> ServedModel:
         """Return the model named, or the only one that this key may use."""

@@ -16,7 +16,7 @@ from server.auth.api_keys import KeyFile, digest_of
 from server.auth.identity import IDENTITY, Identity
 from server.auth.limits import AuthThrottle, KeyUsage, source_of
 from server.errors import AuthenticationError, ForbiddenError
-from server.request_context import context_of
+from server.request_context import CURRENT
 
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})
 MAX_KEY_BYTES: Final = 1024
@@ -73,7 +73,7 @@ class AuthenticationMiddleware:
 
     async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
         usage.admit()
-        context_of(scope).key_headers = usage.headers
+        CURRENT.get().key_headers = usage.headers
         try:
             await self._app(scope, receive, send)
         finally:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from server.errors import ApiError, BodyTooLargeError, ForbiddenError, InternalError, MediaTypeError, as_api_error
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
-from server.request_context import RequestContext, enter_context
+from server.request_context import CURRENT, RequestContext
 from worker.common.sockets import HostNames
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RequestMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext(_request_id(scope), time.perf_counter())
-        enter_context(scope, context)
+        CURRENT.set(context)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -20,7 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from server.app import PublicApi, json_response
+from server.api.formatting import json_response
+from server.app import PublicApi
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import InvalidRequestError, NotFoundError, UnavailableError

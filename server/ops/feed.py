@@ -26,7 +26,7 @@ from server.ops.decisions import DecisionLog
 from server.ops.overview import Overview
 from server.ops.prefix_tree import MAX_ROWS, tree_rows
 from server.ops.traffic import Traffic, read_totals
-from server.request_context import context_of
+from server.request_context import CURRENT
 
 TICK_S: Final = 0.25
 TICKS_PER_SNAPSHOT: Final = 2
@@ -56,7 +56,7 @@ class Feed:
         self._closed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context_of(scope).route = "events"
+        CURRENT.get().route = "events"
         writer = SseWriter(send, list)
         with self._viewing() as frames:
             try:
