@@ -11,7 +11,7 @@ from typing import Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
-from server.text.tool_formats import MARKERS, ToolFormat
+from server.text.output_parser import MARKERS, ToolFormat
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 from worker.common.tls import WorkerCa

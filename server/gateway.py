@@ -41,7 +41,7 @@ from server.http.protocol import HttpLimits
 from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
-from server.models import ModelOptions, Models
+from server.models import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.decisions import DecisionLog
 from server.ops.feed import Feed
@@ -93,10 +93,7 @@ class Gateway:
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        options = ModelOptions(
-            config.aliases or {}, config.tool_parser, config.reasoning, config.control_tokens_in_content
-        )
-        self.models = Models(self._client, self._executor, options)
+        self.models = Models(self._client, self._executor, config)
         self.fleet = Fleet(
             self._index,
             self._client.state,

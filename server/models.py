@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -20,11 +20,11 @@ from cache.hashing import Namespace
 from cache.records import WorkerMember
 from cache.types import BlockHash
 from server.auth.identity import Identity
+from server.config import GatewayConfig
 from server.errors import ForbiddenError, NotFoundError
 from server.text.chat_template import ChatTemplate, TemplateError
-from server.text.output_parser import THINK
+from server.text.output_parser import THINK, ToolFormat, format_of
 from server.text.tokenizer import Tokenizer, TokenizerError
-from server.text.tool_formats import ToolFormat, format_of
 from server.workers.client import WorkerClient, WorkerError
 from worker.wire import TokenizerBundle
 
@@ -74,20 +74,7 @@ def namespace_of(bundle: TokenizerBundle) -> Namespace:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Operator's choices where a model's files say nothing, or the wrong thing."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    tool_format: ToolFormat | None = None
-    """None: derive it from the template."""
-    thinks: bool | None = None
-    """None: derive it from the template."""
-    control_tokens_in_content: bool = False
-    """True if control tokens that clients write are control tokens."""
-
-
-def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: ModelOptions) -> ServedModel:
+def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: GatewayConfig) -> ServedModel:
     """Parse the bundle's files, which takes tenths of a second: run it in a thread.
 
     Raises TokenizerError or TemplateError.
@@ -99,7 +86,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
-    if template is not None and not options.control_tokens_in_content:
+    if template is not None and not config.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
     namespace = namespace_of(bundle)
     return ServedModel(
@@ -108,8 +95,8 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
         bundle=bundle,
         tokenizer=tokenizer,
         template=template,
-        tool_format=options.tool_format or format_of(bundle.chat_template or "") or "hermes",
-        thinks=THINK in (bundle.chat_template or "") if options.thinks is None else options.thinks,
+        tool_format=config.tool_parser or format_of(bundle.chat_template or "") or "hermes",
+        thinks=THINK in (bundle.chat_template or "") if config.reasoning is None else config.reasoning,
         created=int(time.time()),
         root=lru_cache(MAX_ROOTS)(lambda salt: namespace.root(salt=salt)),
     )
@@ -118,11 +105,11 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, options: 
 class Models:
     """Models by name and alias. One task calls `follow`; all others read."""
 
-    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, options: ModelOptions) -> None:
+    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, config: GatewayConfig) -> None:
         self._client = client
         self._executor = executor
-        self._options = options
-        self._aliases = dict(options.aliases)
+        self._config = config
+        self._aliases = config.aliases or {}
         self._by_name: dict[str, ServedModel] = {}
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
@@ -180,7 +167,7 @@ class Models:
             if namespace_of(bundle).fingerprint != member.namespace:
                 raise TokenizerError("the bundle's namespace is not the one that the worker announces")
             model = await asyncio.get_running_loop().run_in_executor(
-                self._executor, build_model, bundle, self._executor, self._options
+                self._executor, build_model, bundle, self._executor, self._config
             )
         except Exception as error:  # also what a strange bundle makes a library raise
             kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}

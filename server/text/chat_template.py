@@ -27,7 +27,6 @@ from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart
 from server.schema.requests import ChatRequest
 from server.text.control_tokens import Marker, RenderedPrompt, new_mark
-from server.text.tool_formats import with_tools
 
 MAX_RENDER_S: Final = 5.0
 MAX_HOLD_S: Final = 0.03
@@ -42,6 +41,14 @@ ALLOWED_KWARGS: Final = frozenset(
 )
 """Switches that public templates read. Any other name could shadow a variable of the template."""
 
+_INSTRUCTION: Final = """You can call functions to answer the user. They are, one JSON schema a line:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and arguments between tags, and nothing else:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
 _CHECK: Final = "headstart_check_clock"
 _CONTINUATION_MARK: Final = "\u2063headstart-continue\u2063"
 
@@ -311,6 +318,31 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
         function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
         tools.append({"type": "function", "function": function})
     return tools or None
+
+
+def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write tools into the system message, and calls and results as text, for a template that knows no tools.
+
+    The answer is read as `hermes`.
+    """
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    instruction = _INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instruction}"}, *plain[1:]]
+    return [{"role": "system", "content": instruction}, *plain]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    content = "\n".join(part for part in (message["content"], *written) if part)
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:

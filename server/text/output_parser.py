@@ -5,6 +5,12 @@ whenever it needs more text. A call's arguments are passed on as they arrive:
 
     {"name": "f", "arguments":     {"city": ...     }}
     head, held until complete      arguments        tail
+
+How model families write calls:
+
+hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...          Qwen, Hermes, SmolLM3
+llama3   {"name": ..., "parameters": {...}}; ...  alone, or behind <|python_tag|>
+mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]  or  [TOOL_CALLS]name[ARGS]{...} ...
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from server.text.detokenizer import ambiguous_len
-from server.text.tool_formats import MARKERS, ToolFormat
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
@@ -39,7 +44,23 @@ _BARE_NAME: Final = re.compile(rf"([^{{]{{0,{MAX_NAME_CHARS}}})\{{")
 _JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
 
+ToolFormat = Literal["hermes", "llama3", "mistral"]
+MARKERS: Final[dict[ToolFormat, tuple[str, ...]]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+}
+"""Texts that the parser must see even where they are special tokens of the vocabulary."""
 ReasoningStart = Literal["none", "maybe", "inside"]
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """Return the format that a chat template mentions, if any."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or ("ipython" in template and "parameters" in template):
+        return "llama3"
+    return "hermes" if "<tool_call>" in template else None
 
 
 class OutputDelta(NamedTuple):

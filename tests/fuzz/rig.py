@@ -25,7 +25,8 @@ from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex, Writer
 from cache.redis_index.schema import Keys, Signer
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.cli.index import shown
-from server.models import ModelOptions, Models, namespace_of
+from server.config import GatewayConfig
+from server.models import Models, namespace_of
 from server.ops.overview import index_row
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
@@ -157,7 +158,7 @@ class Gateway:
         )
         self.index = RedisIndex(url, reader_settings, count=self._count)
         self.executor = ThreadPoolExecutor(1)
-        self.models = Models(client, self.executor, ModelOptions())
+        self.models = Models(client, self.executor, GatewayConfig(workers=("http://127.0.0.1:9",)))
         self.fleet = Fleet(
             self.index,
             fetch,

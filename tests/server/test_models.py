@@ -11,7 +11,8 @@ import pytest
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from server import models as models_module
-from server.models import ModelOptions, Models, namespace_of
+from server.config import GatewayConfig
+from server.models import Models, namespace_of
 from server.workers.client import WorkerError
 from tests.server.scripted_worker import ScriptedWorker
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
@@ -59,7 +60,7 @@ async def test_an_unusable_bundle_costs_only_its_worker(bundle: TokenizerBundle,
         )
     ]
     with ThreadPoolExecutor(1) as executor:
-        models = Models(client, executor, ModelOptions())  # type: ignore[arg-type]
+        models = Models(client, executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
         for member in members:
             await models.admit(member)
     assert [name for name, _ in models.names()] == [bundle.model]
@@ -78,7 +79,7 @@ async def test_failed_bundles_are_forgotten(bundle: TokenizerBundle, monkeypatch
 
     member = ScriptedWorker(bundle).member()
     with ThreadPoolExecutor(1) as executor:
-        models = Models(Client(), executor, ModelOptions())  # type: ignore[arg-type]
+        models = Models(Client(), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
         for number in range(200):
             now_s += 1.0
             assert await models.admit(replace(member, epoch=f"e{number}")) is None

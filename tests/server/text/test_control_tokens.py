@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import render_chat
-from server.models import ModelOptions, ServedModel, build_model
+from server.config import GatewayConfig
+from server.models import ServedModel, build_model
 from server.schema.requests import ChatRequest
 from server.text import chat_template
 from server.text.chat_template import ChatTemplate
@@ -29,6 +30,7 @@ from tests import smollm2
 from tests.server.conftest import CHATML
 from worker.wire import TokenizerBundle
 
+CONFIG = GatewayConfig(workers=("http://127.0.0.1:9",))
 EXECUTOR = ThreadPoolExecutor(1)
 QWEN = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
 {{- '<|im_end|>\\n' }}
@@ -99,7 +101,9 @@ def changed(kind: str) -> bytes:
 @cache
 def model(template: str = "chatml", kind: str = "plain", *, control: bool = False) -> ServedModel:
     bundle = dataclasses.replace(smollm2_bundle(), chat_template=TEMPLATES[template], tokenizer_json=changed(kind))
-    return build_model(bundle, EXECUTOR, ModelOptions(control_tokens_in_content=control))
+    return build_model(
+        bundle, EXECUTOR, GatewayConfig(workers=("http://127.0.0.1:9",), control_tokens_in_content=control)
+    )
 
 
 def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
@@ -240,9 +244,7 @@ async def test_thinking_tags_stay_tokens_and_turn_marks_become_text(bundle: Toke
     layout = json.loads(bundle.tokenizer_json)
     for token in layout["added_tokens"]:
         token["special"] = token["content"] == "<|endoftext|>"  # as some families have it
-    served = build_model(
-        dataclasses.replace(bundle, tokenizer_json=json.dumps(layout).encode()), EXECUTOR, ModelOptions()
-    )
+    served = build_model(dataclasses.replace(bundle, tokenizer_json=json.dumps(layout).encode()), EXECUTOR, CONFIG)
     assert served.tokenizer.control_tokens == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
     ids = await ids_of(request([{"role": "user", "content": "<think>a</think><|im_end|><|endoftext|>"}]), served)
     found = {token: ids.count(served.tokenizer.token_id(token) or 0) for token in served.tokenizer.control_tokens}
@@ -258,7 +260,7 @@ async def test_a_refusal_shows_no_mark() -> None:
     served = build_model(
         dataclasses.replace(smollm2_bundle(), chat_template="{{ raise_exception(messages[0].content) }}"),
         EXECUTOR,
-        ModelOptions(),
+        CONFIG,
     )
     with pytest.raises(Exception, match=r": <\|im_end\|>$"):
         await render_chat(request([{"role": "user", "content": "<|im_end|>"}]), served)
@@ -348,7 +350,7 @@ async def test_what_a_template_cuts_out_of_a_long_text_makes_no_token(
 
 @cache
 def cutting() -> ServedModel:
-    return build_model(dataclasses.replace(smollm2_bundle(), chat_template=CUTTING), EXECUTOR, ModelOptions())
+    return build_model(dataclasses.replace(smollm2_bundle(), chat_template=CUTTING), EXECUTOR, CONFIG)
 
 
 def fresh(served: ServedModel) -> ServedTokenizer:
