@@ -1,22 +1,17 @@
 from __future__ import annotations
 
-import os
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.types import BlockHash, Epoch, WorkerId, WorkerIncarnation
+from cache.types import Epoch, WorkerId, WorkerIncarnation
 from server.router.pending_prefixes import PendingPrefixes, RecentPlacements
+from tests.server.router.fleets import chain
 
 W = (WorkerId("w"), Epoch("e"))
 
 
 def incarnation(name: str) -> WorkerIncarnation:
     return WorkerId(name), Epoch("e")
-
-
-def chain(length: int) -> list[BlockHash]:
-    return [BlockHash(os.urandom(16)) for _ in range(length)]
 
 
 def pending() -> PendingPrefixes:

@@ -1,129 +1,16 @@
+"""Which worker the router chooses, and what it counts."""
+
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from benchmarks.simulation.fifo import FifoLoadEstimate
-from benchmarks.simulation.memory_index import MemoryIndex
-from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
-from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
-from server.router.placement import Placement
-from server.router.router import Router
-from server.router.types import NoWorkerError, RouteRequest
-from server.workers.client import WorkerLost
-from server.workers.fleet import Fleet, RegistryIndex
-from worker.wire import PROTOCOL_VERSION
-
-BLOCK = 16
-RATE = 1000.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Index:
-    """The in-memory index, which can go away."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.memory = MemoryIndex(clock, lease_s=5.0)
-        self.away = False
-        self.registered: dict[str, WorkerMember] = {}
-
-    def register(self, member: WorkerMember, held: Sequence[BlockHash] = (), load: WorkerLoad | None = None) -> None:
-        self.registered[member.worker_id] = member
-        self.memory.register(member, held, load or WorkerLoad(prefill_tokens_per_s=RATE))
-
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
-        return None if self.away else self.memory.match(hashes, model)
-
-    def members(self) -> list[WorkerMember]:
-        return [] if self.away else list(self.registered.values())
-
-
-def member(name: str, epoch: str = "e", **changes: object) -> WorkerMember:
-    fields: dict[str, object] = {
-        "worker_id": WorkerId(name),
-        "epoch": Epoch(epoch),
-        "url": f"http://{name}:8000",
-        "model": "m",
-        "namespace": "n",
-        "numerics": "cpu",
-        "block_size": BLOCK,
-        "max_model_len": 100_000,
-        "protocol": PROTOCOL_VERSION,
-    }
-    return WorkerMember(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def incarnations(*names: str) -> frozenset[WorkerIncarnation]:
-    return frozenset((WorkerId(name), Epoch("e")) for name in names)
-
-
-def chain(length: int) -> list[BlockHash]:
-    return [BlockHash(os.urandom(16)) for _ in range(length)]
-
-
-def make_request(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
-    fields: dict[str, object] = {
-        "request_id": "r",
-        "model": "m",
-        "num_prompt_tokens": len(hashes) * BLOCK + 1,
-        "hashes": hashes,
-    }
-    return RouteRequest(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-class Fleets:
-    """A router over a fleet whose workers answer from a dict."""
-
-    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = ()) -> None:
-        self.clock = Clock()
-        self.index = Index(self.clock)
-        self.states: dict[str, WorkerState] = {}
-        self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock, namespaces=lambda: {"m": "n"})
-        self.router = Router(
-            self.index,
-            self.fleet,
-            GatewayId("g"),
-            policy=policy,
-            clock=self.clock,
-            rng=random.Random(1),
-        )
-
-    async def fetch(self, url: str) -> WorkerState:
-        if url not in self.states:
-            raise WorkerLost("refused")
-        return self.states[url]
-
-    def run_fifo(self) -> None:
-        """Let every worker run its prefills one by one. Call it before the first decision."""
-        self.router.scorer.estimate_type = FifoLoadEstimate
-
-    async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
-        return await self.router.place(make_request(hashes, **changes))
-
-    async def worker(self, hashes: Sequence[BlockHash], **changes: object) -> str:
-        """Return the id of the worker that gets it, and close it at once."""
-        placement = await self.place(hashes, **changes)
-        placement.close()
-        return placement.worker.worker_id
-
-
-@pytest.fixture
-def three() -> Fleets:
-    fleets = Fleets()
-    for name in "abc":
-        fleets.index.register(member(name))
-    return fleets
+from cache.records import WorkerLoad
+from cache.types import BlockHash, GatewayId, WorkerId
+from server.router.types import NoWorkerError
+from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
 
 
 async def test_the_longest_prefix_wins_when_nothing_waits(three: Fleets) -> None:
@@ -258,7 +145,7 @@ async def test_a_holder_with_a_full_pool_is_avoided(three: Fleets) -> None:
     assert await three.worker(hashes) == "b"
     hold(2)
     assert await three.worker(hashes) != "b"
-    (b,) = (w for w in (await three.router.explain(make_request(hashes)))["workers"] if w["worker"] == "b")
+    b = await row(three, "b", hashes)
     assert b["wait_s"] == 0.0
     assert b["room_wait_s"] > 1.0
 
@@ -409,130 +296,6 @@ async def test_explain_changes_nothing(three: Fleets) -> None:
     costs = {w["worker"]: w["cost"] for w in first["workers"]}
     assert costs["b"] < costs["a"] == costs["c"]
     assert (await three.place(hashes)).worker.worker_id == "b"
-
-
-async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets) -> None:
-    conversations = [chain(30) for _ in range(9)]
-    homes = []
-    for hashes in conversations:
-        placement = await three.place(hashes)
-        homes.append(placement.worker.worker_id)
-        placement.prefill_started(0)
-        placement.first_token()
-        placement.close()
-        three.clock.now_s += 1.0
-        for name in "abc":
-            three.index.memory.publish(WorkerId(name))
-    three.index.away = True
-    three.clock.now_s += 1.0
-    for hashes, home in zip(conversations, homes, strict=True):
-        placement = await three.place(hashes + chain(2))
-        assert placement.worker.worker_id == home
-        assert placement.promised_tokens == 30 * BLOCK
-        placement.close()
-    assert three.router.index_state()["blind"]
-    three.index.away = False
-    await three.place(chain(1))
-    assert not three.router.index_state()["blind"]
-    three.index.away = True
-    three.clock.now_s += 1.0
-    await three.place(chain(1))
-    assert three.router.index_state()["blind"]
-    three.index.away = False
-    three.clock.now_s += 1.0
-    await three.fleet.poll()  # a poll alone notices that the index is back
-    assert not three.router.index_state()["blind"]
-
-
-async def test_an_empty_registry_removes_no_worker(three: Fleets) -> None:
-    for name in "ab":
-        three.states[f"http://{name}:8000"] = WorkerState(member(name), WorkerLoad(prefill_tokens_per_s=RATE))
-    await three.fleet.poll()
-    three.index.memory.clear()
-    three.index.registered.clear()
-    three.clock.now_s += 60.0
-    await three.fleet.poll()
-    assert {await three.worker(chain(2)) for _ in range(30)} == {"a", "b"}, "c has no lease and does not answer"
-    assert {m.worker_id for m in three.fleet.workers("m")} == set("abc")
-    assert [m.worker_id for m in three.fleet.workers("m")][2] == "c"
-
-
-async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fleets) -> None:
-    """With an orchestrator every new worker has another name."""
-    await three.fleet.poll()
-    placement = await three.place(chain(2), excluded=incarnations("a", "b"))
-    three.index.memory.retire(WorkerId("c"))
-    del three.index.registered["c"]
-    three.clock.now_s += 599.0
-    await three.fleet.poll()
-    assert {member.worker_id for member in three.fleet.workers("m")} == set("abc")
-    three.clock.now_s += 2.0
-    await three.fleet.poll()
-    assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
-    placement.close()
-    assert three.router.scorer.num_outstanding() == 0
-
-
-async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
-    fleets = Fleets()
-    for number in range(1000):
-        fleets.index.register(member(f"w{number}"))
-        await fleets.worker(chain(1))
-        fleets.index.memory.retire(WorkerId(f"w{number}"))
-        fleets.clock.now_s += 60.0
-    assert len(fleets.router.scorer._estimates) <= 64
-
-
-async def test_workers_from_the_command_line_need_no_registry() -> None:
-    fleets = Fleets(workers=("http://z:8000/",))
-    fleets.index.away = True
-    with pytest.raises(NoWorkerError):
-        await fleets.place(chain(1))
-    fleets.states["http://z:8000"] = WorkerState(member("z"), WorkerLoad())
-    await fleets.fleet.poll()
-    assert await fleets.worker(chain(1)) == "z"
-    del fleets.states["http://z:8000"]
-    fleets.clock.now_s += 1.0
-    await fleets.fleet.poll()
-    with pytest.raises(NoWorkerError):
-        await fleets.place(chain(1))
-
-
-@pytest.mark.parametrize("changes", [{"namespace": "other"}, {"protocol": 999}, {"secret_check": "x"}])
-async def test_a_worker_that_fails_verification_is_logged_once(
-    three: Fleets, changes: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
-    three.index.register(member("d", **changes))
-    for _ in range(3):
-        assert {await three.worker(chain(2)) for _ in range(10)} <= set("abc")
-        await three.fleet.poll()
-    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == 1
-
-
-async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) -> None:
-    """Pending prefixes and recent placements of the old epoch are not credited to the new one."""
-    hashes = chain(40)
-    home = (await three.place(hashes)).worker.worker_id
-    for name in "abc":
-        three.index.register(member(name, epoch="e2"))
-    explained = await three.router.explain(make_request(hashes))
-    assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
-    again = await three.place(hashes)
-    assert again.promised_tokens == 0
-    again.close()
-    three.index.away = True
-    assert (await three.place(hashes, excluded=incarnations(home))).promised_tokens == 0
-
-
-@pytest.mark.parametrize("target", ["foo", "ftp://x", "dns:name", "dns::80", "http://"])
-def test_an_unusable_workers_argument_is_refused(target: str) -> None:
-    index: RegistryIndex = Index(Clock())
-
-    async def fetch(url: str) -> WorkerState:
-        raise WorkerLost
-
-    with pytest.raises(ValueError, match="--workers"):
-        Fleet(index, fetch, targets=(target,))
 
 
 def test_an_unknown_policy_is_refused() -> None:

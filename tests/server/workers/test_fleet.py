@@ -14,7 +14,7 @@ from server.workers.client import WorkerClient, WorkerLost
 from server.workers.fleet import Fleet
 from server.workers.networks import WorkerNetworks
 from tests.running import listening
-from tests.server.router.test_router import Fleets, Index, member
+from tests.server.router.fleets import Clock, Fleets, Index, member
 from worker.wire import pack
 
 
@@ -95,7 +95,7 @@ class SignedFleet:
     """A fleet with a cluster secret, of one worker that answers with its epoch e2, and what the registry says of it."""
 
     def __init__(self, workers: tuple[str, ...] = ()) -> None:
-        self.clock = Fleets().clock
+        self.clock = Clock()
         self.index = Index(self.clock)
         self.epoch = self.member("e2", 2)
         self.answers = True
@@ -232,6 +232,12 @@ async def test_an_error_at_one_worker_hides_no_other() -> None:
     fleets.index.registered["odd"] = member("odd", url="http://odd:1")
     await fleets.fleet.poll()
     assert names(fleets.fleet.candidates("m", None)) == {"z"}
+
+
+@pytest.mark.parametrize("target", ["foo", "ftp://x", "dns:name", "dns::80", "http://"])
+def test_an_unusable_workers_argument_is_refused(target: str) -> None:
+    with pytest.raises(ValueError, match="--workers"):
+        Fleets(workers=(target,))
 
 
 @asynccontextmanager

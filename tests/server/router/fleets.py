@@ -1,0 +1,117 @@
+"""A router over a fleet, an index in memory that can go away, and workers that answer from a dict."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+from benchmarks.simulation.fifo import FifoLoadEstimate
+from benchmarks.simulation.memory_index import MemoryIndex
+from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
+from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
+from server.router.placement import Placement
+from server.router.router import Router
+from server.router.types import RouteRequest
+from server.workers.client import WorkerLost
+from server.workers.fleet import Fleet
+from worker.wire import PROTOCOL_VERSION
+
+BLOCK = 16
+RATE = 1000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Index:
+    """The in-memory index, which can go away."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.memory = MemoryIndex(clock, lease_s=5.0)
+        self.away = False
+        self.registered: dict[str, WorkerMember] = {}
+
+    def register(self, member: WorkerMember, held: Sequence[BlockHash] = (), load: WorkerLoad | None = None) -> None:
+        self.registered[member.worker_id] = member
+        self.memory.register(member, held, load or WorkerLoad(prefill_tokens_per_s=RATE))
+
+    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+        return None if self.away else self.memory.match(hashes, model)
+
+    def members(self) -> list[WorkerMember]:
+        return [] if self.away else list(self.registered.values())
+
+
+def member(name: str, epoch: str = "e", **changes: object) -> WorkerMember:
+    fields: dict[str, object] = {
+        "worker_id": WorkerId(name),
+        "epoch": Epoch(epoch),
+        "url": f"http://{name}:8000",
+        "model": "m",
+        "namespace": "n",
+        "numerics": "cpu",
+        "block_size": BLOCK,
+        "max_model_len": 100_000,
+        "protocol": PROTOCOL_VERSION,
+    }
+    return WorkerMember(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def incarnations(*names: str) -> frozenset[WorkerIncarnation]:
+    return frozenset((WorkerId(name), Epoch("e")) for name in names)
+
+
+def chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def make_request(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest:
+    fields: dict[str, object] = {
+        "request_id": "r",
+        "model": "m",
+        "num_prompt_tokens": len(hashes) * BLOCK + 1,
+        "hashes": hashes,
+    }
+    return RouteRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Fleets:
+    """A router over a fleet whose workers answer from a dict."""
+
+    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = ()) -> None:
+        self.clock = Clock()
+        self.index = Index(self.clock)
+        self.states: dict[str, WorkerState] = {}
+        self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock, namespaces=lambda: {"m": "n"})
+        self.router = Router(
+            self.index,
+            self.fleet,
+            GatewayId("g"),
+            policy=policy,
+            clock=self.clock,
+            rng=random.Random(1),
+        )
+
+    async def fetch(self, url: str) -> WorkerState:
+        if url not in self.states:
+            raise WorkerLost("refused")
+        return self.states[url]
+
+    def run_fifo(self) -> None:
+        """Let every worker run its prefills one by one. Call it before the first decision."""
+        self.router.scorer.estimate_type = FifoLoadEstimate
+
+    async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
+        return await self.router.place(make_request(hashes, **changes))
+
+    async def worker(self, hashes: Sequence[BlockHash], **changes: object) -> str:
+        """Return the id of the worker that gets it, and close it at once."""
+        placement = await self.place(hashes, **changes)
+        placement.close()
+        return placement.worker.worker_id

@@ -1,0 +1,123 @@
+"""Placement while the index, workers and their entries in the registry come, go and restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.records import WorkerLoad, WorkerState
+from cache.types import WorkerId
+from server.router.types import NoWorkerError
+from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
+
+
+async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets) -> None:
+    conversations = [chain(30) for _ in range(9)]
+    homes = []
+    for hashes in conversations:
+        placement = await three.place(hashes)
+        homes.append(placement.worker.worker_id)
+        placement.prefill_started(0)
+        placement.first_token()
+        placement.close()
+        three.clock.now_s += 1.0
+        for name in "abc":
+            three.index.memory.publish(WorkerId(name))
+    three.index.away = True
+    three.clock.now_s += 1.0
+    for hashes, home in zip(conversations, homes, strict=True):
+        placement = await three.place(hashes + chain(2))
+        assert placement.worker.worker_id == home
+        assert placement.promised_tokens == 30 * BLOCK
+        placement.close()
+    assert three.router.index_state()["blind"]
+    three.index.away = False
+    await three.place(chain(1))
+    assert not three.router.index_state()["blind"]
+    three.index.away = True
+    three.clock.now_s += 1.0
+    await three.place(chain(1))
+    assert three.router.index_state()["blind"]
+    three.index.away = False
+    three.clock.now_s += 1.0
+    await three.fleet.poll()  # a poll alone notices that the index is back
+    assert not three.router.index_state()["blind"]
+
+
+async def test_an_empty_registry_removes_no_worker(three: Fleets) -> None:
+    for name in "ab":
+        three.states[f"http://{name}:8000"] = WorkerState(member(name), WorkerLoad(prefill_tokens_per_s=RATE))
+    await three.fleet.poll()
+    three.index.memory.clear()
+    three.index.registered.clear()
+    three.clock.now_s += 60.0
+    await three.fleet.poll()
+    assert {await three.worker(chain(2)) for _ in range(30)} == {"a", "b"}, "c has no lease and does not answer"
+    assert {m.worker_id for m in three.fleet.workers("m")} == set("abc")
+    assert [m.worker_id for m in three.fleet.workers("m")][2] == "c"
+
+
+async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fleets) -> None:
+    """With an orchestrator every new worker has another name."""
+    await three.fleet.poll()
+    placement = await three.place(chain(2), excluded=incarnations("a", "b"))
+    three.index.memory.retire(WorkerId("c"))
+    del three.index.registered["c"]
+    three.clock.now_s += 599.0
+    await three.fleet.poll()
+    assert {member.worker_id for member in three.fleet.workers("m")} == set("abc")
+    three.clock.now_s += 2.0
+    await three.fleet.poll()
+    assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
+    placement.close()
+    assert three.router.scorer.num_outstanding() == 0
+
+
+async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
+    fleets = Fleets()
+    for number in range(1000):
+        fleets.index.register(member(f"w{number}"))
+        await fleets.worker(chain(1))
+        fleets.index.memory.retire(WorkerId(f"w{number}"))
+        fleets.clock.now_s += 60.0
+    assert len(fleets.router.scorer._estimates) <= 64
+
+
+async def test_workers_from_the_command_line_need_no_registry() -> None:
+    fleets = Fleets(workers=("http://z:8000/",))
+    fleets.index.away = True
+    with pytest.raises(NoWorkerError):
+        await fleets.place(chain(1))
+    fleets.states["http://z:8000"] = WorkerState(member("z"), WorkerLoad())
+    await fleets.fleet.poll()
+    assert await fleets.worker(chain(1)) == "z"
+    del fleets.states["http://z:8000"]
+    fleets.clock.now_s += 1.0
+    await fleets.fleet.poll()
+    with pytest.raises(NoWorkerError):
+        await fleets.place(chain(1))
+
+
+@pytest.mark.parametrize("changes", [{"namespace": "other"}, {"protocol": 999}, {"secret_check": "x"}])
+async def test_a_worker_that_fails_verification_is_logged_once(
+    three: Fleets, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    three.index.register(member("d", **changes))
+    for _ in range(3):
+        assert {await three.worker(chain(2)) for _ in range(10)} <= set("abc")
+        await three.fleet.poll()
+    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == 1
+
+
+async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) -> None:
+    """Pending prefixes and recent placements of the old epoch are not credited to the new one."""
+    hashes = chain(40)
+    home = (await three.place(hashes)).worker.worker_id
+    for name in "abc":
+        three.index.register(member(name, epoch="e2"))
+    explained = await three.router.explain(make_request(hashes))
+    assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
+    again = await three.place(hashes)
+    assert again.promised_tokens == 0
+    again.close()
+    three.index.away = True
+    assert (await three.place(hashes, excluded=incarnations(home))).promised_tokens == 0
