@@ -17,7 +17,7 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.forged_redis import SECRET
 from tests.faults.part import wait_until
 from tests.fuzz.garbage import attack
-from tests.fuzz.resp import Proxy, random_fault
+from tests.fuzz.redis_proxy import Proxy, random_fault
 
 pytestmark = pytest.mark.faults
 DURATION_S = 30.0

@@ -19,7 +19,7 @@ from cache.records import WorkerLoad, WorkerMember, signed
 from cache.redis_index import WriterSettings
 from tests.fuzz.garbage import attack
 from tests.fuzz.harness import SEED
-from tests.fuzz.resp import Proxy, random_fault
+from tests.fuzz.redis_proxy import Proxy, random_fault
 from tests.fuzz.rig import PUBLISHER, SECRET, Parts, keys_of
 from tests.redis_server import RedisServer, redis_binaries, until
 from tests.server.scripted_worker import ScriptedWorker, listening

@@ -22,9 +22,9 @@ import redis
 
 from cache.records import WorkerLoad, WorkerState
 from server.workers.client import WorkerClient
-from tests.fuzz import resp
 from tests.fuzz.harness import CASE, LOOPS, run_cases, within
-from tests.fuzz.resp import Fault, Proxy
+from tests.fuzz.redis_proxy import ACTS, IDLE, Fault, Proxy
+from tests.fuzz.resp import random_data
 from tests.fuzz.rig import BACK_S, MODEL, SECRET, Gateway, Parts, Worker, chain, keys_of, member, worker_client
 from tests.redis_server import RedisServer, redis_binaries
 
@@ -39,7 +39,7 @@ GATEWAY_STATES: Final = {
     "script": ("SCRIPT",),
     "entries": ("HGETALL", "TIME"),
     "probe": ("EVALSHA_RO", "EVALSHA"),
-    "idle": (resp.IDLE,),
+    "idle": (IDLE,),
     "any": ("*",),
 }
 PUBLISHER_STATES: Final = {
@@ -48,13 +48,13 @@ PUBLISHER_STATES: Final = {
     "rewrite": ("TIME", "SADD", "PEXPIRE", "MULTI", "HSET", "SET", "UNLINK", "SCARD", "EXEC", "EXEC"),
     "prune": ("HGETALL", "TIME"),
     "retire": ("HGET", "MULTI", "HDEL", "EXEC"),
-    "idle": (resp.IDLE,),
+    "idle": (IDLE,),
     "any": ("*",),
 }
 MUST_REACH: Final = (
     *(f"gateway {state}" for state in GATEWAY_STATES),
     *(f"publisher {state}" for state in PUBLISHER_STATES),
-    *(f"act {act}" for act in resp.ACTS),
+    *(f"act {act}" for act in ACTS),
     *(f"gateway counts {event}" for event in ("invalid", "timeout", "down", "skipped", "breaker_opened")),
     *(f"publisher counts {event}" for event in ("invalid", "refused", "rewritten")),
 )
@@ -124,18 +124,18 @@ class RepliesLane:
         proxy, states = (self.read, GATEWAY_STATES) if is_gateway else (self.write, PUBLISHER_STATES)
         state = rng.choice(sorted(states))
         command = rng.choice(states[state])
-        act = rng.choice([*resp.ACTS, "replace", "replace", "change", "change", "before", "after", "after"])
-        if command == resp.IDLE:
+        act = rng.choice([*ACTS, "replace", "replace", "change", "change", "before", "after", "after"])
+        if command == IDLE:
             act = rng.choice(["before", "before", "cut"])
         times = rng.choice([1, 1, 1, 1, 2, 5, 1000])
-        faults = [Fault(command, act, resp.random_data(rng), times, rng.randrange(2**32))]
+        faults = [Fault(command, act, random_data(rng), times, rng.randrange(2**32))]
         if state == "script":
             for name in ("EVALSHA_RO", "EVALSHA"):
                 faults.append(Fault(name, "replace", b"-NOSCRIPT No matching script.\r\n", rng.choice([1, 1, 3])))
         if state == "probe":
             faults[:0] = [Fault(name, "replace", b"-ERR x\r\n", 4) for name in ("EVALSHA_RO", "EVALSHA")]
         if rng.random() < 0.15:
-            faults.append(Fault("*", rng.choice(resp.ACTS), resp.random_data(rng), 1, rng.randrange(2**32)))
+            faults.append(Fault("*", rng.choice(ACTS), random_data(rng), 1, rng.randrange(2**32)))
         side = "gateway" if is_gateway else "publisher"
         self.notes.append(f"{side}, {state}")
         self.notes += [str(fault) for fault in faults]
@@ -222,7 +222,7 @@ async def test_nothing_is_reserved_for_a_reply_that_says_it_is_huge(server: Redi
     async with worker_client() as client, RepliesLane(server, tmp_path, 0, client, Counter()).running() as lane:
         for data in (b"*1000000000\r\n", b"~1000000000\r\n", b"*1\r\n*1000000000\r\n", b"$9999999999\r\n"):
             before = process.memory_info().vms
-            lane.read.faults = [Fault(resp.IDLE, "before", data)]
+            lane.read.faults = [Fault(IDLE, "before", data)]
             lane.read.act_idle()
             for _ in range(20):
                 await asyncio.sleep(0.005)
