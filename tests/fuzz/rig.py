@@ -34,6 +34,7 @@ from server.workers.client import WorkerClient
 from server.workers.fleet import FetchState, Fleet
 from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
+from tests.server.conftest import bundle_of
 from worker.engine.publisher import Publisher, PublisherSettings
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
@@ -61,20 +62,8 @@ def tiny_bundle() -> TokenizerBundle:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(["one two three"], trainer)
-    return TokenizerBundle(
-        fingerprint="f" * 32,
-        model=MODEL,
-        revision="r",
-        tokenizer_json=tokenizer.to_str().encode(),
-        chat_template=None,
-        bos_token="<s>",
-        eos_token="</s>",
-        eos_token_ids=(1,),
-        add_bos=False,
-        vocab_size=tokenizer.get_vocab_size(),
-        max_model_len=4096,
-        block_size=16,
-    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "eos_token_ids": (1,)}
+    return bundle_of(tokenizer, model=MODEL, chat_template=None, max_model_len=4096, **tokens)
 
 
 BUNDLE: Final = tiny_bundle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -17,6 +19,25 @@ CORPUS = (
     "please tell me which seats are free.\n\n1. First, cancel the reservation.\n2. Then ask the user for the address.\n"
     "Das ist ein längerer Satz mit Umlauten: äöüß. 你好世界。今日は 🎉🎊 emoji and stop words. STOP END <tool_call>"
 )
+
+
+def bundle_of(tokenizer: Tokenizer, **changes: Any) -> TokenizerBundle:
+    """Return a bundle as a worker with this tokenizer serves it, but for `changes`."""
+    fields: dict[str, Any] = {
+        "fingerprint": "f" * 32,
+        "model": "tiny",
+        "revision": "r1",
+        "tokenizer_json": tokenizer.to_str().encode(),
+        "chat_template": CHATML,
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "eos_token_ids": (2,),
+        "add_bos": False,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_model_len": 2048,
+        "block_size": 16,
+    }
+    return TokenizerBundle(**{**fields, **changes})
 
 
 @pytest.fixture(scope="session")
@@ -37,17 +58,4 @@ def raw_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def bundle(raw_tokenizer: Tokenizer) -> TokenizerBundle:
-    return TokenizerBundle(
-        fingerprint="f" * 32,
-        model="tiny",
-        revision="r1",
-        tokenizer_json=raw_tokenizer.to_str().encode(),
-        chat_template=CHATML,
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        eos_token_ids=(2,),
-        add_bos=False,
-        vocab_size=raw_tokenizer.get_vocab_size(),
-        max_model_len=2048,
-        block_size=16,
-    )
+    return bundle_of(raw_tokenizer)

@@ -297,13 +297,22 @@ async def test_unknown_routes_and_methods(worker: ScriptedWorker) -> None:
         for method, path, status in (
             ("GET", "/v1/chat/completions", 405),
             ("POST", "/v1/models", 405),
+            ("DELETE", "/v1/models/tiny", 405),
             ("POST", "/v1/embeddings", 404),
+            ("POST", "/v1/images/generations", 404),
             ("GET", "/metrics", 404),
             ("GET", "/v1/models/none/at/all", 404),
+            ("GET", "/v1/responses/resp_1", 404),  # nothing is stored
+            ("DELETE", "/v1/responses/resp_1", 404),
+            ("POST", "/v1/responses/resp_1/cancel", 404),
+            ("GET", "/v1/responses/resp_1/input_items", 404),
+            ("GET", "/v1/chat/completions/chatcmpl-1", 404),
+            ("DELETE", "/v1/chat/completions/chatcmpl-1", 404),
         ):
             async with session.request(method, target.url + path) as response:
-                assert response.status == status
-                assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+                error = (await response.json())["error"]
+                assert (response.status, set(error)) == (status, {"message", "type", "param", "code"}), path
+                assert status == 405 or path.startswith("/v1/models/") or "/v1/chat/completions" in error["message"]
                 assert "x-request-id" in response.headers
 
 

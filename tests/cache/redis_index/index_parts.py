@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from cache.hashing import index_entry
-from cache.records import WorkerMember
+from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Epoch, IndexEntry, WorkerId
 from tests.running import running
@@ -53,3 +53,10 @@ def becomes(index: RedisIndex, hashes: Sequence[BlockHash], expected: dict[str, 
         return await matches(index, hashes) == expected
 
     return check
+
+
+async def hold(hashes: Sequence[BlockHash], index: RedisIndex, *writers: IndexWriter) -> None:
+    """Write the chain as held by each worker, and wait until the index finds it at these and no others."""
+    for writer in writers:
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+    await until(becomes(index, hashes, {writer.member.worker_id: len(hashes) for writer in writers}))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from cache.hashing import index_entry
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.types import BlockHash
+from tests.cache.redis_index.index_parts import LASTING, chain, entries, member
 from tests.redis_server import RedisServer, needs_redis_7
 from tests.running import running
 from tests.waiting import until
 
-MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
 SETTINGS = ReaderSettings(poll_s=0.05, refresh_interval_s=0.0, breaker_probe_s=0.05)
 
 GATEWAY_RIGHTS = (
@@ -100,15 +100,22 @@ class Scene:
         self.server = server
         self.events: list[str] = []
         self.proxy = Proxy(folder / "proxy.sock", server.socket)
-        self.writer = IndexWriter(server.url, MEMBER, WriterSettings(lease_s=600.0))
+        self.writer = IndexWriter(server.url, member(), LASTING)
         self.index = RedisIndex(self.proxy.url, SETTINGS, count=self.events.append)
-        self.hashes = [BlockHash(os.urandom(16)) for _ in range(10)]
+        self.hashes = chain(10)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run all parts, and begin when the index finds what the worker has written."""
+        async with self.proxy.running(), running(self.writer, self.index):
+            await until(self.write)
+            await until(self.sees)
+            yield
 
     async def write(self) -> bool:
         if not self.writer.client.up:
             return False
-        held = [index_entry(block) for block in self.hashes]
-        return await self.writer.rewrite(held, WorkerLoad())
+        return await self.writer.rewrite(entries(self.hashes), WorkerLoad())
 
     async def sees(self) -> bool:
         found = await self.index.lookup(self.hashes)
@@ -122,35 +129,22 @@ class Scene:
         return self.events.count("skipped") >= 51 - 2 * SETTINGS.breaker_failures
 
 
-async def test_a_slow_redis_costs_little_and_comes_back(own_redis: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "begun", "over"), [("delay_s", 0.2, 0.0), ("loading", True, False)])
+async def test_a_slow_or_loading_redis_costs_little_and_comes_back(
+    own_redis: RedisServer, tmp_path: Path, fault: str, begun: float, over: float
+) -> None:
     scene = Scene(own_redis, tmp_path)
-    async with scene.proxy.running(), running(scene.writer, scene.index):
-        await until(scene.write)
-        await until(scene.sees)
-        scene.proxy.delay_s = 0.2
+    async with scene.running():
+        setattr(scene.proxy, fault, begun)
         assert await scene.costs_little()
         assert await scene.index.lookup(scene.hashes) is None
-        scene.proxy.delay_s = 0.0
-        await until(scene.sees)
-
-
-async def test_a_loading_redis_costs_little_and_comes_back(own_redis: RedisServer, tmp_path: Path) -> None:
-    scene = Scene(own_redis, tmp_path)
-    async with scene.proxy.running(), running(scene.writer, scene.index):
-        await until(scene.write)
-        await until(scene.sees)
-        scene.proxy.loading = True
-        assert await scene.costs_little()
-        assert await scene.index.lookup(scene.hashes) is None
-        scene.proxy.loading = False
+        setattr(scene.proxy, fault, over)
         await until(scene.sees)
 
 
 async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, tmp_path: Path) -> None:
     scene = Scene(own_redis, tmp_path)
-    async with scene.proxy.running(), running(scene.writer, scene.index):
-        await until(scene.write)
-        await until(scene.sees)
+    async with scene.running():
         own_redis.command("REPLICAOF", "127.0.0.1", "1")
         assert not await scene.writer.publish([], [], WorkerLoad(), 10)
         assert scene.writer.in_doubt
@@ -166,7 +160,7 @@ async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, den
     """The gateway may read and run read-only scripts; the worker may write its keys and run none."""
     own_redis.command("ACL", "SETUSER", "gateway", "on", ">g", "~{headstart:*", *GATEWAY_RIGHTS, *denied)
     own_redis.command("ACL", "SETUSER", "worker", "on", ">w", "~{headstart:*", *WORKER_RIGHTS)
-    writer = IndexWriter(own_redis.url, MEMBER, WriterSettings(username="worker", password="w"))
+    writer = IndexWriter(own_redis.url, member(), WriterSettings(username="worker", password="w"))
     index = RedisIndex(
         own_redis.url, ReaderSettings(poll_s=0.05, refresh_interval_s=0.0, username="gateway", password="g")
     )

@@ -23,6 +23,7 @@ from tests.cache.redis_index.index_parts import (
     becomes,
     chain,
     entries,
+    hold,
     linked,
     matches,
     member,
@@ -62,8 +63,7 @@ async def test_a_defect_in_a_lookup_costs_its_matches_alone(
         RedisIndex(redis_server.url, EAGER, count=events.append),
     )
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w": 3}))
+        await hold(hashes, index, writer)
         with monkeypatch.context() as patch:
             patch.setattr(index._shards[0], "_candidates", lambda *_: 1 / 0)
             assert await index.lookup(hashes) is None
@@ -91,9 +91,7 @@ async def test_workers_of_another_model_are_not_asked(redis_server: RedisServer)
     ]
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(*writers, index):
-        for writer in writers:
-            assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"a": 5, "b": 5}))
+        await hold(hashes, index, *writers)
         assert await matches(index, hashes, "x") == {"a": 5}
 
 
@@ -122,9 +120,7 @@ async def test_invalid_value_costs_at_most_its_own_worker(
     events: list[str] = []
     index = RedisIndex(redis_server.url, EAGER, count=events.append)
     async with linked(*writers, index):
-        for writer in writers:
-            assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10, "w1": 10}))
+        await hold(hashes, index, *writers)
         redis_server.command(*poison)
         redis_server.command("SET", "{headstart:0}:version", "another")
         with caplog.at_level(logging.WARNING, logger="cache.redis_index"):
@@ -146,9 +142,7 @@ async def test_foreign_states_are_read_once(redis_server: RedisServer) -> None:
     writers = [IndexWriter(redis_server.url, member(f"w{i}"), LASTING) for i in range(3)]
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(*writers, index):
-        for writer in writers:
-            assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 4, "w1": 4, "w2": 4}))
+        await hold(hashes, index, *writers)
         redis_server.command("HSET", "{headstart:0}:states", "foreign", "x" * 1_000_000)
         sent = num_bytes_sent(redis_server)
         for _ in range(30):
@@ -220,8 +214,7 @@ async def test_a_stopped_redis_costs_little_and_comes_back(own_redis: RedisServe
     events: list[str] = []
     index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
         own_redis.stop()
         events.clear()
         for _ in range(50):
@@ -240,8 +233,7 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
     events: list[str] = []
     index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
         own_redis.kill()
         await until(lambda: not writer.client.up and index.blind)
         events.clear()
@@ -251,8 +243,7 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
         own_redis.start()
         await until(lambda: writer.client.up)
         assert writer.in_doubt
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
 
 
 async def test_missing_redis_is_no_error() -> None:
@@ -330,8 +321,7 @@ async def test_concurrent_lookups_on_a_new_connection_all_succeed(redis_server: 
     hashes = chain(3)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 3}))
+        await hold(hashes, index, writer)
         redis_server.command("SCRIPT", "FLUSH")
         (shard,) = index._shards
         shard._evalsha = b"EVALSHA_RO"
@@ -348,8 +338,7 @@ async def test_wrongly_read_registry_is_read_again(redis_server: RedisServer, se
     settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05, cluster_secret=secret)
     index = RedisIndex(redis_server.url, settings)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 3}))
+        await hold(hashes, index, writer)
         index._shards[0].registry.refresh([], [])
         assert await matches(index, hashes) == {}
         await until(becomes(index, hashes, {"w0": 3}))
@@ -413,8 +402,7 @@ async def test_too_many_members_hide_no_known_one(redis_server: RedisServer, mon
     writer = IndexWriter(redis_server.url, member())
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05))
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 3}))
+        await hold(hashes, index, writer)
         for n in range(1, 9):
             redis_server.command("HSET", "{headstart:0}:members", f"w{n}", schema.encode_member(member(f"w{n}")))
         redis_server.command("SET", "{headstart:0}:version", "other")

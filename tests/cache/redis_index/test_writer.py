@@ -19,6 +19,7 @@ from tests.cache.redis_index.index_parts import (
     becomes,
     chain,
     entries,
+    hold,
     linked,
     matches,
     member,
@@ -44,13 +45,11 @@ async def test_flush_is_detected_and_repaired(redis_server: RedisServer) -> None
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
         redis_server.command("FLUSHALL")
         assert not await writer.publish([], [], WorkerLoad(), 10)
         assert writer.in_doubt
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
 
 
 @pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
@@ -120,8 +119,7 @@ async def test_key_of_another_type_is_repaired(redis_server: RedisServer, key: s
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member()), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
         redis_server.command("DEL", "{headstart:0}:" + key)
         redis_server.command(other[0], "{headstart:0}:" + key, *other[1:])
 
@@ -178,8 +176,7 @@ async def test_restarted_worker_is_never_credited_with_old_blocks(redis_server: 
     )
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(before, after, index):
-        assert await before.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, before)
         assert await after.rewrite([], WorkerLoad())
         found = await index.lookup(hashes)
         assert found is not None
@@ -193,8 +190,7 @@ async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 10}))
+        await hold(hashes, index, writer)
         writer.begin_epoch(member(epoch="e1"))
         assert await writer.rewrite([], WorkerLoad())
         await until(becomes(index, hashes, {"w0": 0}))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from tests.server.scripted_worker import Die, Script, ScriptedWorker
-from worker.wire import Frame, GenerateRequest, Tokens
+from worker.wire import Frame, GenerateRequest, Started, Tokens
 
 MakeWorker = Callable[..., ScriptedWorker]
 """Each with an id of its own, and `ANSWER` to tell."""
@@ -23,5 +23,17 @@ def dies_after(worker: ScriptedWorker, num_tokens: int) -> Script:
                 raise Die
             sent += isinstance(frame, Tokens)
             yield frame
+
+    return behave
+
+
+def stalls_after(worker: ScriptedWorker, num_tokens: int, *, hangs: bool = False) -> Script:
+    """Send that many tokens of choice 0 and no more; a worker that `hangs` answers no health check either."""
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield Tokens(0, tuple(worker.reply[:num_tokens]))
+        worker.hung = hangs
+        await asyncio.Event().wait()
 
     return behave

@@ -12,7 +12,7 @@ import pytest
 from tests.server.gateway_app import gateway
 from tests.server.http.test_protocol import MIB
 from tests.server.http.test_protocol import post as written
-from tests.server.request.failing_workers import MakeWorker
+from tests.server.request.failing_workers import MakeWorker, stalls_after
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S, until
@@ -54,13 +54,7 @@ async def test_a_client_that_leaves_is_an_abort_at_once(make: MakeWorker, stream
 
 async def test_a_client_that_leaves_a_batch_aborts_every_prompt(make: MakeWorker) -> None:
     worker = make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(worker.reply[:4]))
-        await asyncio.Event().wait()
-
-    worker.behave = behave
+    worker.behave = stalls_after(worker, 4)
     body = {"model": "tiny", "prompt": ["one", "two"], "stream": True}
     async with gateway(worker) as target:
         async with (
@@ -96,13 +90,7 @@ async def test_a_client_that_leaves_is_an_abort_for_bodies_of_every_size(
     make: MakeWorker, stream: bool, size: int
 ) -> None:
     worker = make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(worker.reply[:1]))
-        await asyncio.Event().wait()
-
-    worker.behave = behave
+    worker.behave = stalls_after(worker, 1)
     body = json.dumps(chat(stream=stream)).encode()
     async with gateway(worker, max_body_bytes=32 * MIB) as target:
         for chunked in (False, True):

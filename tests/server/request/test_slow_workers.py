@@ -9,23 +9,16 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 
 from tests.server.gateway_app import gateway
-from tests.server.request.failing_workers import MakeWorker
+from tests.server.request.failing_workers import MakeWorker, stalls_after
 from tests.server.scripted_worker import ScriptedWorker, until
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import ANSWER, chat, post
-from worker.wire import Failed, Frame, GenerateRequest, Started, Tokens
+from worker.wire import Failed, Frame, GenerateRequest, Started
 
 
 async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -> None:
     hung, healthy = make(), make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(hung.reply[:4]))
-        hung.hung = True
-        await asyncio.Event().wait()
-
-    hung.behave = behave
+    hung.behave = stalls_after(hung, 4, hangs=True)
     async with gateway(hung, healthy, silent_s=0.3) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
@@ -68,14 +61,7 @@ async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker) -> N
 
 async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker) -> None:
     worker = make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(worker.reply[:4]))
-        worker.hung = True
-        await asyncio.Event().wait()
-
-    worker.behave = behave
+    worker.behave = stalls_after(worker, 4, hangs=True)
     async with gateway(worker, silent_s=0.1, no_successor_timeout_s=0.5) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert "error" in events(raw)[-1]
@@ -123,13 +109,7 @@ async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorke
 
 async def test_the_deadline_is_a_504_or_an_error_event(make: MakeWorker) -> None:
     worker = make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(worker.reply[:4]))
-        await asyncio.Event().wait()
-
-    worker.behave = behave
+    worker.behave = stalls_after(worker, 4)
     async with gateway(worker, request_timeout_s=2.0) as target:
         status, _, raw = await post(target.url, chat())
         assert (status, json.loads(raw)["error"]["code"]) == (504, "timeout")

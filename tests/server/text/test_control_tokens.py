@@ -27,7 +27,7 @@ from server.text.pretoken_cache import WINDOW_CHARS
 from server.text.tokenizer import INLINE_CHARS, SegmentCache
 from server.text.tokenizer import Tokenizer as ServedTokenizer
 from tests import smollm2
-from tests.server.conftest import CHATML
+from tests.server.conftest import CHATML, bundle_of
 from worker.wire import TokenizerBundle
 
 CONFIG = GatewayConfig(workers=("http://127.0.0.1:9",))
@@ -54,21 +54,7 @@ TEMPLATES = {"chatml": CHATML, "qwen": QWEN, "glued": GLUED}
 
 @cache
 def smollm2_bundle() -> TokenizerBundle:
-    raw = smollm2.tokenizer()
-    return TokenizerBundle(
-        fingerprint="f" * 32,
-        model="m",
-        revision="r",
-        tokenizer_json=raw.to_str().encode(),
-        chat_template=CHATML,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        eos_token_ids=(2,),
-        add_bos=False,
-        vocab_size=raw.get_vocab_size(),
-        max_model_len=8192,
-        block_size=16,
-    )
+    return bundle_of(smollm2.tokenizer(), bos_token="<|im_start|>", max_model_len=8192)
 
 
 @cache
