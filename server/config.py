@@ -41,9 +41,9 @@ class GatewayConfig(SharedConfig):
     """Raises ValueError that names the option."""
 
     host: str = _net("127.0.0.1", "address of the public port (default 127.0.0.1)")
-    port: int = _net(8000, "the OpenAI API and health (default 8000)", least=0, most=MAX_PORT)
+    port: int = _net(8000, "public port: the OpenAI API and health (default 8000)", least=0, most=MAX_PORT)
     ops_host: str = _net("127.0.0.1", "address of the ops port (default 127.0.0.1)")
-    ops_port: int = _net(8001, "metrics, workers, explain (default 8001)", least=0, most=MAX_PORT)
+    ops_port: int = _net(8001, "ops port: metrics, workers, explain (default 8001)", least=0, most=MAX_PORT)
     ops_hosts: tuple[str, ...] = _net(
         (),
         "names that the ops port answers to, next to addresses and localhost (default: --ops-host)",
@@ -51,41 +51,49 @@ class GatewayConfig(SharedConfig):
         type=_comma_separated,
     )
     share_port: bool = _net(False, "let other gateways listen on the public port too (SO_REUSEPORT)")
-    max_body_bytes: int = _net(32 << 20, "default 32M", "SIZE", type=num_bytes)
-    max_header_bytes: int = _net(64 << 10, "64K", "SIZE", type=num_bytes)
-    header_timeout_s: float = _net(10.0, "for a head (10)")
-    body_timeout_s: float = _net(30.0, "for 30 KiB of a body (30)")
-    max_connections: int = _net(8192, "open at a time, on each port (8192)")
-    ops_key_file: str | None = _net(None, "what drain and purge need (default: ops port on loopback)", "FILE")
-    request_timeout_s: float = _net(3600.0, "default 3600")
-    keepalive_s: float = _net(15.0, "of silent streams (default 15)")
-    stall_s: float = _net(5.0, "silence after which a worker is asked (5)")
-    max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (4M)")
-    lookup_deadline_s: float = _fleet(0.025, "then route without (0.025)")
-    workers: tuple[str, ...] = _fleet((), "http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+")
+    max_body_bytes: int = _net(32 << 20, "largest body of a request (default 32M)", "SIZE", type=num_bytes)
+    max_header_bytes: int = _net(64 << 10, "largest head of a request (default 64K)", "SIZE", type=num_bytes)
+    header_timeout_s: float = _net(10.0, "time for the head of a request (default 10)")
+    body_timeout_s: float = _net(30.0, "time for each 30 KiB of a body (default 30)")
+    max_connections: int = _net(8192, "open connections of each port (default 8192)")
+    ops_key_file: str | None = _net(
+        None, "key that drain and purge ask for (default: none; then only a loopback ops port allows them)", "FILE"
+    )
+    request_timeout_s: float = _net(3600.0, "longest time of a request (default 3600)")
+    keepalive_s: float = _net(15.0, "silence after which a stream gets a keep-alive comment (default 15)")
+    stall_s: float = _net(5.0, "silence after which a stream's worker is probed (default 5)")
+    max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (default 4M)")
+    lookup_deadline_s: float = _fleet(0.025, "longest wait for the index, then route without it (default 0.025)")
+    workers: tuple[str, ...] = _fleet(
+        (), "workers that need no registry: http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+"
+    )
     worker_networks: tuple[str, ...] = _fleet(
         DEFAULT_NETWORKS,
-        "where workers may be (default: loopback and private addresses)",
+        "networks that workers may be in (default: loopback and private addresses)",
         "CIDR,...",
         type=_comma_separated,
     )
-    worker_ca: str | None = _fleet(None, "speak TLS alone to workers, whose certificates it signed", "FILE")
-    worker_tls_name: str | None = _fleet(None, "what they are for (default: each worker's address)", "NAME")
-    policy: str = _fleet("headstart", "default headstart", choices=tuple(POLICIES))
-    api_keys: str | None = _api(None, "who may use it, see `headstart keys` (default: anyone)", "FILE")
+    worker_ca: str | None = _fleet(
+        None, "CA of the workers' certificates; with it, only TLS is spoken to workers", "FILE"
+    )
+    worker_tls_name: str | None = _fleet(
+        None, "name in the workers' certificates (default: each worker's address)", "NAME"
+    )
+    policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
+    api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
     tool_parser: ToolFormat | None = _api(  # noqa: RUF009 (a field)
-        None, "how models write tool calls (default: by template)", choices=tuple(MARKERS)
+        None, "format of the models' tool calls (default: by template)", choices=tuple(MARKERS)
     )
     reasoning: bool | None = _api(
         None, "split <think> ... </think> from the answer (default: by template)", action=argparse.BooleanOptionalAction
     )
     control_tokens_in_content: bool = _api(
-        False, "control tokens that messages hold are control tokens: clients can forge turns (default: they are text)"
+        False, "read control tokens in messages as such: clients can then forge turns (default: as text)"
     )
-    access_log: bool = option("observability", False, "a line for each answer: status, seconds, tokens")
+    access_log: bool = option("observability", False, "log a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)

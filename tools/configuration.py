@@ -30,10 +30,13 @@ HEAD: Final = """# Configuration
 
 <!-- Written by tools/configuration.py from the parsers; change the help texts there. -->
 
-Every option of every command, as `--help` prints it. There is no configuration file: a command line, and for secrets
-files that options name. A wrong value ends the command with exit code 2 and a message that names the option.
-`headstart serve` passes options on with `--worker-args` and `--gateway-args`; the Helm chart has a value for each
-(`gateway.extraArgs` and `models[].extraArgs` for the rest).
+Every option of every command, as `--help` prints it.
+
+- An option that ends in `-s` takes seconds. A SIZE is bytes, or a number with K, M, G or T.
+- There is no configuration file. Secrets come from files that options name.
+- A wrong value ends the command with exit code 2 and a message that names the option.
+- `headstart serve` passes options on: `--worker-args`, `--gateway-args`. The Helm chart has a value for each common
+  option, and `gateway.extraArgs` and `models[].extraArgs` for the rest.
 """
 PLACEHOLDERS: Final[dict[object, str]] = {int: "N", float: "X"}
 _DEFAULT: Final = re.compile(r"\s*\((?:default:? )?([^()]*)\)$")

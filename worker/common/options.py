@@ -60,21 +60,21 @@ class SharedConfig:
 
     host: str = _net("127.0.0.1", "address to listen on (default 127.0.0.1)")
     port: int = _net(0, "port; 0 takes a free one", least=0, most=MAX_PORT)
-    drain_grace_s: float = _net(30.0, "time for open requests (30)", least=0)
+    drain_grace_s: float = _net(30.0, "time for open requests after SIGTERM (default 30)", least=0)
     tls_cert: str | None = _net(None, "certificate for clients, PEM with its chain (default: none)", "FILE")
-    tls_key: str | None = _net(None, "its key; both are reloaded when they change", "FILE")
+    tls_key: str | None = _net(None, "key of the certificate; both are reloaded when they change", "FILE")
     redis: str | None = _index(None, "the registry and prefix index", "URL")
     redis_prefix: str = _index("headstart", "prefix of every key (default headstart)")
-    redis_shards: int = _index(1, "slots over which the index is spread (1)")
-    redis_username: str | None = _index(None, "the ACL user (default: the URL's)", "NAME")
-    redis_password_file: str | None = _index(None, "its password (default: the URL's)", "FILE")
+    redis_shards: int = _index(1, "slots of a Redis Cluster over which the index is spread (default 1)")
+    redis_username: str | None = _index(None, "ACL user in Redis (default: the URL's)", "NAME")
+    redis_password_file: str | None = _index(None, "password of the ACL user (default: the URL's)", "FILE")
     cluster_secret_file: str | None = _index(
-        None, f"the secret that gateways and workers share (default: ${SECRET_VARIABLE})", "FILE"
+        None, f"secret that all gateways and workers share (default: ${SECRET_VARIABLE})", "FILE"
     )
-    log_level: str = _watch("info", choices=LOG_LEVELS)
-    log_format: LogFormat = _watch("text", "json: one object a line", choices=LOG_FORMATS)  # noqa: RUF009 (a field)
+    log_level: str = _watch("info", "least severe line that is logged (default info)", choices=LOG_LEVELS)
+    log_format: LogFormat = _watch("text", "json: one object a line (default text)", choices=LOG_FORMATS)  # noqa: RUF009 (a field)
     otlp_endpoint: str | None = _watch(
-        None, "send traces there, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)", "URL"
+        None, "where to send traces, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)", "URL"
     )
 
     def __post_init__(self) -> None:
