@@ -16,13 +16,14 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgpack
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from cache.records import WorkerMember
+from cache.types import HASH_BYTES
 
 PROTOCOL_VERSION: Final = 1
 """The newest protocol that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
@@ -36,6 +37,12 @@ MAX_LISTED_IDS: Final = 1 << 26
 """Ids in a request's lists times its choices: a vocabulary of 262,144 tokens, allowed and biased, for 128 choices."""
 
 FinishReason = Literal["stop", "length", "abort"]
+_U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+"""A number outside of its bounds, or a NaN, would fail the step of every request in the batch."""
+_Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
+_Bias = Annotated[float, Meta(ge=-1e6, le=1e6)]
+_NumLogprobs = Annotated[int, Meta(ge=0, le=1024)]
 
 
 def gateway_token(cluster_secret: bytes) -> str:
@@ -65,24 +72,24 @@ class Grammar(Struct, frozen=True):
 class SamplingParams(Struct, frozen=True):
     """How to sample. The token at a position is a function of (logits, params, seed, position) only."""
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    min_tokens: int = 0
+    max_tokens: _U32
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: _Probability = 1.0
+    top_k: _U32 = 0
+    min_p: _Probability = 0.0
+    typical_p: _Probability = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+    frequency_penalty: _Penalty = 0.0
+    presence_penalty: _Penalty = 0.0
+    logit_bias: Annotated[tuple[tuple[int, _Bias], ...], Meta(max_length=1_000_000)] = ()
+    bad_words: Annotated[tuple[tuple[_U32, ...], ...], Meta(max_length=MAX_BAD_WORD_IDS)] = ()
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=1_000_000)] | None = None
+    min_tokens: _U32 = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=65_536)] = ()
+    logprobs: _NumLogprobs | None = None
     """None: none. k: the sampled token's logprob and the k best."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _NumLogprobs | None = None
     grammar: Grammar | None = None
 
     @property
@@ -118,7 +125,7 @@ def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
 class ChoiceState(Struct, frozen=True):
     """One of the n answers to a prompt, with its `output_ids` so far when a stream is resumed."""
 
-    index: int
+    index: _U32
     seed: int
     output_ids: tuple[int, ...] = ()
 
@@ -130,18 +137,18 @@ class GenerateRequest(Struct, frozen=True):
     gateway_id: str
     epoch: str
     """The epoch that the gateway routed to; another one answers 409. Empty: any."""
-    root: bytes
+    root: Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
     prompt_ids: Sequence[int]
-    choices: tuple[ChoiceState, ...]
+    choices: Annotated[tuple[ChoiceState, ...], Meta(min_length=1, max_length=1024)]
     sampling: SamplingParams
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     traceparent: str = ""
     """W3C trace context of the gateway's span; empty: not traced."""
     tracestate: str = ""
     protocol: int = PROTOCOL_VERSION
     tenant: str = ""
     """An opaque tag of the tenant, for a fair share of the worker."""
-    deadline_s: float | None = None
+    deadline_s: Annotated[float, Meta(le=1e9)] | None = None
     """Seconds from now after which the answer is useless."""
     is_suspect: bool = False
     """A worker was lost after it accepted the request, before a token: prefill no other suspect with it."""
