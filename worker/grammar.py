@@ -39,10 +39,6 @@ _PARSER_LIMITS: Final = LLParserLimits(
 )
 
 
-class GrammarError(ConstraintError):
-    """A grammar that cannot be used, or an output that does not follow it."""
-
-
 class GrammarConstraint:
     """A `worker.scheduler.request.Constraint` over one matcher."""
 
@@ -52,7 +48,7 @@ class GrammarConstraint:
         self._matcher = matcher
 
     def allowed(self) -> object:
-        """Return a bit mask of the vocabulary, int32 words, lowest bit first. Raise GrammarError."""
+        """Return a bit mask of the vocabulary, int32 words, lowest bit first. Raise ConstraintError."""
         with _panics_are_errors():
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         self._check()
@@ -69,7 +65,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise ConstraintError(_first_line(self._matcher.get_error()))
 
 
 class GrammarCompiler:
@@ -89,7 +85,7 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
 
     async def constraints(self, request: GenerateRequest) -> dict[int, GrammarConstraint]:
-        """Make one constraint per choice, advanced over the output of a resumed choice. Raise GrammarError."""
+        """Make one constraint per choice, advanced over the output of a resumed choice. Raise ConstraintError."""
         grammar = request.sampling.grammar
         if grammar is None:
             return {}
@@ -98,7 +94,7 @@ class GrammarCompiler:
         for choice in request.choices:
             matcher = prototype.deep_copy()
             if choice.output_ids and not matcher.consume_tokens(list(choice.output_ids)):
-                raise GrammarError(f"output_ids: choice {choice.index} does not follow the grammar")
+                raise ConstraintError(f"output_ids: choice {choice.index} does not follow the grammar")
             constraints[choice.index] = GrammarConstraint(matcher)
         return constraints
 
@@ -116,7 +112,7 @@ class GrammarCompiler:
                 loop = asyncio.get_running_loop()
                 matcher = await loop.run_in_executor(self._threads, self._compile, grammar)
         except TimeoutError:
-            raise GrammarError(f"{grammar.kind}: not compiled within {timeout_s:.0f} s; simplify it") from None
+            raise ConstraintError(f"{grammar.kind}: not compiled within {timeout_s:.0f} s; simplify it") from None
         self._cache(grammar, matcher)
         return matcher
 
@@ -131,17 +127,17 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """Compile on a thread of the pool."""
         if len(grammar.text.encode()) > _MAX_TEXT_BYTES:
-            raise GrammarError(f"{grammar.kind}: longer than {_MAX_TEXT_BYTES} bytes")
+            raise ConstraintError(f"{grammar.kind}: longer than {_MAX_TEXT_BYTES} bytes")
         try:
             source = to_llguidance(grammar)
         except Exception as error:  # the reader of GBNF raises plain Exception
-            raise GrammarError(f"{grammar.kind}: {_first_line(str(error))}") from error
+            raise ConstraintError(f"{grammar.kind}: {_first_line(str(error))}") from error
         with _panics_are_errors():
             matcher = LLMatcher(self._get_tokenizer(), source, log_level=0, limits=_PARSER_LIMITS)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
         if matcher.is_error():
-            raise GrammarError(f"{grammar.kind}: {_first_line(matcher.get_error())}")
+            raise ConstraintError(f"{grammar.kind}: {_first_line(matcher.get_error())}")
         return matcher
 
     def _get_tokenizer(self) -> LLTokenizer:
@@ -156,7 +152,7 @@ class GrammarCompiler:
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """Turn a panic of the library, a BaseException that would end the engine's thread, into a GrammarError."""
+    """Turn a panic of the library, a BaseException that would end the engine's thread, into a ConstraintError."""
     try:
         yield
     except Exception:
@@ -164,7 +160,7 @@ def _panics_are_errors() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise GrammarError(f"the grammar library failed: {_first_line(str(error))}") from error
+        raise ConstraintError(f"the grammar library failed: {_first_line(str(error))}") from error
 
 
 def _estimate_bytes(grammar: Grammar) -> int:

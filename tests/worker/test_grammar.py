@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests import smollm2
-from worker.grammar import GrammarCompiler, GrammarConstraint, GrammarError
+from worker.grammar import GrammarCompiler, GrammarConstraint
+from worker.scheduler.request import ConstraintError
 from worker.wire import ChoiceState, GenerateRequest, Grammar, SamplingParams, TokenizerBundle
 
 EOS = 2
@@ -115,13 +116,13 @@ async def test_choices_have_states_of_their_own_and_resume(compiler: GrammarComp
 
 async def test_a_resumed_output_that_breaks_the_grammar_is_refused(compiler: GrammarCompiler) -> None:
     tokens = tuple(smollm2.tokenizer().encode("123", add_special_tokens=False).ids)
-    with pytest.raises(GrammarError, match="choice 0"):
+    with pytest.raises(ConstraintError, match="choice 0"):
         await compiler.constraints(request(Grammar("regex", "[a-z]+"), tokens))
 
 
 async def test_a_token_outside_the_grammar_is_an_error(compiler: GrammarCompiler) -> None:
     (constraint,) = (await compiler.constraints(request(Grammar("regex", "[a-z]+")))).values()
-    with pytest.raises(GrammarError):
+    with pytest.raises(ConstraintError):
         constraint.advance(smollm2.tokenizer().encode("7", add_special_tokens=False).ids[0])
 
 
@@ -143,7 +144,7 @@ async def test_a_token_outside_the_grammar_is_an_error(compiler: GrammarCompiler
     ids=lambda grammar: grammar.text[:20],
 )
 async def test_bad_grammars_are_refused_by_their_kind(compiler: GrammarCompiler, grammar: Grammar) -> None:
-    with pytest.raises(GrammarError, match=grammar.kind) as caught:
+    with pytest.raises(ConstraintError, match=grammar.kind) as caught:
         await compiler.constraints(request(grammar))
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
@@ -152,7 +153,7 @@ async def test_bad_grammars_are_refused_by_their_kind(compiler: GrammarCompiler,
 
 async def test_slow_compiling_is_cut_off(bundle: TokenizerBundle) -> None:
     compiler = GrammarCompiler(bundle, compile_timeout_s=0.0)
-    with pytest.raises(GrammarError, match="not compiled within"):
+    with pytest.raises(ConstraintError, match="not compiled within"):
         await compiler.constraints(request(Grammar("regex", "a")))
     compiler.close()
 

@@ -30,8 +30,8 @@ from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey, StepLog
 from worker.engine.reporter import PrefillRate, Reporter, debug_state
 from worker.engine.step import Runner
-from worker.grammar import GrammarCompiler, GrammarError
-from worker.scheduler.request import Constraint, Request, failed_by
+from worker.grammar import GrammarCompiler
+from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.validation import refusal
 from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle
@@ -118,8 +118,8 @@ class EngineCore:
     async def prepare(self, request: GenerateRequest) -> Mapping[int, Constraint]:
         try:
             return await self.grammars.constraints(request)
-        except GrammarError as error:
-            raise RefusedError(Failed("invalid_grammar", str(error), retryable=False)) from error
+        except ConstraintError as error:
+            raise RefusedError(failed_by(error)) from error
 
     def submit(
         self,

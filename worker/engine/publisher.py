@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from cache.events import BlockEvent, Cleared, Removed, Stored
@@ -52,8 +53,10 @@ class Changes:
     def __init__(self) -> None:
         self.held: dict[IndexEntry, None] = {}
         """In the order of storing, which is parents first: a parent outlives its children in the pool."""
-        self._stored: dict[IndexEntry, None] = {}
-        self._removed: dict[IndexEntry, None] = {}
+        self.num_published = 0
+        """Entries in the published set, including all that was taken."""
+        self._pending: dict[IndexEntry, bool] = {}
+        """Entries in which the set differs, in order of change. True: held, False: removed."""
 
     def apply(self, events: Sequence[BlockEvent]) -> bool:
         """Apply events in order. True: the pool was cleared, and the set needs a rewrite."""
@@ -62,10 +65,10 @@ class Changes:
             match event:
                 case Stored(block_hash) if (entry := index_entry(block_hash)) not in self.held:
                     self.held[entry] = None
-                    _move(entry, self._removed, self._stored)
+                    self._note(entry, True)
                 case Removed(block_hash) if (entry := index_entry(block_hash)) in self.held:
                     del self.held[entry]
-                    _move(entry, self._stored, self._removed)
+                    self._note(entry, False)
                 case Cleared():
                     self.clear()
                     cleared = True
@@ -77,38 +80,26 @@ class Changes:
 
     def settle(self) -> None:
         """Forget the differences: the published set is what the pool holds."""
-        self._stored.clear()
-        self._removed.clear()
+        self._pending.clear()
+        self.num_published = len(self.held)
 
     def take(self, limit: int) -> tuple[list[IndexEntry], list[IndexEntry]]:
         """Take the next entries to store and to remove, at most `limit` in all. They count as published."""
-        removed = _take_first(self._removed, limit)
-        stored = _take_first(self._stored, limit - len(removed))
+        taken = list(islice(self._pending.items(), limit))
+        for entry, _ in taken:
+            del self._pending[entry]
+        stored = [entry for entry, is_held in taken if is_held]
+        removed = [entry for entry, is_held in taken if not is_held]
+        self.num_published += len(stored) - len(removed)
         return stored, removed
 
-    @property
-    def num_published(self) -> int:
-        """Entries in the published set, including all that was taken."""
-        return len(self.held) - len(self._stored) + len(self._removed)
-
     def __bool__(self) -> bool:
-        return bool(self._stored or self._removed)
+        return bool(self._pending)
 
-
-def _move(entry: IndexEntry, undone: dict[IndexEntry, None], done: dict[IndexEntry, None]) -> None:
-    """Drop the entry from the opposite changes if it is there, else note the change."""
-    if entry in undone:
-        del undone[entry]
-    else:
-        done[entry] = None
-
-
-def _take_first(entries: dict[IndexEntry, None], limit: int) -> list[IndexEntry]:
-    """Remove and return the first `limit` entries."""
-    taken = [entry for entry, _ in zip(entries, range(limit), strict=False)]
-    for entry in taken:
-        del entries[entry]
-    return taken
+    def _note(self, entry: IndexEntry, is_held: bool) -> None:
+        """Drop the opposite change if it is pending, else note this one."""
+        if self._pending.pop(entry, is_held) == is_held:
+            self._pending[entry] = is_held
 
 
 class Publisher:

