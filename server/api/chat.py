@@ -15,13 +15,7 @@ from typing import Any, Final
 
 from server.api import sampling
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import (
-    ChunkFormatter,
-    Spread,
-    chat_logprobs,
-    encode_json,
-    response_id,
-)
+from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
@@ -45,7 +39,7 @@ class ChatEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await CHAT.read(body, self._models.max_text_bytes, "messages")
+            request = await CHAT.read(body, self._models.max_text_bytes)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(request, model, identity, response_id("chatcmpl-"))
@@ -58,16 +52,8 @@ async def chat_spec(
 ) -> tuple[GenerationSpec, OutputRules]:
     """Render and tokenise a chat, and apply its limits. Raises ApiError."""
     rendered = await render_chat(request, model)
-    prompt_ids = await sampling.prompt_tokens(
-        rendered.text,
-        request,
-        model,
-        limit=request.token_limit,
-        param="messages",
-        client_offsets=rendered.client_offsets,
-    )
-    limit = request.token_limit
-    max_tokens = sampling.token_budget(request, model, len(prompt_ids), limit, default=None, param="messages")
+    prompt_ids = await sampling.prompt_tokens(rendered.text, request, model, client_offsets=rendered.client_offsets)
+    max_tokens = sampling.token_budget(request, model, len(prompt_ids))
     rules = output_rules(request, model, rendered.text)
     grammar, grammar_param = chat_grammar(request, model)
     spec = GenerationSpec(
@@ -80,7 +66,7 @@ async def chat_spec(
             request, model, max_tokens=max_tokens, logprobs=request.num_top_logprobs, grammar=grammar
         ),
         rules=sampling.text_rules(request, model, rules.markers()),
-        prompt_param="messages",
+        prompt_param=request.text_field,
         grammar_param=grammar_param,
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
@@ -275,13 +261,9 @@ class ChatFormatter(ChunkFormatter):
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         for choice in choices:
             message = self._messages[choice.choice] = ChoiceMessage(self._rules)
-            fields = Spread(index=choice.choice, message=message.whole(choice.text), logprobs=None)
-            fields["finish_reason"] = self._finish_reason(choice)
+            logprobs = None
             if self._num_top is not None:
                 content = chat_logprobs(self._token_bytes, choice.entries, self._num_top)
-                fields["logprobs"] = Spread(content=content, refusal=None)
-            if choice.stop_reason is not None:
-                fields["stop_reason"] = choice.stop_reason
-            if self._token_ids:
-                fields["token_ids"] = choice.token_ids
-            yield fields
+                logprobs = Spread(content=content, refusal=None)
+            fields = {"index": choice.choice, "message": message.whole(choice.text), "logprobs": logprobs}
+            yield self._whole_choice(choice, **fields, finish_reason=self._finish_reason(choice))

@@ -10,15 +10,7 @@ from msgspec.structs import replace
 
 from server.api import sampling
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import (
-    ChunkFormatter,
-    Spread,
-    encode_json,
-    json_logprob,
-    json_parts,
-    response_id,
-    token_text,
-)
+from server.api.formatting import ChunkFormatter, Spread, encode_json, json_logprob, json_parts, response_id, token_text
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.event_loop import Pace
 from server.http.stream import sse
@@ -45,7 +37,7 @@ class CompletionEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await COMPLETION.read(body, self._models.max_batch_text_bytes, "prompt")
+            request = await COMPLETION.read(body, self._models.max_batch_text_bytes)
         with trace_stage("tokenise"):
             return await prepare_completion(request, self._model(request.model, identity), identity)
 
@@ -57,11 +49,10 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
     if len(prompts) * num_sampled > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     id_ = response_id("cmpl-")
-    default_tokens = 1 if request.max_tokens == 0 else request.token_limit  # scoring samples one hidden token
     params = await sampling.sampling_params(
         request,
         model,
-        max_tokens=request.max_tokens or default_tokens,
+        max_tokens=request.token_limit or request.default_tokens,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
         grammar=sampling.grammar_of(request.response_format, request.structured_outputs),
         prompt_logprobs=request.logprobs if request.echo else None,
@@ -78,9 +69,7 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
         _check_batch_tokens(num_tokens, params, model)
         if request.echo:
             echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids))
-        limit = request.max_tokens or None
-        num_ids = len(prompt_ids)
-        max_tokens = sampling.token_budget(request, model, num_ids, limit, default=default_tokens, param="prompt")
+        max_tokens = sampling.token_budget(request, model, len(prompt_ids))
         specs.append(
             GenerationSpec(
                 request_id=id_ if len(prompts) == 1 else f"{id_}-{index}",
@@ -90,7 +79,7 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
                 seeds=sampling.choice_seeds(request.seed, num_sampled),
                 sampling=params if max_tokens == params.max_tokens else replace(params, max_tokens=max_tokens),
                 rules=rules,
-                prompt_param="prompt",
+                prompt_param=request.text_field,
                 grammar_param=sampling.grammar_param(request),
                 first_index=index * num_sampled,
                 priority=allowed_priority(identity, request.priority),
@@ -125,8 +114,7 @@ def _check_batch_tokens(num_tokens: int, params: SamplingParams, model: ServedMo
 
 async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
-        add_bos, limit = request.add_special_tokens is not False, request.max_tokens or None
-        return await sampling.prompt_tokens(prompt, request, model, limit=limit, param="prompt", add_bos=add_bos)
+        return await sampling.prompt_tokens(prompt, request, model, add_bos=request.add_special_tokens is not False)
     sampling.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
     return sampling.truncated(prompt, request)
 
@@ -165,16 +153,15 @@ class CompletionFormatter(ChunkFormatter):
                 sampled = sorted(sampled, key=_mean_logprob, reverse=True)[: self._num_shown]
             echo = self._echoes[prompt] if self._echoes else ""
             for choice in sampled:
-                fields = Spread(
+                fields = self._whole_choice(
+                    choice,
                     index=num_shown,
                     text=echo if self._is_scoring else echo + choice.text,
                     logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
                     finish_reason=choice.finish_reason,
                 )
-                if choice.stop_reason is not None:
-                    fields["stop_reason"] = choice.stop_reason
-                if self._token_ids:
-                    fields["token_ids"] = [] if self._is_scoring else choice.token_ids
+                if self._token_ids and self._is_scoring:
+                    fields["token_ids"] = []
                 self._add_prompt(fields, generation)
                 yield fields
                 num_shown += 1

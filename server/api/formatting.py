@@ -109,6 +109,15 @@ class ChunkFormatter(ResponseFormatter):
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         """Yield the items of an unstreamed response's `choices`."""
 
+    def _whole_choice(self, choice: ChoiceDelta, **fields: Any) -> Spread:
+        """Return an item of an unstreamed response's `choices`."""
+        item = Spread(fields)
+        if choice.stop_reason is not None:
+            item["stop_reason"] = choice.stop_reason
+        if self._token_ids:
+            item["token_ids"] = choice.token_ids
+        return item
+
     def _add_prompt(self, fields: dict[str, Any], generation: Generation) -> None:
         prompt_ids = generation.spec.prompt_ids
         if self._num_prompt_logprobs is not None:

@@ -54,7 +54,7 @@ class ResponsesEndpoint(GenerateEndpoint):
         id_ = f"resp_{uuid.uuid4().hex}"
         try:
             with trace_stage("validate"):
-                request = await RESPONSES.read(body, self._models.max_text_bytes, "input")
+                request = await RESPONSES.read(body, self._models.max_text_bytes)
                 chat = _chat_request(request)
                 chat.check()
             with trace_stage("tokenise"):

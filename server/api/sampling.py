@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
-from typing import Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -25,25 +25,23 @@ MAX_SCHEMA_BYTES: Final = 1 << 20
 TEXT_ROOM: Final = 4
 """The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
 _WORDS_AT_ONCE: Final = 16
-_GRAMMARS: Final[Mapping[str, Literal["json_schema", "regex", "grammar", "choice"]]] = {
-    "json": "json_schema",
-    "regex": "regex",
-    "grammar": "grammar",
-    "choice": "choice",
-}
-"""The kinds of constraint, by their field in structured_outputs."""
+_SAME_FIELDS: Final = (
+    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
+"""The fields that a worker takes as the client gives them, with the same defaults."""
 _SEED_MASK: Final = 2**63 - 1
 
 
 def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
     """Give choice 0 the request's seed, and choice i a hash of it and i; draw one when the request has none."""
     first = (int.from_bytes(os.urandom(8)) if seed is None else seed) & _SEED_MASK
-    return (first, *[_derived_seed(first, index) for index in range(1, num_choices)])
-
-
-def _derived_seed(seed: int, index: int) -> int:
-    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(4, "little"), digest_size=8, person=b"headstart-seed")
-    return int.from_bytes(digest.digest(), "little") & _SEED_MASK
+    seeds = [first]
+    for index in range(1, num_choices):
+        both = first.to_bytes(8, "little") + index.to_bytes(4, "little")
+        digest = blake2b(both, digest_size=8, person=b"headstart-seed")
+        seeds.append(int.from_bytes(digest.digest(), "little") & _SEED_MASK)
+    return tuple(seeds)
 
 
 async def prompt_tokens(
@@ -51,8 +49,6 @@ async def prompt_tokens(
     request: SamplingFields,
     model: ServedModel,
     *,
-    limit: int | None,
-    param: str,
     add_bos: bool = False,
     client_offsets: Collection[int] | None = None,
 ) -> list[int]:
@@ -65,14 +61,14 @@ async def prompt_tokens(
     longest = model.prompt_bytes
     if longest is not None and len(text) > TEXT_ROOM * longest:
         message = f"The prompt has {len(text)} characters, and {TEXT_ROOM * longest} at most are taken."
-        raise ContextLengthError(message, param=param)
+        raise ContextLengthError(message, param=request.text_field)
     try:
         ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)
     except TooManyTokensError as error:
         if keep is None:
-            raise _too_long(model, f"at least {error.at_least}", limit, param) from None
+            raise _too_long(request, model, f"at least {error.at_least}") from None
         message = f"A prompt that is to be truncated may have {room} tokens; this one has more: send less text."
-        raise ContextLengthError(message, param=param) from None
+        raise ContextLengthError(message, param=request.text_field) from None
     return truncated(ids, request)
 
 
@@ -84,21 +80,14 @@ def truncated(prompt_ids: list[int], request: SamplingFields) -> list[int]:
     return prompt_ids[:keep] if request.truncation_side == "right" else prompt_ids[-keep:]
 
 
-def token_budget(
-    request: SamplingFields,
-    model: ServedModel,
-    num_prompt_tokens: int,
-    limit: int | None,
-    *,
-    default: int | None,
-    param: str,
-) -> int:
+def token_budget(request: SamplingFields, model: ServedModel, num_prompt_tokens: int) -> int:
     """Return how many tokens may be generated. Raises InvalidRequestError for an empty prompt, or one too long."""
     if not num_prompt_tokens:
-        raise invalid(param, "must not be empty")
+        raise invalid(request.text_field, "must not be empty")
+    limit, default = request.token_limit, request.default_tokens
     room = model.max_model_len - num_prompt_tokens
     if room < 1 or (limit is not None and limit > room):
-        raise _too_long(model, str(num_prompt_tokens), limit, param)
+        raise _too_long(request, model, str(num_prompt_tokens))
     if limit is None:
         limit = room if default is None else min(default, room)
     if request.min_tokens is not None and request.min_tokens > limit:
@@ -106,10 +95,10 @@ def token_budget(
     return limit
 
 
-def _too_long(model: ServedModel, num_prompt_tokens: str, limit: int | None, param: str) -> ContextLengthError:
+def _too_long(request: SamplingFields, model: ServedModel, num_prompt_tokens: str) -> ContextLengthError:
     message = f"This model's context holds {model.max_model_len} tokens; the request has {num_prompt_tokens}"
-    asked = f" and {limit} for the answer" if limit is not None else ""
-    return ContextLengthError(f"{message} in the prompt{asked}.", param=param)
+    asked = "" if request.token_limit is None else f" and {request.token_limit} for the answer"
+    return ContextLengthError(f"{message} in the prompt{asked}.", param=request.text_field)
 
 
 async def sampling_params(
@@ -126,23 +115,15 @@ async def sampling_params(
     allowed = request.allowed_token_ids
     params = SamplingParams(
         max_tokens=max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
-        min_p=request.min_p or 0.0,
-        typical_p=request.typical_p or 1.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
         logit_bias=await _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
         bad_words=await _bad_words(request.bad_words, model) if request.bad_words else (),
         allowed_token_ids=in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
-        min_tokens=request.min_tokens or 0,
-        ignore_eos=bool(request.ignore_eos),
         stop_token_ids=in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
         grammar=grammar,
+        **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
     )
     lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
     if any(lists) and (problem := too_many_ids(params, request.num_choices)) is not None:
@@ -173,10 +154,9 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
         return Grammar("json_schema", _json(schema, "response_format.json_schema.schema"))
     if structured is None:
         return None
-    if structured.json_object:
-        return Grammar("json_object", "")
-    field = next(name for name in _GRAMMARS if getattr(structured, name) is not None)
-    return Grammar(_GRAMMARS[field], _json(getattr(structured, field)))
+    [name] = structured.given()
+    kind: Any = "json_schema" if name == "json" else name
+    return Grammar(kind, "" if kind == "json_object" else _json(getattr(structured, name)))
 
 
 def grammar_param(request: SamplingFields) -> str:

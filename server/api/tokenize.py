@@ -54,7 +54,7 @@ class TokenizeApi:
         if request.messages is not None:
             name = request.model or self._model(None, identity).name
             fields = {**msgspec.json.decode(await http_request.body()), "model": name}
-            chat = await CHAT.read(encode_json(fields), lambda: None, "messages")
+            chat = await CHAT.read(encode_json(fields), lambda: None)
             model = self._models.allowed(name, identity)
             rendered = await render_chat(chat, model)
             ids = await _encode(rendered.text, model, "messages", client_offsets=rendered.client_offsets)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -17,7 +16,7 @@ from server.event_loop import Steps, at_once, paced
 
 MAX_DEPTH: Final = 64
 """The limit for a body, and for a JSON schema in it: later readers, the grammar compiler too, are recursive."""
-_JSON: Final = b"application/json"
+_JSON: Final = re.compile(rb"\s*application/(?:json|[^;]*\+json)\s*(?:;|\Z)", re.IGNORECASE)
 LARGE_BODY_BYTES: Final = 1 << 16
 """Larger bodies are measured slice by slice before they are decoded."""
 MAX_VALUES: Final = 1_250_000
@@ -81,16 +80,15 @@ def measure(body: bytes) -> Steps[Shape]:
     return shape
 
 
-TextLimit = Callable[[], int | None]
-"""Returns how many bytes of strings a body may need; None: unknown."""
-
-
 async def read_json(
-    body: bytes, decode: Callable[[bytes], Any], max_text_bytes: TextLimit | None = None, param: str | None = None
+    body: bytes,
+    decode: Callable[[bytes], Any],
+    max_text_bytes: Callable[[], int | None] | None = None,
+    param: str | None = None,
 ) -> Any:
     """Return `decode(body)`, after measuring a large body with rests. Raises InvalidRequestError, whatever the bytes.
 
-    Raises ContextLengthError with `param` for more text than the models served here can need.
+    Raises ContextLengthError with `param` for more text than the models served here can need (None: unknown).
     """
     is_large = len(body) >= LARGE_BODY_BYTES
     if is_large:
@@ -112,71 +110,14 @@ async def read_json(
     return decoded
 
 
-class NotOffered:
-    """The value of a refused field. Only null, false, "" and [] are accepted, since they say nothing."""
-
-
-class Body(msgspec.Struct, kw_only=True):
-    """The fields of a request body."""
-
-    def check(self) -> None:
-        """Check what no single field's type can say. Raises InvalidRequestError."""
-
-
-BodyT = TypeVar("BodyT", bound=Body)
-
-
-class BodyDecoder(Generic[BodyT]):
-    """The decoder and the checks of one route's bodies."""
-
-    def __init__(self, kind: type[BodyT], refused: Mapping[str, str]) -> None:
-        """`refused`: the fields that are known and not offered, each with the reason."""
-        self.refused = refused
-        fields = [(name, NotOffered | None, None) for name in refused]
-        decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
-        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
-
-    async def read(self, body: bytes, max_text_bytes: TextLimit, param: str) -> BodyT:
-        """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError.
-
-        `param` names the field that holds its text.
-        """
-        is_large = len(body) >= LARGE_BODY_BYTES
-        try:
-            request: BodyT = await read_json(body, self._decode, max_text_bytes, param)
-        except InvalidRequestError as error:
-            if error.param is not None and error.param in self.refused:
-                raise unsupported(error.param, self.refused[error.param]) from None
-            raise
-        if is_large:
-            await asyncio.sleep(0)
-        request.check()
-        if is_large:
-            await asyncio.sleep(0)
-        return request
-
-
-def _accept_nothing(kind: type, value: object) -> NotOffered:
-    if kind is NotOffered and value in (False, "", []):
-        return NotOffered()
-    raise ValueError("not offered")
-
-
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises MediaTypeError for a body that does not say that it is JSON.
 
     A page of another site can send text, forms, and bodies without a type (a Blob) without asking first.
     """
     types = [value for name, value in headers if name == b"content-type"]
-    if not types or not all(map(_is_json, types)):
+    if not types or not all(map(_JSON.match, types)):
         raise MediaTypeError("The body must be JSON: send it with `content-type: application/json`.")
-
-
-def _is_json(media_type: bytes) -> bool:
-    if media_type == _JSON:
-        return True
-    essence = media_type.partition(b";")[0].strip().lower()
-    return essence == _JSON or (essence.startswith(b"application/") and essence.endswith(b"+json"))
 
 
 def invalid(field: str, why: str, code: str | None = None) -> InvalidRequestError:

@@ -7,11 +7,11 @@ ModelFields          the fields of every generating route, /v1/responses include
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
 
-from server.schema.decoding import Body, invalid, unsupported
+from server.schema.decoding import invalid, unsupported
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 128
@@ -168,10 +168,13 @@ class StructuredOutputs(Struct, kw_only=True):
     choice: list[str] | None = None
     grammar: Annotated[str, Meta(max_length=1_000_000)] | None = None
 
+    def given(self) -> list[str]:
+        """Name the constraints that the client gives."""
+        return [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+
     def check(self) -> None:
         """Raises InvalidRequestError."""
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(self.given()) != 1:
             raise invalid("structured_outputs", f"takes exactly one of {', '.join(self.__struct_fields__)}")
         if self.choice == []:
             raise invalid("structured_outputs.choice", "must not be empty")
@@ -183,8 +186,11 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ModelFields(Body, kw_only=True):
+class ModelFields(Struct, kw_only=True):
     """The fields of every generating route, vLLM's extensions included: model, sampling, hints, refused fields."""
+
+    text_field: ClassVar[str]
+    """The field that holds the text to answer."""
 
     model: Annotated[str, Meta(min_length=1, max_length=1024)]
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -229,6 +235,7 @@ class ModelFields(Body, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check(self) -> None:
+        """Check what no single field's type can say. Raises InvalidRequestError."""
         if self.stop is not None:
             stops = self.stop_strings
             if len(stops) > 4:
@@ -254,6 +261,16 @@ class SamplingFields(ModelFields, kw_only=True):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def token_limit(self) -> int | None:
+        """The limit that the client sets for the answer, if any."""
+        return self.max_tokens or None
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The limit where the client sets none; None: what the context has room for."""
+        return None
 
     def check(self) -> None:
         ModelFields.check(self)

@@ -7,13 +7,15 @@ fields are ignored. docs/api.md lists every field, and a test compares the two.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
-from server.schema.decoding import BodyDecoder, invalid, unsupported
+from server.schema.decoding import LARGE_BODY_BYTES, invalid, read_json, unsupported
 from server.schema.fields import (
     MAX_TOOLS,
     NOT_OFFERED,
@@ -39,6 +41,8 @@ ToolMode = Literal["none", "auto", "required", "named"]
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    text_field: ClassVar = "messages"
+
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -131,6 +135,8 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
+    text_field: ClassVar = "prompt"
+
     prompt: str | list[Any] | None = None
     best_of: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -138,8 +144,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
     @property
-    def token_limit(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
+    def default_tokens(self) -> int:
+        return 1 if self.max_tokens == 0 else 16  # scoring samples one hidden token
 
     def check(self) -> None:
         SamplingFields.check(self)
@@ -153,14 +159,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
-        match self.prompt:
-            case str(text) if text:
-                return [text]
-            case [int(), *_]:
-                return [_token_ids(self.prompt, "prompt")]
-            case [_, *_]:
-                return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(self.prompt)]
-        raise invalid("prompt", "must not be empty")
+        if not self.prompt:
+            raise invalid("prompt", "must not be empty")
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [_one_prompt(self.prompt, "prompt")]
+        return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(self.prompt)]
 
 
 class InputItem(Struct, kw_only=True):
@@ -214,6 +217,8 @@ class ReasoningOptions(Struct, kw_only=True):
 class ResponsesRequest(ModelFields, kw_only=True):
     """`max_output_tokens` and `text.format` are max_completion_tokens and response_format in chats."""
 
+    text_field: ClassVar = "input"
+
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: PositiveCount | None = None
@@ -239,18 +244,52 @@ class ResponsesRequest(ModelFields, kw_only=True):
             raise unsupported("truncation", "can only be disabled")
 
 
+BodyT = TypeVar("BodyT", bound=ModelFields)
+
+
+class NotOffered:
+    """The value of a refused field. Only null, false, "" and [] are accepted, since they say nothing."""
+
+
+class BodyDecoder(Generic[BodyT]):
+    """The decoder and the checks of one route's bodies."""
+
+    def __init__(self, kind: type[BodyT], refused: Mapping[str, str]) -> None:
+        """`refused`: the fields that are known and not offered, each with the reason."""
+        self.refused = refused
+        self._text_field = kind.text_field
+        fields = [(name, NotOffered | None, None) for name in refused]
+        decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
+        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
+
+    async def read(self, body: bytes, max_text_bytes: Callable[[], int | None]) -> BodyT:
+        """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError."""
+        is_large = len(body) >= LARGE_BODY_BYTES
+        try:
+            request: BodyT = await read_json(body, self._decode, max_text_bytes, self._text_field)
+        except InvalidRequestError as error:
+            if error.param is not None and error.param in self.refused:
+                raise unsupported(error.param, self.refused[error.param]) from None
+            raise
+        if is_large:
+            await asyncio.sleep(0)
+        request.check()
+        if is_large:
+            await asyncio.sleep(0)
+        return request
+
+
+def _accept_nothing(kind: type, value: object) -> NotOffered:
+    if kind is NotOffered and value in (False, "", []):
+        return NotOffered()
+    raise ValueError("not offered")
+
+
 def _one_prompt(item: object, param: str) -> str | list[int]:
-    match item:
-        case str(text) if text:
-            return text
-        case [_, *_]:
-            return _token_ids(item, param)
-    raise invalid(param, "is a non-empty string or a non-empty list of token ids")
-
-
-def _token_ids(items: object, param: str) -> list[int]:
+    if not isinstance(item, str | list) or not item:
+        raise invalid(param, "is a non-empty string or a non-empty list of token ids")
     try:
-        return msgspec.convert(items, list[TokenId])
+        return item if isinstance(item, str) else msgspec.convert(item, list[TokenId])
     except msgspec.ValidationError as error:
         raise invalid(param, f"holds token ids, which are integers from 0: {error}") from None
 

@@ -169,11 +169,9 @@ class ChatTemplate:
 
     def plain_conversation(self) -> str:
         """Render a plain conversation; return "" when the template refuses it."""
-        messages = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
+        messages = [Message(role=role, content="-") for role in ("user", "assistant", "user")]
         try:
-            clock = RenderClock()
-            variables = {**self._tokens, **clock.variables(), "messages": messages, "add_generation_prompt": False}
-            return at_once(self._run(variables, clock))
+            return self.render(ChatRequest(model="-", messages=messages, add_generation_prompt=False)).text
         except InvalidRequestError:
             return ""
 

@@ -138,9 +138,9 @@ class Detokenizer:
             self.text_len += len(fresh)
             return fresh
         text = self._held + fresh
-        match = _first_stop(text, self._rules.stops)
-        if match is not None:
-            start, end = match
+        found = [(start + len(stop), start) for stop in self._rules.stops if (start := text.find(stop)) >= 0]
+        if found:
+            end, start = min(found)  # the first that is complete; the longest of those with one end
             self.stopped = True
             self.matched = text[start:end]
             self._held = ""
@@ -151,18 +151,6 @@ class Detokenizer:
             self._held = text[len(text) - keep :]
         self.text_len += len(released)
         return released
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Return (start, end) of the match that is complete first; the longest of those with one end."""
-    best: tuple[int, int] | None = None
-    for stop in stops:
-        start = text.find(stop)
-        if start >= 0:
-            end = start + len(stop)
-            if best is None or (end, start) < (best[1], best[0]):
-                best = (start, end)
-    return best
 
 
 def ambiguous_len(text: str, stops: Sequence[str]) -> int:
