@@ -1,4 +1,4 @@
-"""What a worker can never serve, among the requests that its wire lets in."""
+"""Refusals of requests that the wire lets in, and this worker can never serve."""
 
 from __future__ import annotations
 
