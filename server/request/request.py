@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from cache.records import WorkerMember
 from cache.types import GatewayId, WorkerIncarnation
-from server.errors import ShuttingDownError, WorkerLostError
+from server.errors import InternalError, ShuttingDownError, WorkerLostError
 from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.metrics import GatewayMetrics
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
@@ -130,7 +130,9 @@ class Generation:
         Raises ApiError, also for a poison request, or when no more prompts may wait.
         """
         spec, services = self.spec, self._services
-        services.retry.admit(spec)
+        services.retry.budget.num_requests += 1
+        if spec in services.retry.poison:
+            raise InternalError("This request has failed a moment ago and is not tried again.")
         services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
         if (same := services.retokenisation.continued(self._route.hashes)) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
@@ -66,21 +67,15 @@ class Stage(Enum):
     """A token has come."""
 
 
+@dataclass(slots=True, eq=False)
 class RetryState:
     """The state shared by every generation of this process, for judging failed attempts."""
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
-        self.fleet = fleet
-        self.metrics = metrics
-        self.budget = RetryBudget()
-        self.poison = PoisonCache()
-        self.backpressure = BackpressureCache()
-
-    def admit(self, spec: GenerationSpec) -> None:
-        """Count a new request. Raises InternalError for one that is known as poison."""
-        self.budget.num_requests += 1
-        if spec in self.poison:
-            raise InternalError("This request has failed a moment ago and is not tried again.")
+    fleet: Fleet
+    metrics: GatewayMetrics
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    poison: PoisonCache = field(default_factory=PoisonCache)
+    backpressure: BackpressureCache = field(default_factory=BackpressureCache)
 
 
 class AttemptHistory:

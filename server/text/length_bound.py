@@ -52,10 +52,12 @@ def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
         if factor is None:
             return None
         shrink *= factor
-    steps = _flat(layout.get("pre_tokenizer"), "pretokenizers")
-    if not all(map(_keeps_text, steps)):
-        return None
-    byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    byte_level = False
+    for step in _flat(layout.get("pre_tokenizer"), "pretokenizers"):
+        kind = step.get("type")
+        if kind not in _KEEPS_TEXT and (kind not in ("Split", "Punctuation") or step.get("behavior") == "Removed"):
+            return None
+        byte_level |= kind == "ByteLevel"
     longest = _longest_token(layout["model"], byte_level=byte_level)
     if longest is None:
         return None
@@ -85,11 +87,6 @@ def _shrink(step: Mapping[str, Any]) -> int | None:
         case {"type": "Replace", "pattern": {"String": str(before)}, "content": str(after)} if before and after:
             return -(-_num_bytes(before) // _num_bytes(after))
     return None
-
-
-def _keeps_text(step: Mapping[str, Any]) -> bool:
-    kind = step.get("type")
-    return kind in _KEEPS_TEXT or (kind in ("Split", "Punctuation") and step.get("behavior") != "Removed")
 
 
 def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:

@@ -142,9 +142,6 @@ class Tokenizer:
         """Encode each text, off the event loop if they are many or long."""
         if sum(map(len, texts)) + 16 * len(texts) <= INLINE_CHARS // 2:
             return self.encode_texts(texts)
-        return await self._in_thread(texts)
-
-    async def _in_thread(self, texts: list[str]) -> list[list[int]]:
         return await asyncio.get_running_loop().run_in_executor(self.executor, self.encode_texts, texts)
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
@@ -194,7 +191,7 @@ class Tokenizer:
         pretokens = self._pretokens
         for part in (segment,) if pretokens is None else windows(segment):
             if len(part) > 2 * WINDOW_CHARS:
-                [fresh] = await self._in_thread([part])
+                [fresh] = await self.encode_batch([part])
             elif pretokens is not None and part.isascii():
                 fresh = pretokens.ids(part)
             else:
