@@ -52,10 +52,9 @@ from server.request.request import RequestServices
 from server.request.retry import RetryState
 from server.request_context import add_ids
 from server.router.router import Router
-from server.workers.client import WorkerClient
+from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
-from server.workers.watch import StallWatch
 from worker.common.logs import configure_logging
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
@@ -114,8 +113,7 @@ class Gateway:
             observer=decisions,
         )
 
-        interval_s = min(1.0, config.stall_s / 5)
-        self.watch = StallWatch(self._client, self.fleet.workers, silent_s=config.stall_s, interval_s=interval_s)
+        self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(
             gateway_id=gateway_id,
             router=self.router,

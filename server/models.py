@@ -25,7 +25,8 @@ from server.errors import ForbiddenError, NotFoundError
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.output_parser import THINK, ToolFormat, format_of
 from server.text.tokenizer import Tokenizer, TokenizerError
-from server.workers.client import WorkerClient, WorkerError
+from server.workers.client import WorkerClient
+from server.workers.connection import WorkerError
 from worker.wire import TokenizerBundle
 
 log = logging.getLogger(__name__)

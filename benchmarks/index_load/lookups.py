@@ -22,7 +22,7 @@ from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
 from server.router.router import Router
 from server.router.types import RouteRequest
-from server.workers.client import WorkerLost
+from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
 
 

@@ -31,7 +31,8 @@ from server.ops.feed import Feed
 from server.ops.overview import Overview
 from server.ops.pages import PagesMiddleware, page_routes
 from server.schema.decoding import read_json
-from server.workers.client import WorkerClient, WorkerLost
+from server.workers.client import WorkerClient
+from server.workers.connection import WorkerLost
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000

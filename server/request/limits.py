@@ -14,7 +14,7 @@ from cache.types import WorkerIncarnation
 from server.errors import OverloadedError
 from server.rates import DecayedSum, TokenBucket
 from server.request.choice import GenerationSpec
-from server.workers.client import WorkerRefused
+from server.workers.connection import WorkerRefused
 
 THROUGHPUT_WINDOW_S: Final = 10.0
 MAX_DRAIN_S: Final = 60.0

@@ -35,8 +35,8 @@ from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import NoWorkerError
 from server.text.retokenisation import RetokenisationCheck
-from server.workers.client import GenerateStream, WorkerClient, WorkerLost, WorkerRefused
-from server.workers.watch import StallWatch
+from server.workers.client import GenerateStream, StallWatch, WorkerClient
+from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import (
     PROTOCOL_VERSION,
     End,

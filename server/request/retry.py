@@ -33,7 +33,7 @@ from server.metrics import GatewayMetrics
 from server.request.choice import GenerationSpec
 from server.request.limits import BackpressureCache, PoisonCache, RetryBudget
 from server.router.types import NoWorkerError
-from server.workers.client import StaleConnection, WorkerLost, WorkerRefused
+from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
 from worker.wire import Failed
 

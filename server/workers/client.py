@@ -1,22 +1,26 @@
-"""The gateway's side of the worker's HTTP API (`worker.wire`).
-
-WorkerError
-|-- WorkerRefused   the worker answered and did not start: another may, or the same with another epoch
-+-- WorkerLost      no answer, a broken one, or a stream without its last frame: take the worker for dead
-    +-- StaleConnection   a kept-alive connection was closed before an answer: the worker may be fine
-"""
+"""The gateway's side of the worker's HTTP API (`worker.wire`), and the watch over its open streams."""
 
 from __future__ import annotations
 
-import ssl
+import asyncio
+import random
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
-from cache.records import WorkerState
-from server.workers.connection import ConnectionBrokenError, ConnectionPool, HttpConnection, loop_time_timeout
-from server.workers.networks import WorkerNetworks
+from cache.records import WorkerMember, WorkerState
+from server.workers.connection import (
+    ConnectionPool,
+    HttpConnection,
+    StaleConnection,
+    WorkerLost,
+    WorkerRefused,
+    loop_time_timeout,
+)
 from worker.wire import (
     Failed,
     Frame,
@@ -31,33 +35,14 @@ from worker.wire import (
 MAX_REFUSAL_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 256 * 1024
 MAX_BUNDLE_BYTES: Final = 256 << 20
-CONNECT_TIMEOUT_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 2.0
 ACTION_TIMEOUT_S: Final = 10.0
 BUNDLE_TIMEOUT_S: Final = 30.0
+NUM_PROBES: Final = 2
+NO_SUCCESSOR_TIMEOUT_S: Final = 60.0
+MAX_PROBED: Final = 8
+"""Workers that could resume a stream and are probed at a time."""
 T = TypeVar("T")
-
-
-class WorkerError(Exception):
-    """A worker could not do what it was asked."""
-
-
-class WorkerRefused(WorkerError):
-    """The worker answered with an error before it started."""
-
-    def __init__(self, status: int, failed: Failed) -> None:
-        super().__init__(f"{status} {failed.code}: {failed.message}")
-        self.status = status
-        self.failed = failed
-        self.retry_after_s = 1.0 if failed.retry_after_s is None else failed.retry_after_s
-
-
-class WorkerLost(WorkerError):
-    """The worker gave no answer, or a broken one."""
-
-
-class StaleConnection(WorkerLost):
-    """A kept-alive connection ended before an answer."""
 
 
 class GenerateStream:
@@ -77,19 +62,11 @@ class GenerateStream:
 
     async def __aenter__(self) -> Self:
         """Send the request. Raises WorkerRefused or WorkerLost."""
-        try:
-            connection = await self._pool.send(self.url, b"POST /generate", pack_request(self._request))
-        except (OSError, ValueError) as error:  # ValueError: a URL that cannot be dialled
-            raise WorkerLost(f"{self.url}: {type(error).__name__}: {error}") from error
-        self._connection = connection
+        self._connection = connection = await self._pool.send(self.url, b"POST /generate", pack_request(self._request))
         try:
             status = await connection.head()
             if status != 200:
                 raise WorkerRefused(status, await _refusal(status, connection))
-        except ConnectionBrokenError as error:
-            connection.close()
-            kind = StaleConnection if error.stale else WorkerLost
-            raise kind(f"{self.url}: {error}") from error
         except WorkerRefused:
             connection.release()
             raise
@@ -122,28 +99,16 @@ class GenerateStream:
                     raise WorkerLost(f"{self.url}: the stream ended without its last frame")
                 self.last_read_s = time.monotonic()
                 frames.extend(self._reader.feed(data))
-        except (WireError, ConnectionBrokenError) as error:
+        except WireError as error:
             raise WorkerLost(f"{self.url}: {error}") from error
         return frames
 
 
-class WorkerClient:
-    """Calls workers over keep-alive connections. Owned by the gateway, which closes it."""
-
-    def __init__(
-        self, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None
-    ) -> None:
-        """Show `token` to every worker, and dial none outside `networks`.
-
-        `tls` checks the certificates of https workers; None: this machine's CAs do.
-        """
-        self._pool = ConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, token=token, networks=networks, tls=tls)
-
-    def close(self) -> None:
-        self._pool.close()
+class WorkerClient(ConnectionPool):
+    """Calls workers over kept connections. Owned by the gateway, which closes it."""
 
     def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
-        return GenerateStream(self._pool, url, request)
+        return GenerateStream(self, url, request)
 
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
@@ -180,25 +145,91 @@ class WorkerClient:
     ) -> bytes:
         """Send a request and return the body of its answer. Raises WorkerLost."""
         try:
-            status, answer = await loop_time_timeout(self._ask(url, call, body, max_bytes), timeout_s)
-        except (ConnectionBrokenError, OSError, ValueError) as error:
+            return await loop_time_timeout(self._ask(url, call, body, max_bytes), timeout_s)
+        except TimeoutError as error:
             raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
-        if status >= 300:
-            raise WorkerLost(f"{url}: status {status}")
-        return answer
 
-    async def _ask(self, url: str, call: bytes, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+    async def _ask(self, url: str, call: bytes, body: bytes, max_bytes: int) -> bytes:
         while True:
-            connection = await self._pool.send(url, call, body)
+            connection = await self.send(url, call, body)
             try:
                 status, answer = await connection.head(), await connection.read_all(max_bytes)
-            except BaseException as error:
+            except StaleConnection:
+                continue  # it was closed while it was idle
+            except BaseException:
                 connection.close()
-                if isinstance(error, ConnectionBrokenError) and error.stale:
-                    continue  # it was closed while it was idle
                 raise
             connection.release()
-            return status, answer
+            if status >= 300:
+                raise WorkerLost(f"{url}: status {status}")
+            return answer
+
+
+class StallWatch:
+    """Finds hung workers: when a stream is silent for long, asks its worker whether it still lives.
+
+    Silence alone proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open. A
+    worker that does not answer loses its streams if another one lives that could resume them. If none does, the fleet
+    may be paused (a machine suspended, a network cut), so the streams wait for `no_successor_timeout_s`.
+    One task calls `run`.
+    """
+
+    def __init__(self, client: WorkerClient, workers: Callable[[], Sequence[WorkerMember]], silent_s: float) -> None:
+        """`workers` returns all known workers."""
+        self._client = client
+        self._workers = workers
+        self._silent_s = silent_s
+        self._no_successor_timeout_s = NO_SUCCESSOR_TIMEOUT_S
+        self._streams: set[GenerateStream] = set()
+
+    @contextmanager
+    def watching(self, stream: GenerateStream) -> Iterator[GenerateStream]:
+        """Watch a stream from before it is entered: a worker may hang before its headers."""
+        self._streams.add(stream)
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+
+    async def run(self) -> None:
+        """Probe the workers of silent streams, for ever, and give up the streams of workers that do not answer."""
+        while True:
+            await asyncio.sleep(min(1.0, self._silent_s / 5))
+            before_s = time.monotonic() - self._silent_s
+            silent: defaultdict[str, list[GenerateStream]] = defaultdict(list)
+            for stream in self._streams:
+                if stream.last_read_s < before_s:
+                    silent[stream.url].append(stream)
+            if silent:
+                await asyncio.gather(*(self._check(url, streams) for url, streams in silent.items()))
+
+    async def _check(self, url: str, streams: list[GenerateStream]) -> None:
+        for _ in range(NUM_PROBES):
+            if await self._client.is_alive(url):
+                return
+        before_s = time.monotonic() - self._no_successor_timeout_s
+        can_resume = await self._any_lives(self._successors(url))
+        for stream in streams:
+            if can_resume or stream.last_read_s < before_s:
+                stream.give_up()
+
+    def _successors(self, url: str) -> list[str]:
+        """Return workers that could resume a stream of the worker at `url`."""
+        workers = self._workers()
+        kinds = {(worker.model, worker.numerics) for worker in workers if worker.url == url}
+        urls = [worker.url for worker in workers if worker.url != url and (worker.model, worker.numerics) in kinds]
+        return random.sample(urls, min(len(urls), MAX_PROBED))
+
+    async def _any_lives(self, urls: Sequence[str]) -> bool:
+        checks = [asyncio.create_task(self._client.is_alive(url)) for url in urls]
+        try:
+            for check in asyncio.as_completed(checks):
+                if await check:
+                    return True
+            return False
+        finally:
+            for task in checks:
+                task.cancel()
 
 
 def _decoded(url: str, data: bytes, kind: type[T]) -> T:
@@ -215,6 +246,6 @@ async def _refusal(status: int, connection: HttpConnection) -> Failed:
         for frame in FrameReader().feed(data):
             if isinstance(frame, Failed):
                 return frame
-    except (WireError, ConnectionBrokenError, TimeoutError):
+    except (WireError, WorkerLost, TimeoutError):
         pass
     return Failed(f"status_{status}", f"the worker answered {status}", status >= 429)

@@ -2,6 +2,11 @@
 
     idle -> send -> head -> read ... -> release -> idle          anything else closes the connection
 
+WorkerError
+|-- WorkerRefused   the worker answered and did not start: another may, or the same with another epoch
++-- WorkerLost      no answer, a broken one, or a stream without its last frame: take the worker for dead
+    +-- StaleConnection   a kept-alive connection was closed before an answer: the worker may be fine
+
 A general client costs several times as much a request.
 """
 
@@ -16,24 +21,39 @@ from urllib.parse import urlsplit
 import httptools
 
 from server.workers.networks import WorkerNetworks
-from worker.wire import CONTENT_TYPE
+from worker.wire import CONTENT_TYPE, Failed
 
 HIGH_WATER_BYTES: Final = 256 * 1024
 """With so many unread bytes the worker must wait: a slow client shall not fill our memory."""
 MAX_IDLE_S: Final = 20.0
 MAX_IDLE_PER_WORKER: Final = 512
 MAX_WORKERS: Final = 10_000
+CONNECT_TIMEOUT_S: Final = 2.0
 LAST_CHUNK_TIMEOUT_S: Final = 2.0
 _TIMEOUT_SLICES: Final = 8
 T = TypeVar("T")
 
 
-class ConnectionBrokenError(Exception):
-    """The connection ended, or the answer is not HTTP. `stale`: a kept-alive one ended before any answer."""
+class WorkerError(Exception):
+    """A worker could not do what it was asked."""
 
-    def __init__(self, message: str, *, stale: bool = False) -> None:
-        super().__init__(message)
-        self.stale = stale
+
+class WorkerRefused(WorkerError):
+    """The worker answered with an error before it started."""
+
+    def __init__(self, status: int, failed: Failed) -> None:
+        super().__init__(f"{status} {failed.code}: {failed.message}")
+        self.status = status
+        self.failed = failed
+        self.retry_after_s = 1.0 if failed.retry_after_s is None else failed.retry_after_s
+
+
+class WorkerLost(WorkerError):
+    """The worker gave no answer, or a broken one."""
+
+
+class StaleConnection(WorkerLost):
+    """A kept-alive connection ended before an answer."""
 
 
 async def loop_time_timeout(
@@ -66,6 +86,7 @@ class WorkerAddress:
 
     def __init__(self, url: str, token: str = "") -> None:
         parts = urlsplit(url)
+        self.url = url
         self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if self.tls else 80)
@@ -103,13 +124,13 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(b"%b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (call, self._address.headers, len(body), body))
 
     async def head(self) -> int:
-        """Return the answer's status. Raises ConnectionBrokenError."""
+        """Return the answer's status. Raises WorkerLost."""
         while self._status is None:
             await self._wait()
         return self._status
 
     async def read(self) -> bytes:
-        """Return what has arrived of the body, b"" at its end. Raises ConnectionBrokenError."""
+        """Return what has arrived of the body, b"" at its end. Raises WorkerLost."""
         while not self._parts:
             if self._complete:
                 return b""
@@ -123,12 +144,12 @@ class HttpConnection(asyncio.Protocol):
         return data
 
     async def read_all(self, max_bytes: int) -> bytes:
-        """Return the whole body. Raises ConnectionBrokenError, also when it is longer than `max_bytes`."""
+        """Return the whole body. Raises WorkerLost, also when it is longer than `max_bytes`."""
         body = bytearray()
         while part := await self.read():
             body += part
             if len(body) > max_bytes:
-                raise ConnectionBrokenError(f"the answer has more than {max_bytes} bytes")
+                raise WorkerLost(f"{self._address.url}: the answer has more than {max_bytes} bytes")
         return bytes(body)
 
     def release(self) -> None:
@@ -147,7 +168,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.abort()
 
     def fail(self, why: str) -> None:
-        """Raise ConnectionBrokenError in the task that reads."""
+        """Raise WorkerLost in the task that reads."""
         self._broken = self._broken or why
         self._wake()
 
@@ -212,7 +233,8 @@ class HttpConnection(asyncio.Protocol):
 
     async def _wait(self) -> None:
         if self._broken is not None:
-            raise ConnectionBrokenError(self._broken, stale=self._stale)
+            kind = StaleConnection if self._stale else WorkerLost
+            raise kind(f"{self._address.url}: {self._broken}")
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -228,32 +250,33 @@ class ConnectionPool:
     """Opens connections to workers and keeps them. Owned by the event loop."""
 
     def __init__(
-        self,
-        *,
-        connect_timeout_s: float,
-        token: str = "",
-        networks: WorkerNetworks | None = None,
-        tls: ssl.SSLContext | None = None,
+        self, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._connect_timeout_s = connect_timeout_s
+        """Show `token` to every worker, and dial none outside `networks`.
+
+        `tls` checks the certificates of https workers; None: this machine's CAs do.
+        """
         self._token = token
         self._networks = networks or WorkerNetworks()
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._addresses: dict[str, WorkerAddress] = {}
 
     async def send(self, url: str, call: bytes, body: bytes = b"") -> HttpConnection:
-        """Send a `call` such as b"POST /generate" to a worker. Raises OSError or ValueError without a connection."""
-        address = self._addresses.get(url)
-        if address is None:
-            if len(self._addresses) >= MAX_WORKERS:
-                self._addresses.clear()  # idle connections end by themselves
-            address = self._addresses[url] = WorkerAddress(url, self._token)
-        while address.idle:
-            connection = address.idle.pop()
-            if connection.usable:
-                break
-        else:
-            connection = await loop_time_timeout(self._dial(address), self._connect_timeout_s, HttpConnection.close)
+        """Send a `call` such as b"POST /generate" to a worker. Raises WorkerLost without a connection."""
+        try:
+            address = self._addresses.get(url)
+            if address is None:
+                if len(self._addresses) >= MAX_WORKERS:
+                    self._addresses.clear()  # idle connections end by themselves
+                address = self._addresses[url] = WorkerAddress(url, self._token)
+            while address.idle:
+                connection = address.idle.pop()
+                if connection.usable:
+                    break
+            else:
+                connection = await loop_time_timeout(self._dial(address), CONNECT_TIMEOUT_S, HttpConnection.close)
+        except (OSError, ValueError) as error:  # ValueError: a URL that cannot be dialled
+            raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
         connection.send(call, body)
         return connection
 

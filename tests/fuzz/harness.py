@@ -24,7 +24,7 @@ import uvloop
 from redis.exceptions import RedisError
 
 from cache.redis_index import RedisDownError
-from server.workers.client import WorkerLost
+from server.workers.connection import WorkerLost
 
 SEED: Final = int(os.environ.get("FUZZ_SEED", "1"))
 CASE: Final = os.environ.get("FUZZ_CASE")

@@ -23,7 +23,8 @@ import redis
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import schema
 from server.models import namespace_of
-from server.workers.client import WorkerClient, WorkerError
+from server.workers.client import WorkerClient
+from server.workers.connection import WorkerError
 from tests.fuzz import garbage
 from tests.fuzz.answers import Answers
 from tests.fuzz.harness import LOOPS, run_cases, within

@@ -13,7 +13,7 @@ from cache.types import Epoch, WorkerId
 from server import models as models_module
 from server.config import GatewayConfig
 from server.models import Models, namespace_of
-from server.workers.client import WorkerError
+from server.workers.connection import WorkerError
 from tests.server.scripted_worker import ScriptedWorker
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 

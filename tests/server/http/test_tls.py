@@ -16,7 +16,7 @@ from server.config import GatewayConfig
 from server.http.protocol import HttpLimits
 from server.http.server import SPARE_FILES, Listener, affordable_connections
 from server.workers.client import WorkerClient
-from server.workers.connection import ConnectionPool
+from server.workers.connection import WorkerLost
 from server.workers.networks import WorkerNetworks
 from tests.certificates import Authority
 from tests.waiting import HANG_S, until
@@ -122,21 +122,19 @@ async def test_worker_certificates_are_checked(
     worker_ca = WorkerCa(str(trusted.path), expected)
     networks = WorkerNetworks(tls_only=True)
     client = WorkerClient("token", networks, worker_ca.context)
-    pool = ConnectionPool(connect_timeout_s=HANG_S, token="token", networks=networks, tls=worker_ca.context)
     try:
         async with Port(ServerCertificate(str(cert), str(key)).context) as port:
             url = f"https://127.0.0.1:{port.port}"
             assert await client.is_alive(url) == works
             if works:
-                connection = await pool.send(url, b"POST /generate", b"x")
+                connection = await client.send(url, b"POST /generate", b"x")
                 assert await connection.head() == 200
                 assert await connection.read() == b"ht"
                 connection.close()
             else:
-                with pytest.raises(ssl.SSLCertVerificationError):
-                    await pool.send(url, b"POST /generate", b"x")
+                with pytest.raises(WorkerLost, match="SSLCertVerificationError"):
+                    await client.send(url, b"POST /generate", b"x")
     finally:
-        pool.close()
         client.close()
 
 

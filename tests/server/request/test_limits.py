@@ -7,7 +7,7 @@ import pytest
 from cache.types import Epoch, WorkerId
 from server.errors import OverloadedError
 from server.request.limits import BACKPRESSURE_S, BackpressureCache, PromptTokenLimiter
-from server.workers.client import WorkerRefused
+from server.workers.connection import WorkerRefused
 from worker.wire import Failed
 
 

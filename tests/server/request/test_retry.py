@@ -24,7 +24,7 @@ from server.request.retry import (
     error_of,
 )
 from server.router.types import NoWorkerError
-from server.workers.client import StaleConnection, WorkerLost, WorkerRefused
+from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
 from worker.wire import Failed, SamplingParams
 
 SPEC: Any = SimpleNamespace(

@@ -13,7 +13,7 @@ from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import RouteRequest
-from server.workers.client import WorkerLost
+from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
 from worker.wire import PROTOCOL_VERSION
 

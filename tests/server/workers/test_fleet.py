@@ -10,7 +10,8 @@ import pytest
 
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import WorkerId
-from server.workers.client import WorkerClient, WorkerLost
+from server.workers.client import WorkerClient
+from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
 from server.workers.networks import WorkerNetworks
 from tests.running import listening

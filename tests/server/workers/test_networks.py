@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.workers.client import WorkerClient, WorkerLost
-from server.workers.connection import WorkerAddress
+from server.workers.client import WorkerClient
+from server.workers.connection import WorkerAddress, WorkerLost
 from server.workers.networks import WorkerNetworks, check_target, is_worker_url, resolve
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams
 
