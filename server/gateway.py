@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
@@ -43,10 +42,8 @@ from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models import Models
 from server.ops.app import OpsApi, ops_app
-from server.ops.decisions import DecisionLog
 from server.ops.feed import Feed
-from server.ops.overview import FleetMetrics, Overview
-from server.ops.prefix_tree import PrefixTree
+from server.ops.overview import Overview
 from server.request.limits import PromptTokenLimiter
 from server.request.request import RequestServices
 from server.request.retry import RetryState
@@ -102,17 +99,9 @@ class Gateway:
             namespaces=self.models.namespaces,
         )
 
-        prefix_tree, decisions = PrefixTree(time.monotonic), DecisionLog()
         self.router = router or Router(
-            self._index,
-            self.fleet,
-            gateway_id,
-            policy=config.policy,
-            on_stage=self.metrics.route_s.observe,
-            on_match=prefix_tree.add,
-            observer=decisions,
+            self._index, self.fleet, gateway_id, policy=config.policy, on_stage=self.metrics.route_s.observe
         )
-
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(
             gateway_id=gateway_id,
@@ -131,19 +120,12 @@ class Gateway:
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
         self.public = public_app(config, self.api, self.metrics, self.authenticator, self._lifespan)
-        overview = Overview(
-            gateway_id=gateway_id,
-            policy=config.policy,
-            fleet=self.fleet,
-            router=self.router,
-            index=self._index,
-            metrics=self.metrics,
-            api=self.api,
-            num_streamed_tokens=lambda: self.endpoint.num_streamed_tokens,
-            prefix_tree=prefix_tree,
-        )
-        self.feed = Feed(overview, decisions)
-        self.ops = self._ops_app(overview)
+        overview = Overview(self.api, self.endpoint, self._index)
+        self.metrics.registry.register(overview)
+        self.feed = Feed(overview)
+        operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
+        local, has_tenants = is_loopback(config.ops_host), self._keys is not None
+        self.ops = ops_app(operations, self.public, config.ops_key(), local=local, has_tenants=has_tenants)
         self.http_limits = HttpLimits(
             max_header_bytes=config.max_header_bytes,
             header_timeout_s=config.header_timeout_s,
@@ -152,20 +134,6 @@ class Gateway:
             drain_grace_s=config.drain_grace_s,
         )
         self._listeners: tuple[Listener, ...] = ()
-
-    def _ops_app(self, overview: Overview) -> Application:
-        config = self._config
-        self.metrics.registry.register(FleetMetrics(self.fleet, self.router))
-        handlers = OpsApi(
-            api=self.api,
-            of_tenant=partial(tenant_identity, config.cluster_secret()),
-            overview=overview,
-            feed=self.feed,
-            client=self._client,
-            on_drain=self.drain,
-        )
-        local, has_tenants = is_loopback(config.ops_host), self._keys is not None
-        return ops_app(handlers, self.public, config.ops_key(), local=local, has_tenants=has_tenants)
 
     async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
         """Serve until drained. A listener that fails ends the process."""

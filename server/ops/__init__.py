@@ -2,6 +2,5 @@
 
 app        routes of the ops port                       pages        the files of `server/pages/`, for one origin alone
 feed       one producer for all viewers                 overview     gateway, workers and index as JSON and as gauges
-decisions  routing decisions, sampled                   prefix_tree  the tree of shared prefixes
 traffic    rates and quantiles of the last seconds
 """

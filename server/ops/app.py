@@ -21,7 +21,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from server.api.formatting import json_response
-from server.app import PublicApi
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -31,7 +30,6 @@ from server.ops.feed import Feed
 from server.ops.overview import Overview
 from server.ops.pages import PagesMiddleware, page_routes
 from server.schema.decoding import read_json
-from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost
 
 MAX_BODY_BYTES: Final = 32 << 20
@@ -44,12 +42,10 @@ ACTIONS: Final = ("drain", "purge")
 class OpsApi:
     """The handlers of the ops port."""
 
-    api: PublicApi
-    of_tenant: Callable[[str], Identity]
-    """Returns the identity whose cache an explanation is about."""
     overview: Overview
     feed: Feed
-    client: WorkerClient
+    of_tenant: Callable[[str], Identity]
+    """Returns the identity whose cache an explanation is about."""
     on_drain: Callable[[], None]
 
     def routes(self) -> list[Route]:
@@ -59,8 +55,8 @@ class OpsApi:
             "/index": self.index,
             "/prefixes": self.prefixes,
             "/events": self.feed,
-            "/health/live": self.api.live,
-            "/health/ready": self.api.ready,
+            "/health/live": self.overview.api.live,
+            "/health/ready": self.overview.api.ready,
         }
         post = {"/route/explain": self.explain, "/drain": self.drain}
         post |= {f"/workers/{{worker_id}}/{action}": partial(self.act, action=action) for action in ACTIONS}
@@ -97,7 +93,8 @@ class OpsApi:
         fields = await read_json(body, msgspec.json.decode)
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body is that of a chat or a completion request.")
-        endpoint = self.api.chat if "messages" in fields else self.api.completions
+        api = self.overview.api
+        endpoint = api.chat if "messages" in fields else api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
         prepared = await endpoint.prepare(body, self.of_tenant(tenant))
         return json_response(await self.overview.router.explain(prepared.specs[0].route_request()))
@@ -114,7 +111,7 @@ class OpsApi:
         if member is None:
             raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
         try:
-            answer = await self.client.act(member.url, action)
+            answer = await self.overview.services.requests.client.act(member.url, action)
         except WorkerLost as error:
             raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
         return json_response({"worker": worker_id, **answer})

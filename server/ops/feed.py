@@ -22,11 +22,10 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import UnavailableError
 from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of
-from server.ops.decisions import DecisionLog
 from server.ops.overview import Overview
-from server.ops.prefix_tree import MAX_ROWS, tree_rows
 from server.ops.traffic import Traffic, read_totals
 from server.request_context import CURRENT
+from server.router.prefix_tree import MAX_ROWS, tree_rows
 
 TICK_S: Final = 0.25
 TICKS_PER_SNAPSHOT: Final = 2
@@ -45,9 +44,9 @@ Frames = asyncio.Queue[bytes | None]
 class Feed:
     """An ASGI app, one viewer per connection. `run` makes each frame once, for all viewers, while there are any."""
 
-    def __init__(self, overview: Overview, decisions: DecisionLog) -> None:
+    def __init__(self, overview: Overview) -> None:
         self._overview = overview
-        self._decisions = decisions
+        self._decisions = overview.router.decisions
         self._traffic = Traffic(overview.metrics.ttft_s.bounds)
         self._viewers: set[Frames] = set()
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
@@ -122,7 +121,7 @@ class Feed:
 
     def _send_snapshot(self) -> None:
         overview, at = self._overview, time.time()
-        totals = read_totals(overview.metrics, self._decisions.num_decisions, overview.num_streamed_tokens())
+        totals = read_totals(overview.metrics, self._decisions.num_decisions, overview.services.num_streamed_tokens)
         traffic = self._traffic.add(totals)
         self._history.append((at, *(traffic[name] for name in _POINT)))
         snapshot = {
@@ -139,8 +138,8 @@ class Feed:
     def _hello(self) -> bytes:
         hello = {
             "version": version("headstart"),
-            "gateway": self._overview.gateway_id,
-            "policy": self._overview.policy,
+            "gateway": self._overview.services.requests.gateway_id,
+            "policy": self._overview.router.policy,
             "history": {"columns": ("at", *_POINT), "rows": list(self._history)},
             "decisions": list(self._decisions.recent.values()),
         }

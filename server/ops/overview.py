@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -12,41 +12,35 @@ from prometheus_client.registry import Collector
 
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
-from cache.types import GatewayId
+from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
-from server.metrics import GatewayMetrics
-from server.ops.prefix_tree import PrefixTree, SharedPrefix
-from server.router.router import Router
-from server.workers.fleet import Fleet, NoIndex, state_of
+from server.router.prefix_tree import SharedPrefix
+from server.workers.fleet import NoIndex, state_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Overview:
+class Overview(Collector):
     """Reads the parts of one gateway. Nothing but `index_report` waits."""
 
-    gateway_id: GatewayId
-    policy: str
-    fleet: Fleet
-    router: Router
-    index: RedisIndex | NoIndex
-    metrics: GatewayMetrics
-    api: PublicApi
-    num_streamed_tokens: Callable[[], int]
-    """Output tokens of open requests, which `metrics` does not count yet."""
-    prefix_tree: PrefixTree
+    def __init__(self, api: PublicApi, services: EndpointServices, index: RedisIndex | NoIndex) -> None:
+        self.api = api
+        self.services = services
+        self.index = index
+        self.metrics = services.requests.metrics
+        self.router = services.requests.router
+        self.fleet = self.router.fleet
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, and its load as last reported."""
         workers = [
             {**asdict(each.member), "load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
-            for each in live_workers(self.fleet)
+            for each in self._live_workers()
         ]
         return {"workers": workers, "index": self.router.index_state()}
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, lost ones included, by model and name."""
-        live = {candidate.member.worker_id: candidate for candidate in live_workers(self.fleet)}
+        live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
         members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
@@ -98,13 +92,44 @@ class Overview:
 
     def prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens at live workers."""
-        return self.prefix_tree.top(self.fleet.live_workers(model), limit)
+        return self.router.prefix_tree.top(self.fleet.live_workers(model), limit)
 
+    def _live_workers(self) -> list[Candidate]:
+        """Return the live workers of every model."""
+        models = {worker.model for worker in self.fleet.workers()}
+        return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
 
-def live_workers(fleet: Fleet) -> list[Candidate]:
-    """Return the live workers of every model."""
-    models = {worker.model for worker in fleet.workers()}
-    return [candidate for model in sorted(models) for candidate in fleet.candidates(model, None)]
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Yield the fleet as this gateway knows it, at each scrape, so that no request pays for it.
+
+        The vllm gauges follow the model server protocol of the Gateway API inference extension. It sees a gateway as
+        the server of the models behind it. Models whose workers are all gone are named too.
+        """
+        blind, num_outstanding = self.router.index_state()["blind"], self.router.scorer.num_outstanding()
+        yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
+        yield _gauge(
+            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
+        )
+        workers = _gauge("headstart_workers", "Live workers by state.", "model", "state")
+        waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
+        running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
+        usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
+        pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
+        broken = self.fleet.broken()
+        for model in sorted({worker.model for worker in self.fleet.workers()}):
+            candidates = self.fleet.candidates(model, None)
+            states = [state_of(candidate, broken) for candidate in candidates]
+            for state in ("serving", "draining", "broken"):
+                workers.add_metric((model, state), states.count(state))
+            loads = [candidate.load for candidate in candidates]
+            waiting.add_metric((model,), sum(load.num_waiting for load in loads))
+            running.add_metric((model,), sum(load.num_running for load in loads))
+            num_blocks = sum(load.num_blocks for load in loads)
+            num_free = sum(load.num_free_blocks for load in loads)
+            usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
+            for block_size in sorted({candidate.member.block_size for candidate in candidates}):
+                pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
+        yield from (workers, waiting, running, usage, pools)
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:
@@ -131,45 +156,6 @@ def _natural(name: str) -> tuple[str, int]:
     """Sort worker-2 before worker-10."""
     prefix = name.rstrip("0123456789")
     return prefix, int(name[len(prefix) :] or -1)
-
-
-class FleetMetrics(Collector):
-    """The fleet as this gateway knows it, read at each scrape, so that no request pays for it.
-
-    The vllm gauges follow the model server protocol of the Gateway API inference extension. It sees a gateway as the
-    server of the models behind it. Models whose workers are all gone are named too.
-    """
-
-    def __init__(self, fleet: Fleet, router: Router) -> None:
-        self._fleet = fleet
-        self._router = router
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        blind, num_outstanding = self._router.index_state()["blind"], self._router.scorer.num_outstanding()
-        yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
-        yield _gauge(
-            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
-        )
-        workers = _gauge("headstart_workers", "Live workers by state.", "model", "state")
-        waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
-        running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
-        usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
-        pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
-        broken = self._fleet.broken()
-        for model in sorted({worker.model for worker in self._fleet.workers()}):
-            candidates = self._fleet.candidates(model, None)
-            states = [state_of(candidate, broken) for candidate in candidates]
-            for state in ("serving", "draining", "broken"):
-                workers.add_metric((model, state), states.count(state))
-            loads = [candidate.load for candidate in candidates]
-            waiting.add_metric((model,), sum(load.num_waiting for load in loads))
-            running.add_metric((model,), sum(load.num_running for load in loads))
-            num_blocks = sum(load.num_blocks for load in loads)
-            num_free = sum(load.num_free_blocks for load in loads)
-            usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
-            for block_size in sorted({candidate.member.block_size for candidate in candidates}):
-                pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
-        yield from (workers, waiting, running, usage, pools)
 
 
 def _gauge(name: str, text: str, *labels: str, value: float | None = None) -> GaugeMetricFamily:

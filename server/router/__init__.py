@@ -4,4 +4,5 @@ router            index + fleet + scorer -> Placement     policies        the ru
 placement         one decision and its Placement          cost            the cost in seconds, pure
 types             RouteRequest, WorkerView                load_tracker    the load of each worker, estimated
 pending_prefixes  blocks that are being computed          index_accuracy  precision and recall of the index
+decisions         decisions, sampled for people           prefix_tree     the tree of shared prefixes
 """

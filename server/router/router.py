@@ -9,28 +9,21 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from cache.records import Candidate, PrefixIndex, WorkerMember
+from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
+from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
 from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import QUEUE_FULL, Decision, Placement, Scorer
 from server.router.policies import make_policy
+from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, WorkerView
 from server.workers.fleet import Fleet
 
 MAX_RECENT_BLOCKS: Final = 1 << 20
 RETRY_AFTER_S: Final = 1.0
-
-
-class RouterObserver(Protocol):
-    """Follows decisions, for people to look at. Called in the event loop; must be quick."""
-
-    def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None: ...
-
-    def started(self, request_id: str, num_cached_tokens: int) -> None:
-        """Note that a worker has begun a request and found so many tokens cached."""
 
 
 class Router:
@@ -46,21 +39,18 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_stage: Callable[[float, str], None] = lambda elapsed_s, stage: None,
-        on_match: Callable[[RouteRequest, WorkerMember, int], None] = lambda request, member, num_cached_tokens: None,
-        observer: RouterObserver | None = None,
     ) -> None:
         """Raises ValueError for an unknown policy.
 
-        `on_stage` receives the duration of each stage of a decision: lookup and choose. `on_match` receives each
-        request with its worker and the number of tokens found cached there.
+        `on_stage` receives the duration of each stage of a decision: lookup and choose.
         """
         self._index = index
         self.fleet = fleet
-        self._policy_name = policy
+        self.policy = policy
         self._clock = clock
         self._on_stage = on_stage
-        self._on_match = on_match
-        self._observer = observer
+        self.decisions = DecisionLog()
+        self.prefix_tree = PrefixTree(clock)
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random(), self)
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
@@ -78,8 +68,7 @@ class Router:
             raise _no_worker(decision)
         placement = self.scorer.place(decision)
         self._on_stage(self._clock() - found_s, "choose")
-        if self._observer is not None:
-            self._observer.decided(decision, placement, found_s, index_answered=found is not None)
+        self.decisions.decided(decision, placement, found_s, index_answered=found is not None)
         return placement
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
@@ -87,7 +76,7 @@ class Router:
         found = await self._index.lookup(request.hashes, request.model)
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
         return {
-            "policy": self._policy_name,
+            "policy": self.policy,
             "index": "answered" if found is not None else "no answer: own recent placements used",
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
@@ -99,9 +88,8 @@ class Router:
         """Compare what was promised with what the worker found. Called by placements."""
         request = placement.request
         self._accuracy.add(placement.promised_tokens, num_cached_tokens)
-        self._on_match(request, placement.worker, num_cached_tokens)
-        if self._observer is not None:
-            self._observer.started(request.request_id, num_cached_tokens)
+        self.prefix_tree.add(request, placement.worker, num_cached_tokens)
+        self.decisions.started(request.request_id, num_cached_tokens)
 
     def first_token(self, placement: Placement) -> None:
         """Note that the worker is well and has the prompt's blocks. Called by placements."""

@@ -18,6 +18,7 @@ from server.metrics import GatewayMetrics
 from server.models import Models
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import RetryBudget
+from server.router.decisions import DecisionLog
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
@@ -63,6 +64,7 @@ class PlainRouter(Router):
 
     def __post_init__(self) -> None:
         self.fleet = PlainFleet(self)
+        self.decisions = DecisionLog()
 
 
 class PlainFleet(Fleet):

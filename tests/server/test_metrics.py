@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
-from server.ops.overview import FleetMetrics
+from server.ops.overview import Overview
+from server.workers.fleet import NoIndex
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import ANSWER, chat, post
@@ -53,15 +54,16 @@ def fleet_metrics(
     models: Sequence[str] = ("m",),
     broken: Sequence[str] = (),
     blind: bool = False,
-) -> FleetMetrics:
+) -> Overview:
     fleet = SimpleNamespace(
         workers=lambda: [SimpleNamespace(model=model) for model in models],
         candidates=lambda model, root: list(candidates),
         broken=lambda: set(broken),
     )
     scorer = SimpleNamespace(num_outstanding=lambda: 0)
-    router = SimpleNamespace(index_state=lambda: {"blind": blind}, scorer=scorer)
-    return FleetMetrics(fleet, router)  # type: ignore[arg-type]
+    router = SimpleNamespace(fleet=fleet, index_state=lambda: {"blind": blind}, scorer=scorer)
+    services = SimpleNamespace(requests=SimpleNamespace(router=router, metrics=None))
+    return Overview(None, services, NoIndex())  # type: ignore[arg-type]
 
 
 def test_a_model_without_workers_counts_as_zero() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
-from server.ops.prefix_tree import MAX_HOLDERS, PrefixTree, SharedPrefix, tree_rows
+from server.router.prefix_tree import MAX_HOLDERS, PrefixTree, SharedPrefix, tree_rows
 from server.router.types import RouteRequest
 
 SIZE = 16

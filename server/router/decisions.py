@@ -26,7 +26,7 @@ MAX_RECENT: Final = 50
 
 
 class DecisionLog:
-    """A `RouterObserver`, drained by the feed. Ignores every decision while not `active`."""
+    """Drained by the feed of the ops port. Ignores every decision while not `active`."""
 
     def __init__(self) -> None:
         self.active = False
