@@ -33,8 +33,7 @@ from benchmarks.simulation.traces import (
     ConversationTrace,
     ToolChatTrace,
 )
-from server.router.cost import CostModel
-from server.router.policies import POLICIES
+from server.router.policies import POLICIES, CostModel
 
 DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")

@@ -30,9 +30,8 @@ from cache.redis_index import RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi, public_app
-from server.auth.api_keys import KeyFile
 from server.auth.authentication import Authenticator
-from server.auth.identity import DEFAULT_TENANT, tenant_identity
+from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.middleware import Application, KnownHostsMiddleware

@@ -24,9 +24,8 @@ from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.cost import CostModel
 from server.router.placement import Scorer
-from server.router.policies import Policy
+from server.router.policies import CostModel, Policy
 from server.router.types import RouteRequest
 
 MODEL = "simulated"

@@ -12,8 +12,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.auth.api_keys import KeyFile, digest_of
-from server.auth.identity import IDENTITY, Identity
+from server.auth.identity import IDENTITY, Identity, KeyFile, digest_of
 from server.auth.limits import AuthThrottle, KeyUsage, source_of
 from server.errors import AuthenticationError, ForbiddenError
 from server.request_context import CURRENT

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from server.auth.api_keys import digest_text, load_keys, parse_keys
+from server.auth.identity import digest_text, load_keys, parse_keys
 from server.auth.limits import KeyEntry
 
 KEY_BYTES: Final = 32

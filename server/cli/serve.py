@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -23,7 +24,8 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +33,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from server.cli.child import Child
-from server.cli.common import PORT, between, fetch_json
+from server.cli.common import PORT, REFUSED, CommandError, between, fetch_json
 from worker.common.options import SECRET_VARIABLE
 
 STOP_GRACE_S: Final = 3.5
@@ -43,6 +44,13 @@ DRAIN_GRACE_S: Final = 2.0
 POLL_S: Final = 0.1
 TICK_S: Final = 0.2
 REDIS: Final = "redis"
+_PR_SET_PDEATHSIG: Final = 1
+FIRST_DELAY_S: Final = 0.5
+MAX_DELAY_S: Final = 15.0
+STABLE_AFTER_S: Final = 60.0
+"""A child that has lived this long restarts after `FIRST_DELAY_S` again."""
+MAX_HELD_LINES: Final = 20
+MAX_LINE_BYTES: Final = 1 << 20
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 _LAYERS: Final = re.compile(r"headstart worker: loading layer (\d+) of (\d+)")
 _FOR_LOGS: Final = re.compile(r"^headstart worker: |^\S+ \S+ (INFO|DEBUG) ")
@@ -134,6 +142,79 @@ def redis_command(binary: Path, socket: Path) -> list[str]:
     """Return the command of a private, volatile Redis: workers rebuild the index, so nothing goes to disk."""
     command = [str(binary), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600"]
     return [*command, "--dir", str(socket.parent), "--save", "", "--appendonly", "no", "--loglevel", "warning"]
+
+
+class Child:
+    """Owner of one process. `run` lives as long as the supervisor wants the child; `stop` ends both."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], on_line: Callable[[str], None], *, quiet: bool = False
+    ) -> None:
+        """`on_line` receives every line of output; if `quiet`, only the last ones, when the child dies."""
+        self.name = name
+        self.process: asyncio.subprocess.Process | None = None
+        self._command = command
+        self._on_line = on_line
+        self._quiet = quiet
+        self._stopping = False
+
+    async def run(self, report: Callable[[str], None]) -> None:
+        """Start the child, and restart it whenever it dies, until `stop`. Raises CommandError for exit code 2."""
+        delay_s = FIRST_DELAY_S
+        while True:
+            started_s = time.monotonic()
+            code = await self._run_once()
+            if self._stopping:
+                return
+            if code == REFUSED:
+                raise CommandError(f"{self.name} cannot start; its lines above say why", REFUSED)
+            if time.monotonic() - started_s > STABLE_AFTER_S:
+                delay_s = FIRST_DELAY_S
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            report(f"{self.name} died ({reason}); starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            delay_s = min(MAX_DELAY_S, 2 * delay_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone."""
+        self._stopping = True
+        process = self.process
+        if process is None:
+            return
+        for end, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
+            with contextlib.suppress(ProcessLookupError):
+                end()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), timeout_s)
+                return
+
+    async def _run_once(self) -> int:
+        """Run the process from its start to its exit code."""
+        self.process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the children in order
+            preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
+            limit=MAX_LINE_BYTES,
+        )
+        assert process.stdout is not None
+        held: deque[str] = deque(maxlen=MAX_HELD_LINES)
+        on_line = held.append if self._quiet else self._on_line
+        while line := await process.stdout.readline():
+            on_line(line.decode(errors="replace").rstrip())
+        code = await process.wait()
+        for text in () if self._stopping else held:
+            self._on_line(text)
+        return code
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel, in the child before exec, for SIGTERM when the supervisor dies, even by SIGKILL (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 class Screen:

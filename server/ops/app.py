@@ -10,25 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.formatting import json_response
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
-from server.errors import InvalidRequestError, NotFoundError, UnavailableError
-from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
+from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
+from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware, send_error
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
-from server.ops.pages import PagesMiddleware, page_routes
 from server.schema.decoding import read_json
 from server.workers.connection import WorkerLost
 
@@ -36,6 +39,20 @@ MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000
 ACTIONS: Final = ("drain", "purge")
 """Actions of an operator on one worker."""
+FOLDER: Final = Path(__file__).parent.parent / "pages"
+SECURITY_HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+CHAT_API: Final = "/chat/api"
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +132,56 @@ class OpsApi:
         except WorkerLost as error:
             raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
         return json_response({"worker": worker_id, **answer})
+
+
+def page_routes() -> list[Route]:
+    """Return the routes of both pages and of their files: plain files, no build step, nothing loaded from elsewhere."""
+    files = StaticFiles(directory=FOLDER)
+
+    async def file(request: Request, name: str = "") -> Response:
+        response = await files.get_response(name or request.path_params["name"], request.scope)
+        response.headers.update(SECURITY_HEADERS)
+        return response
+
+    async def home(request: Request) -> Response:
+        return RedirectResponse("dashboard", status_code=307)
+
+    return [
+        Route("/", home, methods=["GET"]),
+        Route("/dashboard", partial(file, name="dashboard.html"), methods=["GET"]),
+        Route("/chat", partial(file, name="chat.html"), methods=["GET"]),
+        Route("/pages/{name}", file, methods=["GET"]),
+    ]
+
+
+class PagesMiddleware:
+    """Sends requests under `CHAT_API` to the public app, in process, and all others on.
+
+    They carry the key that the user typed: the ops port gives away nothing that the public port would not. A change
+    that another site's page asks for, through an operator's browser, is answered 403.
+    """
+
+    def __init__(self, app: ASGIApp, public: ASGIApp) -> None:
+        self._app = app
+        self._public = public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and _is_foreign(Headers(scope=scope)):
+            error = ForbiddenError("Pages of other sites may not use the ops port.", code="cross_origin")
+            await send_error(error, send)
+        elif scope["type"] == "http" and scope["path"].startswith(CHAT_API + "/"):
+            path = scope["path"].removeprefix(CHAT_API)
+            await self._public({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _is_foreign(headers: Headers) -> bool:
+    """Browsers name a request's origin in headers; programs (curl, Prometheus, a gateway) send none of them."""
+    if (site := headers.get("sec-fetch-site")) is not None and site not in ("same-origin", "none"):
+        return True
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 def ops_app(api: OpsApi, public: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool) -> Application:

@@ -17,10 +17,9 @@ import msgspec
 from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
-from server.router.cost import CostModel
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
-from server.router.policies import FleetView, Policy
+from server.router.policies import CostModel, FleetView, Policy
 from server.router.types import RouteRequest, WorkerView
 
 _MIN_TOKENS_PER_S: Final = 1e-3

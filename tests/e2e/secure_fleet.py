@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import httpx
 
-from server.auth.api_keys import digest_text
+from server.auth.identity import digest_text
 from tests.certificates import Authority
 from tests.e2e.serving import SMALL_POOL, free_ports
 from tests.faults.fleet import Fleet

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import pytest
 
-from server.auth.api_keys import digest_text
+from server.auth.identity import digest_text
 from tests.faults.client import completion
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.siege import Watched, ask_raw, pour, trickle, watched

@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from server.auth.api_keys import digest_text
+from server.auth.identity import digest_text
 from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions

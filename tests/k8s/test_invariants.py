@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from server import config as gateway_config
-from server.auth.api_keys import digest_text, parse_keys
+from server.auth.identity import digest_text, parse_keys
 from tests.k8s import chart
 from tests.k8s.chart import Document, containers, of_kind, pod_templates, render
 from worker import config as worker_config

@@ -12,9 +12,18 @@ import pytest
 from starlette.types import Scope
 
 from server import cli
-from server.auth.api_keys import MAX_FILE_BYTES, KeyFile, digest_text, load_keys, parse_keys
 from server.auth.authentication import MAX_KEY_BYTES, Authenticator
-from server.auth.identity import Identity, request_salt, tenant_identity, tenant_salt
+from server.auth.identity import (
+    MAX_FILE_BYTES,
+    Identity,
+    KeyFile,
+    digest_text,
+    load_keys,
+    parse_keys,
+    request_salt,
+    tenant_identity,
+    tenant_salt,
+)
 from server.auth.limits import AuthThrottle, KeyEntry, KeyUsage, duration_text, source_of
 from server.cli.keys import new_key
 from server.errors import AuthenticationError, OverloadedError

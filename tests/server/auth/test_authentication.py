@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from server.auth.api_keys import KeyFile, digest_text
+from server.auth.identity import KeyFile, digest_text
 from server.auth.limits import AuthThrottle
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker

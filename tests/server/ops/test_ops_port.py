@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from server.ops.pages import FOLDER
+from server.ops.app import FOLDER
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import ANSWER, chat, post

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.ops.traffic import QUANTILE_WINDOW_S, RATE_WINDOW_S, Totals, Traffic, quantile
+from server.ops.feed import QUANTILE_WINDOW_S, RATE_WINDOW_S, Totals, Traffic, quantile
 
 INF = float("inf")
 
