@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from worker.engine.step import Done, Launch
+from worker.engine.step import Launch
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 Values = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
 
 
@@ -48,23 +46,18 @@ class DeviceStream:
         with current_device(self._device):
             result = work()
             if not self.overlaps:
-                return Done(result)
+                return Launch(lambda: result)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
-        return _CudaLaunch(result, event)
 
+        def collect() -> T:
+            event.synchronize()
+            return result
 
-@dataclass(frozen=True, slots=True)
-class _CudaLaunch(Generic[T_co]):
-    result: T_co
-    event: torch.cuda.Event
+        def is_done() -> bool:
+            try:
+                return bool(event.query())  # type: ignore[no-untyped-call]
+            except RuntimeError:  # the work failed: `collect` raises it
+                return True
 
-    def is_done(self) -> bool:
-        try:
-            return bool(self.event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError:  # the work failed: `collect` raises it
-            return True
-
-    def collect(self) -> T_co:
-        self.event.synchronize()
-        return self.result
+        return Launch(collect, is_done)

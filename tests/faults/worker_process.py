@@ -18,7 +18,7 @@ import torch
 import worker.loader
 import worker.main
 from worker.engine.engine import EngineCore
-from worker.engine.step import Done, Launch, Runner, SequenceResult, Step
+from worker.engine.step import Launch, Runner, SequenceResult, Step
 from worker.scheduler.scheduler import Scheduler
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -53,7 +53,8 @@ class AddingRunner:
         self.numerics = runner.numerics  # type: ignore[attr-defined]
 
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        return Done(self.run(step))
+        results = self.run(step)
+        return Launch(lambda: results)
 
     def run(self, step: Step) -> list[SequenceResult]:
         begun_s = time.monotonic()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from tests.waiting import HANG_S
+from worker.engine.step import Launch
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class LateStream:
@@ -18,19 +17,8 @@ class LateStream:
 
     overlaps = True
 
-    def enqueue(self, work: Callable[[], T]) -> _Late[T]:
-        return _Late(work)
-
-
-@dataclass(frozen=True)
-class _Late(Generic[T_co]):
-    work: Callable[[], T_co]
-
-    def is_done(self) -> bool:
-        return False
-
-    def collect(self) -> T_co:
-        return self.work()
+    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
+        return Launch(work, lambda: False)
 
 
 class ThreadedStream:
@@ -44,9 +32,15 @@ class ThreadedStream:
         self.max_in_flight = 0
         """The most pieces of work that were queued and not collected at one time."""
 
-    def enqueue(self, work: Callable[[], T]) -> _Queued[T]:
+    def enqueue(self, work: Callable[[], T]) -> Launch[T]:
         self._count(1)
-        return _Queued(self._thread.submit(work), lambda: self._count(-1))
+        future = self._thread.submit(work)
+
+        def collect() -> T:
+            self._count(-1)
+            return future.result(HANG_S)
+
+        return Launch(collect, future.done)
 
     def _count(self, step: int) -> None:
         self._num_in_flight += step
@@ -54,16 +48,3 @@ class ThreadedStream:
 
     def close(self) -> None:
         self._thread.shutdown()
-
-
-@dataclass(frozen=True)
-class _Queued(Generic[T_co]):
-    future: Future[T_co]
-    on_collect: Callable[[], None]
-
-    def is_done(self) -> bool:
-        return self.future.done()
-
-    def collect(self) -> T_co:
-        self.on_collect()
-        return self.future.result(HANG_S)

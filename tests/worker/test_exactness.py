@@ -10,7 +10,7 @@ import torch
 
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.step import Done
+from worker.engine.step import Launch
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 
@@ -130,13 +130,13 @@ def test_a_failed_step_is_not_seen_in_any_token(model: LoadedModel, alone, monke
     flaky = engine(model)
     launch, calls = flaky.runner.launch, iter(range(10_000))
 
-    def run_or_raise(step):
+    def run_or_raise(self, step):
         results = launch(step).collect()  # the KV is written, and the step fails after it
         if next(calls) % 5 == 2 and len(step.sequences) > 1:
             raise RuntimeError("the step fails")
-        return results
+        return Launch(lambda: results)
 
-    monkeypatch.setattr(type(flaky.runner), "launch", lambda self, step: Done(run_or_raise(step)))
+    monkeypatch.setattr(type(flaky.runner), "launch", run_or_raise)
     assert run(flaky, [wire for wire in REQUESTS if len(wire.choices) == 1]) == [
         tokens for wire, tokens in zip(REQUESTS, alone, strict=True) if len(wire.choices) == 1
     ]

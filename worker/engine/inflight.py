@@ -23,7 +23,7 @@ from worker.engine.mailbox import OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, StepLog, StepRecord
 from worker.engine.reporter import Reporter
-from worker.engine.step import Launch, Raised, Runner, SamplingRow, SequenceResult, SequenceStep, Step
+from worker.engine.step import Launch, Runner, SamplingRow, SequenceResult, SequenceStep, Step, raised
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, failed_by
 from worker.scheduler.scheduler import Scheduler
@@ -72,7 +72,7 @@ class InFlightBatches:
         try:
             launch = self.runner.launch(plan.step())
         except Exception as error:
-            launch = Raised(error)
+            launch = raised(error)
         self._batches.append(_Batch(plan, launch, started_s))
         self._observe_start(plan, started_s - begun_s)
         self.reporter.starts.note(len(plan.started), len(self.scheduler.waiting), begun_s)

@@ -9,7 +9,7 @@ before that, when only the device knows the tokens it begins with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NoReturn, Protocol, TypeVar
 
@@ -110,40 +110,23 @@ class NonFiniteLogits(SamplingError):
     """The model's output is not a number."""
 
 
-class Launch(Protocol[T_co]):
-    """Work in a device's queue."""
-
-    def is_done(self) -> bool:
-        """Return whether `collect` would end at once. Never raises."""
-
-    def collect(self) -> T_co:
-        """Wait for the work; return its result, or raise its exception. Call it once."""
-
-
 @dataclass(frozen=True, slots=True)
-class Done(Generic[T_co]):
-    """A `Launch` that has ended."""
+class Launch(Generic[T_co]):
+    """Work in a device's queue, or already done."""
 
-    result: T_co
-
-    def is_done(self) -> bool:
-        return True
-
-    def collect(self) -> T_co:
-        return self.result
+    collect: Callable[[], T_co]
+    """Wait for the work; return its result, or raise its exception. Call it once."""
+    is_done: Callable[[], bool] = lambda: True
+    """Return whether `collect` would end at once. Never raises."""
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """A `Launch` that has failed."""
+def raised(error: Exception) -> Launch[NoReturn]:
+    """Return the launch of work that could not be queued."""
 
-    error: Exception
+    def collect() -> NoReturn:
+        raise error
 
-    def is_done(self) -> bool:
-        return True
-
-    def collect(self) -> NoReturn:
-        raise self.error
+    return Launch(collect)
 
 
 class Runner(Protocol):

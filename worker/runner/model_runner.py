@@ -69,7 +69,12 @@ class ModelRunner:
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
         """Queue the step. Collecting may raise SamplingError and NonFiniteKV."""
         with _cleared_if_raises(self.cache, step):
-            return _StepLaunch(self.cache, step, self._stream.enqueue(partial(self._compute, step)))
+            work = self._stream.enqueue(partial(self._compute, step))
+        return Launch(partial(self._collect, step, work), work.is_done)
+
+    def _collect(self, step: Step, work: Launch[_StepOutput]) -> list[SequenceResult]:
+        with _cleared_if_raises(self.cache, step):
+            return work.collect().results()
 
     def run(self, step: Step) -> list[SequenceResult]:
         return self.launch(step).collect()
@@ -234,22 +239,6 @@ class _StepOutput:
             sampled = tuple(next(tokens) for _ in sequence.sampling_rows)
             results[index] = SequenceResult(sampled, tuple(token for rows in logprobs for token in rows.rows()))
         return results
-
-
-@dataclass(frozen=True, slots=True)
-class _StepLaunch:
-    """A `worker.engine.step.Launch` of a step over a pool."""
-
-    cache: KVCache
-    step: Step
-    work: Launch[_StepOutput]
-
-    def is_done(self) -> bool:
-        return self.work.is_done()
-
-    def collect(self) -> list[SequenceResult]:
-        with _cleared_if_raises(self.cache, self.step):
-            return self.work.collect().results()
 
 
 @contextmanager

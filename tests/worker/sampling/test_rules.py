@@ -131,9 +131,10 @@ class SamplingRunner:
         return results
 
     def launch(self, step: Step):
-        from worker.engine.step import Done
+        from worker.engine.step import Launch
 
-        return Done(self.run(step))
+        results = self.run(step)
+        return Launch(lambda: results)
 
 
 @pytest.mark.parametrize(

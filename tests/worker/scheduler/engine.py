@@ -10,7 +10,7 @@ from cache.allocators import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.device import DeviceStream
 from worker.engine.protocol import EngineOutput, RequestKey
-from worker.engine.step import Launch, Raised, Runner, SequenceResult, Step
+from worker.engine.step import Launch, Runner, SequenceResult, Step, raised
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Constraint, Request
@@ -184,7 +184,7 @@ class HandEngine:
         try:
             return self.runner.launch(plan.step())
         except RuntimeError as error:
-            return Raised(error)
+            return raised(error)
 
     def _collect(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
         self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
