@@ -120,10 +120,10 @@ class Floor:
     """The products of one token with weights of the model's fused shapes, and nothing else."""
 
     def __init__(self, config: ModelConfig, options: LoadOptions) -> None:
-        hidden, device = config.hidden_size, options.device
-        rows = (config.query_size + 2 * config.kv_size, hidden, 2 * config.intermediate_size, hidden)
-        columns = (hidden, config.query_size, hidden, config.intermediate_size)
-        shapes = [*list(zip(rows, columns, strict=True)) * config.num_layers, (config.vocab_size, hidden)]
+        hidden, attention, device = config.hidden_size, config.attention, options.device
+        rows = (attention.query_size + 2 * attention.kv_size, hidden, 2 * config.intermediate_size, hidden)
+        columns = (hidden, attention.query_size, hidden, config.intermediate_size)
+        shapes = [*list(zip(rows, columns, strict=True)) * attention.num_layers, (config.vocab_size, hidden)]
         self._weights = [torch.randn(shape, device=device).to(options.torch_dtype) for shape in shapes]
         self._states = {n: torch.randn(n, device=device).to(options.torch_dtype) for n in {n for _, n in shapes}}
 
@@ -203,10 +203,10 @@ def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
     config, on_gpu = model.config, model.device.type == "cuda"
     bytes_per_s, flops_per_s = memory_rate(model.device), matrix_rate(model.device, model.dtype)
     read_s = model.decoder.weight_bytes / bytes_per_s
-    hidden = config.hidden_size
-    per_layer = hidden * (2 * config.query_size + 2 * config.kv_size + 3 * config.intermediate_size)
-    attention = PREFILL_TOKENS * config.query_size  # a query sees half of the tokens, for its scores and for its sum
-    per_token = 2 * config.num_layers * (per_layer + attention)
+    hidden, shape = config.hidden_size, config.attention
+    per_layer = hidden * (2 * shape.query_size + 2 * shape.kv_size + 3 * config.intermediate_size)
+    attention = PREFILL_TOKENS * shape.query_size  # a query sees half of the tokens, for its scores and for its sum
+    per_token = 2 * shape.num_layers * (per_layer + attention)
     prefill_s = PREFILL_TOKENS / figures["prefill_tokens_per_s"]
     flops = PREFILL_TOKENS * per_token + 2 * config.vocab_size * hidden
     return [

@@ -70,12 +70,12 @@ class RandomCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         config, options = self.shape, self._options
-        hidden, inner = config.hidden_size, config.intermediate_size
+        attention, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
         sizes = {
-            "q_proj": (config.query_size, hidden),
-            "k_proj": (config.kv_size, hidden),
-            "v_proj": (config.kv_size, hidden),
-            "o_proj": (hidden, config.query_size),
+            "q_proj": (attention.query_size, hidden),
+            "k_proj": (attention.kv_size, hidden),
+            "v_proj": (attention.kv_size, hidden),
+            "o_proj": (hidden, attention.query_size),
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
             "down_proj": (hidden, inner),

@@ -81,16 +81,16 @@ def find_model(source: str) -> tuple[Finding, ModelConfig | None]:
         return Finding("model", "warn", f"{source}: {error}", "a start shows whether transformers runs it"), None
     except (ModelError, OSError, ValueError) as error:
         return Finding("model", "fail", f"{source or 'the default model'}: {error}", "correct --model"), None
-    size = f"{config.num_layers} layers, {num_parameters(config) / 1e6:,.0f} M parameters"
+    size = f"{config.attention.num_layers} layers, {num_parameters(config) / 1e6:,.0f} M parameters"
     found = f"{checkpoint.name} ({config.model_type}, {size}, {config.max_model_len:,} tokens of context)"
     return Finding("model", "ok", found), config
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Count parameters without norms and biases, which hardly matter."""
-    hidden = config.hidden_size
-    layer = hidden * (2 * config.query_size + 2 * config.kv_size + 3 * config.intermediate_size)
-    return config.num_layers * layer + config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
+    hidden, shape = config.hidden_size, config.attention
+    layer = hidden * (2 * shape.query_size + 2 * shape.kv_size + 3 * config.intermediate_size)
+    return shape.num_layers * layer + config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
 
 
 def find_memory(config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int) -> Finding:

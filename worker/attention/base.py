@@ -43,6 +43,14 @@ class AttentionShape:
     """Per layer: how many tokens a query sees, itself included, or None for all. Empty: all, everywhere."""
 
     @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def longest_window(self) -> int | None:
         """Return how far back any layer sees. None: one of them sees everything."""
         windows = [window for window in self.windows if window is not None]

@@ -85,42 +85,20 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: AttentionShape
     rms_norm_eps: float
     rope: RopeConfig
     max_model_len: int
     tie_embeddings: bool
     qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()
-    """Per layer the number of tokens that a query sees, itself included, or None for all. Empty: all in every layer."""
-    attention_scale: float | None = None
-    """Factor on query-key products; None: head_dim ** -0.5."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(f"num_heads ({self.num_heads}) is no multiple of num_kv_heads ({self.num_kv_heads})")
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-            windows=self.sliding_windows,
-        )
+        shape, attention_sizes = self.attention, ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for owner, names in ((self, ("vocab_size", "hidden_size")), (shape, attention_sizes)):
+            for name in names:
+                if getattr(owner, name) < 1:
+                    raise CheckpointError(f"{name} must be at least 1, got {getattr(owner, name)}")
+        if shape.num_heads % shape.num_kv_heads:
+            raise CheckpointError(
+                f"num_heads ({shape.num_heads}) is no multiple of num_kv_heads ({shape.num_kv_heads})"
+            )

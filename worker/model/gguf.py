@@ -81,8 +81,8 @@ class GGUFCheckpoint(Checkpoint):
         if raw["sliding_window"]:
             raw |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * int(raw["num_hidden_layers"])}
         config = config_from_hf(raw, family)
-        if (num_rotated := self._field("rope.dimension_count")) not in (None, config.head_dim):
-            raise UnsupportedModel(f"rope.dimension_count is {num_rotated}, the head size {config.head_dim}")
+        if (num_rotated := self._field("rope.dimension_count")) not in (None, config.attention.head_dim):
+            raise UnsupportedModel(f"rope.dimension_count is {num_rotated}, the head size {config.attention.head_dim}")
         return config
 
     def _field(self, key: str) -> Any:

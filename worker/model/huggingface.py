@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.attention.base import AttentionShape
 from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import CheckpointError, ModelConfig, RopeConfig, RopeKind, UnsupportedModel
 
@@ -123,21 +124,25 @@ def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
         num_heads = int(raw["num_attention_heads"])
         max_len = int(raw["max_position_embeddings"])
         num_layers = int(raw["num_hidden_layers"])
+        head_dim = int(raw.get("head_dim") or int(raw["hidden_size"]) // num_heads)
         return ModelConfig(
             model_type=str(raw["model_type"]),
             vocab_size=int(raw["vocab_size"]),
             hidden_size=int(raw["hidden_size"]),
             intermediate_size=int(raw["intermediate_size"]),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // num_heads),
+            attention=AttentionShape(
+                num_layers=num_layers,
+                num_heads=num_heads,
+                num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+                head_dim=head_dim,
+                scale=max(1, head_dim) ** -0.5,
+                windows=_sliding_windows(raw, num_layers, family),
+            ),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=_rope(raw, max_len),
             max_model_len=max_len,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=family.qk_norm,
-            sliding_windows=_sliding_windows(raw, num_layers, family),
         )
     except KeyError as error:
         raise CheckpointError(f"config.json has no field {error.args[0]!r}") from error

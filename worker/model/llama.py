@@ -53,15 +53,15 @@ class LlamaDecoder:
         loader = _WeightLoader(checkpoint, config, options)
         self.embedding = loader.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._layers: list[LayerWeights] = []
-        for index in range(config.num_layers):
-            progress(index, config.num_layers)
+        for index in range(config.attention.num_layers):
+            progress(index, config.attention.num_layers)
             self._layers.append(loader.layer(f"model.layers.{index}"))
         self._norm = loader.norm("model.norm.weight")
         self._lm_head = loader.lm_head(self.embedding)
         loader.check_packed()
-        table = rope_table(config.rope, config.head_dim, config.max_model_len, checkpoint.rope_factors())
+        table = rope_table(config.rope, config.attention.head_dim, config.max_model_len, checkpoint.rope_factors())
         self._rope = make_rope(table.to(self.embedding), deterministic=options.deterministic)
-        progress(config.num_layers, config.num_layers)
+        progress(config.attention.num_layers, config.attention.num_layers)
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         hidden = functional.embedding(batch.token_ids, self.embedding)
@@ -83,17 +83,17 @@ class LlamaDecoder:
     def _qkv(
         self, layer: LayerWeights, states: Tensor, rotation: Rotation, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
+        shape = self.config.attention
         fused = layer.qkv(states, batch)  # (num_tokens, (heads + 2 kv_heads) * head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        split = num_rotated * config.head_dim
-        value = fused[:, split:].view(len(fused), -1, config.head_dim)
+        num_rotated = shape.num_heads + shape.num_kv_heads
+        split = num_rotated * shape.head_dim
+        value = fused[:, split:].view(len(fused), -1, shape.head_dim)
         if layer.qk_norm is not None:
-            heads = fused[:, :split].view(len(fused), num_rotated, config.head_dim)  # of q, then of k
-            normed = functional.rms_norm(heads, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
+            heads = fused[:, :split].view(len(fused), num_rotated, shape.head_dim)  # of q, then of k
+            normed = functional.rms_norm(heads, (shape.head_dim,), None, self.config.rms_norm_eps) * layer.qk_norm
             fused = normed.flatten(1)
         heads = rotation(fused, num_rotated)
-        return heads[:, : config.num_heads], heads[:, config.num_heads :], value
+        return heads[:, : shape.num_heads], heads[:, shape.num_heads :], value
 
 
 class _WeightLoader:
@@ -117,14 +117,14 @@ class _WeightLoader:
             )
 
     def layer(self, prefix: str) -> LayerWeights:
-        config, hidden = self._config, self._config.hidden_size
+        shape, hidden = self._config.attention, self._config.hidden_size
         attention = f"{prefix}.self_attn"
-        sizes = (config.query_size, config.kv_size, config.kv_size)
+        sizes = (shape.query_size, shape.kv_size, shape.kv_size)
         return LayerWeights(
             input_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], sizes, hidden),
             qk_norm=self._qk_norm(attention),
-            output=self._linear([f"{attention}.o_proj"], (hidden,), config.query_size),
+            output=self._linear([f"{attention}.o_proj"], (hidden,), shape.query_size),
             post_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._mlp(f"{prefix}.mlp"),
         )
@@ -148,11 +148,11 @@ class _WeightLoader:
         return rms_norm(weight, self._config.rms_norm_eps, deterministic=self._options.deterministic)
 
     def _qk_norm(self, attention: str) -> Tensor | None:
-        config = self._config
-        if not config.qk_norm:
+        if not self._config.qk_norm:
             return None
-        query, key = (self.tensor(f"{attention}.{name}_norm.weight", (config.head_dim,)) for name in "qk")
-        return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+        shape = self._config.attention
+        query, key = (self.tensor(f"{attention}.{name}_norm.weight", (shape.head_dim,)) for name in "qk")
+        return torch.cat((query.expand(shape.num_heads, -1), key.expand(shape.num_kv_heads, -1)))
 
     def lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):

@@ -95,7 +95,7 @@ class TransformersForCausalLM:
             raise UnsupportedModel(f"{checkpoint.path}: not every layer is attention through transformers' interface")
         if len({replace(layer, windows=()) for layer in layers}) != 1:
             raise UnsupportedModel(f"{checkpoint.path}: its layers' attention differs in size or scale")
-        first, windows = layers[0], tuple(layer.window(0) for layer in layers)
+        windows = tuple(layer.window(0) for layer in layers)
         max_len = getattr(text, "max_position_embeddings", None)
         if not max_len:
             raise UnsupportedModel(f"{checkpoint.path}: config.json has no max_position_embeddings")
@@ -104,16 +104,11 @@ class TransformersForCausalLM:
             vocab_size=int(text.vocab_size),
             hidden_size=int(text.hidden_size),
             intermediate_size=0,
-            num_layers=len(layers),
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
+            attention=replace(layers[0], num_layers=len(layers), windows=windows if any(windows) else ()),
             rms_norm_eps=0.0,
             rope=RopeConfig(),
             max_model_len=int(max_len),
             tie_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
-            sliding_windows=windows if any(windows) else (),
-            attention_scale=first.scale,
         )
 
     def _check(self, ids: Sequence[int], name: str, options: LoadOptions) -> None:

@@ -40,11 +40,12 @@ def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, 
 def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, dtype: torch.dtype) -> int:
     """Estimate from above what the largest step takes in addition to weights and pool."""
     hidden, inner = config.hidden_size, config.intermediate_size or 4 * config.hidden_size
-    projections = config.query_size + 2 * config.kv_size
+    shape = config.attention
+    projections = shape.query_size + 2 * shape.kv_size
     states = max_step_tokens * (4 * hidden + 2 * projections + 3 * inner)
-    gathered = max(config.max_model_len, max_step_tokens) * 2 * config.kv_size  # of one layer, for a resumed prefill
+    gathered = max(config.max_model_len, max_step_tokens) * 2 * shape.kv_size  # of one layer, for a resumed prefill
     sampling = max_num_seqs * config.vocab_size * _BYTES_PER_LOGIT
-    partial = max_num_seqs * config.query_size * _BYTES_PER_QUERY
+    partial = max_num_seqs * shape.query_size * _BYTES_PER_QUERY
     return (states + gathered) * dtype.itemsize + sampling + partial + _FIXED_BYTES
 
 

@@ -131,10 +131,10 @@ def test_layer_types_win_over_max_window_layers(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     qwen = {**raw, "model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
     family = FAMILIES["qwen2"]
-    assert config_from_hf(qwen, family).sliding_windows == (None, 7, 7)
+    assert config_from_hf(qwen, family).attention.windows == (None, 7, 7)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert config_from_hf({**qwen, "layer_types": kinds}, family).sliding_windows == (7, None, 7)
-    assert config_from_hf({**qwen, "use_sliding_window": False}, family).sliding_windows == ()
+    assert config_from_hf({**qwen, "layer_types": kinds}, family).attention.windows == (7, None, 7)
+    assert config_from_hf({**qwen, "use_sliding_window": False}, family).attention.windows == ()
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("weights", "squeezed")])

@@ -62,8 +62,8 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", reference, "llama", rope_factors=factors)
     checkpoint = GGUFCheckpoint(tmp_path / "model.gguf")
     config = checkpoint.config(FAMILIES[checkpoint.model_type])
-    table = rope_table(config.rope, config.head_dim, 256, checkpoint.rope_factors())
-    want = rope_table(hf.config.rope, hf.config.head_dim, 256)
+    table = rope_table(config.rope, config.attention.head_dim, 256, checkpoint.rope_factors())
+    want = rope_table(hf.config.rope, hf.config.attention.head_dim, 256)
     torch.testing.assert_close(table, want, rtol=0, atol=1e-4)
 
 

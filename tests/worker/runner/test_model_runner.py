@@ -13,6 +13,7 @@ from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
 from worker import loader
+from worker.attention.base import AttentionShape
 from worker.config import WorkerConfig
 from worker.engine.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -153,10 +154,7 @@ def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
         vocab_size=128_256,
         hidden_size=4096,
         intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+        attention=AttentionShape(32, 32, 8, 128, 128**-0.5),
         max_model_len=131_072,
     )
     loaded = SimpleNamespace(config=large, device=torch.device("cuda"), dtype=torch.bfloat16, options=model.options)
