@@ -1,4 +1,4 @@
-"""Block events. Replayed in order, they give exactly the set of hashes that a pool holds.
+"""Block events. Replayed in order since a pool's last reset, they give exactly the set of hashes that it holds.
 
 Stored comes with the first copy of a hash and Removed with the last: a set has no copies. Within one batch parents are
 stored before children and removed after them. So the set is prefix-closed after every batch.
@@ -25,9 +25,4 @@ class Removed:
     block_hash: BlockHash
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """The whole pool was reset: nothing stored before exists. An engine drops it, as it begins a new epoch."""
-
-
-BlockEvent = Stored | Removed | Cleared
+BlockEvent = Stored | Removed

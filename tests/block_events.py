@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache.events import BlockEvent, Cleared, Removed, Stored
+from cache.events import BlockEvent, Removed, Stored
 from cache.types import BlockHash
 
 
@@ -17,6 +17,4 @@ def replay(events: Iterable[BlockEvent], held: set[BlockHash] | None = None) -> 
                 held.add(block_hash)
             case Removed(block_hash):
                 held.discard(block_hash)
-            case Cleared():
-                held.clear()
     return held

@@ -120,9 +120,10 @@ class Allocator(ABC):
         return iter(())
 
     def reset(self) -> bool:
-        """Forget everything cached. False, and nothing changed, while any allocation lives."""
+        """Forget everything cached, and the events so far. False, and nothing changed, while any allocation lives."""
         if self._live:
             return False
+        self._events.clear()
         self._forget_all()
         return True
 

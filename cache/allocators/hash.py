@@ -13,7 +13,7 @@ from typing import Self, cast
 
 from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
-from cache.events import Cleared, Removed, Stored
+from cache.events import Removed, Stored
 from cache.hashing import extend_chain, hash_chain
 from cache.store import BlockStore
 from cache.types import NULL_BLOCK, BlockHash, BlockId
@@ -176,7 +176,6 @@ class HashAllocator(Allocator):
         self._hashes = [None] * self.num_blocks
         self._cached = {}
         self._copies = {}
-        self._events.append((Cleared(),))
 
     def _cache_gauges(self) -> tuple[int, int]:
         victim = next(iter(self._free), NULL_BLOCK)

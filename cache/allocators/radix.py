@@ -12,7 +12,7 @@ from typing import Self
 from cache.allocators.base import Allocation
 from cache.allocators.plain import FreeListAllocator
 from cache.allocators.radix_trie import Key, Match, RadixNode, RadixTrie
-from cache.events import Cleared, Removed, Stored
+from cache.events import Removed, Stored
 from cache.hashing import extend_chain
 from cache.types import BlockHash, BlockId
 
@@ -98,7 +98,6 @@ class RadixAllocator(FreeListAllocator):
 
     def _forget_all(self) -> None:
         self._free.extend(self.trie.evict(self.trie.num_blocks)[0])
-        self._events.append((Cleared(),))
 
     def _cache_gauges(self) -> tuple[int, int]:
         oldest = self.trie.oldest_access()

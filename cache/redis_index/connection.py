@@ -20,6 +20,18 @@ _FORMS: Final = "redis://, rediss://, unix://, redis[s]+sentinel:// or redis[s]+
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSettings:
+    """What all readers and writers of one index share."""
+
+    prefix: str = "headstart"
+    num_shards: int = 1
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    cluster_secret: bytes = field(default=b"", repr=False)
+    """Signs every entry, and only entries signed with it count. Empty: nothing is signed, and all that decode count."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClientSettings:
     username: str | None = None
     """Replaces the user of the URL, as `password` does, so that secrets can come from files."""

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -19,7 +19,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply, pack
-from cache.redis_index.connection import ClientSettings
+from cache.redis_index.connection import ClientSettings, IndexSettings
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.schema import ReplyError, Signer, brief
 from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA
@@ -38,9 +38,7 @@ _TIMEOUT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderSettings:
-    prefix: str = "headstart"
-    num_shards: int = 1
+class ReaderSettings(IndexSettings):
     deadline_s: float = 0.025
     poll_s: float = 1.0
     """How often an idle reader looks at the registry; the same probe closes an open breaker."""
@@ -51,10 +49,6 @@ class ReaderSettings:
     """The registry is read again at most this often, and for a tenth of the time,"""
     max_refresh_age_s: float = 5.0
     """and at least this often, whatever its version: a reply may have been wrong."""
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    cluster_secret: bytes = field(default=b"", repr=False)
-    """Only entries signed with it count. Empty: all that decode."""
 
 
 @dataclass(frozen=True, slots=True)

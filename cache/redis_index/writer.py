@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from redis.exceptions import ResponseError
@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
-from cache.redis_index.connection import ClientSettings
+from cache.redis_index.connection import ClientSettings, IndexSettings
 from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
 from cache.types import IndexEntry
 
@@ -36,9 +36,7 @@ _MAX_OLD_SETS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class WriterSettings:
-    prefix: str = "headstart"
-    num_shards: int = 1
+class WriterSettings(IndexSettings):
     lease_s: float = 6.0
     set_ttl_s: float = 120.0
     timeout_s: float = 2.0
@@ -46,10 +44,6 @@ class WriterSettings:
     """Entries per SADD, which Redis executes in one piece while lookups wait."""
     chunks_in_flight: int = 8
     dead_after_s: float = 3600.0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    cluster_secret: bytes = field(default=b"", repr=False)
-    """Signs the entry; empty: it stays unsigned."""
 
 
 class IndexWriter:
@@ -90,14 +84,10 @@ class IndexWriter:
         """Keep the connection; end only by cancellation."""
         await self.client.run()
 
-    @property
-    def member(self) -> WorkerMember:
-        return self._member
-
     def begin_epoch(self, member: WorkerMember) -> None:
         """Use `member` from now on. The next rewrite unlinks the old epoch's set."""
-        if member.worker_id != self._member.worker_id:
-            raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self._member.worker_id!r}")
+        if member.worker_id != self.member.worker_id:
+            raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self.member.worker_id!r}")
         self._describe(member)
         self.in_doubt = True
 
@@ -110,7 +100,7 @@ class IndexWriter:
         and `rewrite` must follow.
         """
         assert not self.in_doubt
-        key, worker_id = self._set_key, self._member.worker_id
+        key, worker_id = self._set_key, self.member.worker_id
         state = self._state(load, num_entries)
         commands: list[_Command] = [
             ("HGET", self._keys.states, worker_id),
@@ -146,8 +136,8 @@ class IndexWriter:
             state = schema.decode_state(found)
         except RegistryError:
             return False
-        is_genuine = not self._signer.enabled or verifies_state(self._signer.state_mac(self._member.worker_id), found)
-        return state.epoch == self._member.epoch and is_genuine
+        is_genuine = not self._signer.enabled or verifies_state(self._signer.state_mac(self.member.worker_id), found)
+        return state.epoch == self.member.epoch and is_genuine
 
     async def rewrite(self, held: Sequence[IndexEntry], load: WorkerLoad) -> bool:
         """Write a new generation of everything held, parents first, and switch to it. False: try again later."""
@@ -159,8 +149,8 @@ class IndexWriter:
         # After a failure, choose an unpredictable one: someone may have put a foreign key in our way.
         self._generation += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
-        worker_id, ttl_ms = self._member.worker_id, int(self._settings.set_ttl_s * 1000)
-        key = self._set_key = self._keys.blocks(worker_id, self._member.epoch, self._generation)
+        worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
+        key = self._set_key = self._keys.blocks(worker_id, self.member.epoch, self._generation)
         if not await self._fill(key, held, ttl_ms):
             return False
         state = self._state(load, len(held))
@@ -185,7 +175,7 @@ class IndexWriter:
 
     async def retire(self) -> None:
         """Leave the registry, unless another process has taken the entry over. Ignore errors: leases end."""
-        worker_id = self._member.worker_id
+        worker_id = self.member.worker_id
         replies = await self._ask(("HGET", self._keys.members, worker_id))
         if replies is None or replies[0] != self._record or not self._set_key:
             return
@@ -203,7 +193,7 @@ class IndexWriter:
             self.client.reconnect(str(error))
             return 0
         limit_ms = now_ms - int(self._settings.dead_after_s * 1000)
-        own = self._member.worker_id.encode()
+        own = self.member.worker_id.encode()
         dead = [field for field, value in entries if field != own and _is_dead(value, limit_ms)][:1000]
         if dead:
             await self._transaction(self._removal(dead))
@@ -214,7 +204,7 @@ class IndexWriter:
 
     def _registration(self) -> list[_Command]:
         return [
-            ("HSET", self._keys.members, self._member.worker_id, self._record),
+            ("HSET", self._keys.members, self.member.worker_id, self._record),
             ("SET", self._keys.version, secrets.token_hex(8)),
         ]
 
@@ -275,7 +265,7 @@ class IndexWriter:
         self._count("refused")
         if not self._is_refused:
             self._is_refused = True
-            logger.warning("Redis refuses what %s publishes: %s", self._member.worker_id, schema.brief(reply))
+            logger.warning("Redis refuses what %s publishes: %s", self.member.worker_id, schema.brief(reply))
 
     def _connection_changed(self, up: bool) -> None:
         self.in_doubt = True
@@ -307,7 +297,7 @@ class IndexWriter:
         now_ms = int(time.monotonic() * 1000 + self._offset_ms)
         self._batch += 1
         state = schema.encode_state(
-            self._member,
+            self.member,
             load,
             generation=self._generation,
             batch=self._batch,
@@ -315,12 +305,12 @@ class IndexWriter:
             written_ms=now_ms,
             num_entries=num_entries,
         )
-        return self._signer.sign_state(self._member.worker_id, state)
+        return self._signer.sign_state(self.member.worker_id, state)
 
     def _describe(self, member: WorkerMember) -> None:
         schema.check_key_part("worker_id", member.worker_id)
         schema.check_key_part("epoch", member.epoch)
-        self._member = member
+        self.member = member
         self._record = self._signer.sign_member(member.worker_id, schema.encode_member(member))
 
 

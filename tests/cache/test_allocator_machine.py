@@ -149,6 +149,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         assert self.allocator.reset() == (not self.running)
+        if not self.running:
+            self.published.clear()
 
     @invariant()
     def everything_holds(self) -> None:

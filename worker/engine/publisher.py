@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from cache.events import BlockEvent, Cleared, Removed, Stored
+from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, WriterSettings
@@ -58,9 +58,8 @@ class Changes:
         self._pending: dict[IndexEntry, bool] = {}
         """Entries in which the set differs, in order of change. True: held, False: removed."""
 
-    def apply(self, events: Sequence[BlockEvent]) -> bool:
-        """Apply events in order. True: the pool was cleared, and the set needs a rewrite."""
-        cleared = False
+    def apply(self, events: Sequence[BlockEvent]) -> None:
+        """Apply events in order."""
         for event in events:
             match event:
                 case Stored(block_hash) if (entry := index_entry(block_hash)) not in self.held:
@@ -69,10 +68,6 @@ class Changes:
                 case Removed(block_hash) if (entry := index_entry(block_hash)) in self.held:
                     del self.held[entry]
                     self._note(entry, False)
-                case Cleared():
-                    self.clear()
-                    cleared = True
-        return cleared
 
     def clear(self) -> None:
         self.held.clear()
@@ -216,8 +211,7 @@ class Publisher:
                 self._writer.begin_epoch(item)
                 continue
             events, self._load = item
-            if self._changes.apply(events):
-                self._writer.in_doubt = True
+            self._changes.apply(events)
 
     async def _publish(self) -> bool:
         """Bring the index up to date. False: it failed, retry soon."""

@@ -120,8 +120,7 @@ class Reporter:
         self._report(self._scheduler.allocator.take_events())
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """Drop the pool's pending events, since it is empty, and report as `member`."""
-        self._scheduler.allocator.take_events()
+        """Report the reset pool as `member`."""
         self._assigned_s = 0.0
         if self.listener is not None:
             self.listener.begin_epoch(member)

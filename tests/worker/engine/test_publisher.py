@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events import BlockEvent, Cleared, Removed, Stored
+from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
@@ -81,14 +81,11 @@ async def test_offered_blocks_are_found(redis_server: RedisServer) -> None:
         assert found[0].load.num_running == 7
 
 
-@pytest.mark.parametrize("has_event", [False, True])
-async def test_a_purge_is_a_new_epoch(redis_server: RedisServer, has_event: bool) -> None:
+async def test_a_purge_is_a_new_epoch(redis_server: RedisServer) -> None:
     hashes = chain(4)
     async with publishing(redis_server) as (publisher, index):
         publisher.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 4)
-        if has_event:
-            publisher.offer([Cleared()], WorkerLoad())
         publisher.begin_epoch(member("e1"))
         publisher.offer([Stored(hashes[0])], WorkerLoad())
         await matches(index, hashes, 1, "e1")
@@ -126,7 +123,7 @@ async def test_the_lease_is_renewed_without_events(redis_server: RedisServer) ->
                 await index.lookup([])
 
 
-@given(st.lists(st.tuples(st.sampled_from("srct"), st.integers(0, 8)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("srt"), st.integers(0, 8)), max_size=60))
 def test_taken_changes_turn_the_published_set_into_the_held_one(actions: list[tuple[str, int]]) -> None:
     blocks = chain(9)
     changes, published, held = Changes(), set[bytes](), set[BlockHash]()
@@ -140,10 +137,9 @@ def test_taken_changes_turn_the_published_set_into_the_held_one(actions: list[tu
             published = (published - set(removed)) | set(stored)
             assert changes.num_published == len(published)
             continue
-        event = {"s": Stored(blocks[number]), "r": Removed(blocks[number]), "c": Cleared()}[action]
+        event = {"s": Stored(blocks[number]), "r": Removed(blocks[number])}[action]
         replay([event], held)
-        if changes.apply([event]):
-            published = set()
+        changes.apply([event])
         assert set(changes.held) == {index_entry(block) for block in held}
     stored, removed = changes.take(1000)
     assert (published - set(removed)) | set(stored) == set(changes.held)
