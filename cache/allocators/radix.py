@@ -151,14 +151,12 @@ class RadixAllocation(Allocation):
         extend_chain(self._hashes, self._root, token_ids, num_full, size)
         keys = block_keys(token_ids, first, num_full, size)
         block_ids, hashes = self._block_ids[first:num_full], self._hashes[first:num_full]
-        num_known = 0
-        if not trie.grow(self.node, keys, block_ids, hashes):
-            above = self.node
-            if not self._caches_duplicates and trie.match(above, keys).block_ids:
-                self._has_stopped = True  # for good: a fork may share the blocks when the others are evicted
-                return
-            num_known, self.node = trie.insert(above, keys, block_ids, hashes)
-            trie.hold_below(self.node, above)
+        above = self.node
+        if not self._caches_duplicates and trie.match(above, keys).block_ids:
+            self._has_stopped = True  # for good: a fork may share the blocks when the others are evicted
+            return
+        num_known, self.node = trie.insert(above, keys, block_ids, hashes)
+        trie.hold_below(self.node, above)
         self._allocator._store(block_ids[num_known:], hashes[num_known:])
         self._num_inserted = num_full
 

@@ -113,7 +113,7 @@ class RadixTrie:
         for above in node.path():
             assert above.num_holders > 0, f"node {above.id} is released but not held"
             above.num_holders -= 1
-            above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)  # `grow` ticks one node alone
+            above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)  # a growing leaf ticks alone
             if not above.num_holders:
                 self.num_evictable += len(above.block_ids)
                 self._queue_if_leaf(above)
@@ -121,8 +121,19 @@ class RadixTrie:
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
     ) -> tuple[int, RadixNode]:
-        """Add blocks below `node`. Return the number of known keys, which keep their blocks, and the last node."""
+        """Add blocks below `node`. Return the number of known keys, which keep their blocks, and the last node.
+
+        A leaf with one holder, who is the caller, grows.
+        """
         assert len(keys) == len(block_ids), f"{len(keys)} keys for {len(block_ids)} blocks"
+        if node.parent is not None and not node.children and node.num_holders == 1:
+            self.time += 1
+            node.last_accessed = self.time
+            node.keys += keys
+            node.block_ids += block_ids
+            node.hashes += hashes
+            self.num_blocks += len(keys)
+            return 0, node
         match = self.match(node, keys)
         num_known = len(match.block_ids)
         node = self._cut(match)
@@ -136,20 +147,6 @@ class RadixTrie:
         self.num_evictable += len(child.keys)
         self._queue_if_leaf(child)
         return num_known, child
-
-    def grow(
-        self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]
-    ) -> bool:
-        """Append to a leaf that the caller alone holds, instead of inserting a node. False: `node` is no such leaf."""
-        if node.parent is None or node.children or node.num_holders != 1:
-            return False
-        self.time += 1
-        node.last_accessed = self.time
-        node.keys += keys
-        node.block_ids += block_ids
-        node.hashes += hashes
-        self.num_blocks += len(keys)
-        return True
 
     def evict(self, num_blocks: int) -> tuple[list[BlockId], list[BlockHash]]:
         """Drop `num_blocks` blocks, or all that can be; cut a leaf that has more, from its tail.

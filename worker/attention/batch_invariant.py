@@ -87,5 +87,4 @@ class InvariantAttention:
         age = torch.arange(tile * TILE, (tile + 1) * TILE)[:, None] - torch.arange((tile + 1) * TILE)[None, :]
         window = self._shape.window(layer)
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
-        dtype = self._cache.keys[0].dtype
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return torch.zeros(hidden.shape, dtype=self._cache.dtype).masked_fill_(hidden, float("-inf"))

@@ -40,6 +40,7 @@ class KVCache:
         pool = (2 * shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         # Zeroed: padding has a weight of 0, but 0 times a NaN of uninitialised memory is NaN.
         pools = torch.zeros(pool, dtype=dtype, device=device)
+        self.dtype, self.device = pools.dtype, pools.device
         self._rows = pools.view(len(pools), num_blocks * block_size, -1)
         """(2 * layers, slots, kv_heads * head_dim): the same memory"""
         self.keys: list[Tensor] = list(pools[: shape.num_layers])

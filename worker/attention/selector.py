@@ -21,17 +21,16 @@ def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bo
     """
     if deterministic:
         return InvariantAttention(shape, cache)
-    device, dtype = cache.keys[0].device, cache.keys[0].dtype
-    kernels = kernels_for(dtype, device, deterministic=deterministic)
+    kernels = kernels_for(cache.dtype, cache.device, deterministic=deterministic)
     if kernels is not None and attends(shape.head_dim):
         return CompiledPagedAttention(shape, cache, kernels)
-    if device.type != "cuda":
+    if cache.device.type != "cuda":
         return TorchPagedAttention(shape, cache)
     try:
         from worker.attention.xformers_paged import XformersPagedAttention, unsupported
     except ImportError as error:
         raise RuntimeError(f"device=cuda needs xformers: pip install 'headstart[cuda]' ({error})") from error
-    if reason := unsupported(shape, dtype, cache.block_size):
+    if reason := unsupported(shape, cache.dtype, cache.block_size):
         logger.warning("attention runs in plain torch, which is slow on a GPU: %s", reason)
         return TorchPagedAttention(shape, cache)
     return XformersPagedAttention(shape, cache)

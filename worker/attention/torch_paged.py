@@ -68,7 +68,6 @@ class TorchPagedAttention:
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
         self._shape = shape
         self._cache = cache
-        self._dtype = cache.keys[0].dtype
         self._scratch: dict[str, Tensor] = {}
 
     def plan(self, spans: Sequence[Span]) -> dict[int | None, PagedPlan]:
@@ -121,7 +120,7 @@ class TorchPagedAttention:
         blocks = list(span.block_table[low // size : -(-span.start // size)])
         mask = None
         hides_more = window is not None and span.stop - low > window
-        if hides_more or (span.start and self._device.type != "cpu"):  # `_flash` exists on a CPU only
+        if hides_more or (span.start and self._cache.device.type != "cpu"):  # `_flash` exists on a CPU only
             age = torch.arange(span.start, span.stop)[:, None] - torch.arange(low, span.stop)[None, :]
             mask = self._additive((age < 0) | (age >= (window or span.stop)))
         return _Chunk(
@@ -197,15 +196,11 @@ class TorchPagedAttention:
         first = blocks[0]
         if all(block == first + index for index, block in enumerate(blocks)):
             return slice(first, first + len(blocks))
-        return to_device(blocks, torch.int64, self._device)
+        return to_device(blocks, torch.int64, self._cache.device)
 
     def _additive(self, hidden: Tensor) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype)
-        return to_device(mask.masked_fill_(hidden, float("-inf")), self._dtype, self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._cache.keys[0].device
+        mask = torch.zeros(hidden.shape, dtype=self._cache.dtype)
+        return to_device(mask.masked_fill_(hidden, float("-inf")), self._cache.dtype, self._cache.device)
 
 
 def merge_partials(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:

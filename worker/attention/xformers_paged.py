@@ -65,7 +65,7 @@ class XformersPagedAttention:
     name = "xformers"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
-        if reason := unsupported(shape, cache.keys[0].dtype, cache.block_size):
+        if reason := unsupported(shape, cache.dtype, cache.block_size):
             raise ValueError(f"xformers attention: {reason}")
         self._shape = shape
         self._cache = cache
@@ -138,9 +138,9 @@ class XformersPagedAttention:
         bias = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
             q_seqlen=[1] * num_rows,
             kv_seqlen=[num_blocks * size] * num_rows,
-            block_tables=torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=self._device),
+            block_tables=torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=self._cache.device),
             page_size=size,
-            device=self._device,
+            device=self._cache.device,
         )
         bias.k_seqinfo.seqlen.fill_(1)
         return bias
@@ -156,15 +156,15 @@ class XformersPagedAttention:
         for row, (span, num_blocks) in enumerate(zip(spans, held, strict=True)):
             tables[row, :num_blocks] = span.block_table[:num_blocks]
             lengths[row] = span.stop
-        bias.block_tables[:, : max(held)].copy_(to_device(torch.from_numpy(tables), torch.int32, self._device))
-        bias.k_seqinfo.seqlen.copy_(to_device(torch.from_numpy(lengths), torch.int32, self._device))
+        bias.block_tables[:, : max(held)].copy_(to_device(torch.from_numpy(tables), torch.int32, self._cache.device))
+        bias.k_seqinfo.seqlen.copy_(to_device(torch.from_numpy(lengths), torch.int32, self._cache.device))
 
     def _plan_chunks(self, spans: Sequence[Span], first: int) -> Iterator[_Chunks]:
         for is_resumed, run in groupby(spans, key=lambda span: span.start > 0):
             for part in _runs_that_fit(list(run)) if is_resumed else [list(run)]:
                 stop = first + sum(span.num_tokens for span in part)
                 bias = attn_bias.BlockDiagonalCausalFromBottomRightMask.from_seqlens(
-                    [span.num_tokens for span in part], [span.stop for span in part], device=self._device
+                    [span.num_tokens for span in part], [span.stop for span in part], device=self._cache.device
                 )
                 yield _Chunks(first, stop, self._slots(part) if is_resumed else None, bias)
                 first = stop
@@ -175,11 +175,7 @@ class XformersPagedAttention:
         for span in spans:
             blocks = np.asarray(span.block_table[: -(-span.stop // size)], dtype=np.int64)
             parts.append((blocks[:, None] * size + np.arange(size)).reshape(-1)[: span.stop])
-        return to_device(torch.from_numpy(np.concatenate(parts)), torch.int64, self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._cache.keys[0].device
+        return to_device(torch.from_numpy(np.concatenate(parts)), torch.int64, self._cache.device)
 
 
 def _runs_that_fit(spans: Sequence[Span]) -> Iterator[list[Span]]:

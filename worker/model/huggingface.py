@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -40,7 +41,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if "auto_map" in self._raw and not self._raw.get("model_type"):
             raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
         self._files = _files_by_tensor(path)
-        self._opened: dict[Path, Any] = {}
+        self._open: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
         self.revision = revision or digest_files([path / "config.json", *set(self._files.values())])
 
     def config(self, family: ModelFamily) -> ModelConfig:
@@ -57,11 +58,6 @@ class SafetensorsCheckpoint(Checkpoint):
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from error
         return tensor
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")
-        return self._opened[file]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,24 +45,26 @@ def _cpu_rms_norm(weight: Tensor, eps: float, *, exact: bool) -> RmsNorm:
     return norm
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PlainMlp:
     """residual + down(silu(gate(x)) * up(x)), with gate and up in one product.
 
     x and residual (num_tokens, hidden_size). The result may be `residual` itself, written in place, or a new tensor.
     """
 
-    __slots__ = ("_down", "_gate_up", "weight_bytes")
+    gate_up: Linear
+    down: Linear
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up = gate_up
-        self._down = down
-        self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        gate, up = self._gate_up(states, batch).chunk(2, dim=-1)
-        return self._down.add_to(residual, functional.silu(gate).mul_(up), batch)
+        gate, up = self.gate_up(states, batch).chunk(2, dim=-1)
+        return self.down.add_to(residual, functional.silu(gate).mul_(up), batch)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OneDnnMlp:
     """`PlainMlp` with activation and multiplication fused into the products, while their results are in registers.
 
@@ -69,18 +72,18 @@ class OneDnnMlp:
     its time for 32 and 0.7 times for 512. Results are rounded once where the plain form rounds twice.
     """
 
-    __slots__ = ("_down", "_gate", "_up", "weight_bytes")
+    gate: OneDnnLinear
+    up: OneDnnLinear
+    down: OneDnnLinear
 
-    def __init__(self, gate: OneDnnLinear, up: OneDnnLinear, down: OneDnnLinear) -> None:
-        self._gate = gate
-        self._up = up
-        self._down = down
-        self.weight_bytes = gate.weight_bytes + up.weight_bytes + down.weight_bytes
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate.weight_bytes + self.up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        product, gate, up = torch.ops.mkldnn._linear_pointwise, self._gate, self._up
+        product, gate, up = torch.ops.mkldnn._linear_pointwise, self.gate, self.up
         gated = product(states, gate.packed, gate.bias, "swish", [], "")
-        return self._down.add_to(residual, product.binary(states, gated, up.packed, up.bias, "mul"), batch)
+        return self.down.add_to(residual, product.binary(states, gated, up.packed, up.bias, "mul"), batch)
 
 
 Mlp = PlainMlp | OneDnnMlp

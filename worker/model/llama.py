@@ -182,13 +182,7 @@ class _WeightLoader:
     def _bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
         if not any(self._checkpoint.has(f"{name}.bias") for name in names):
             return None
-        parts = [
-            self.tensor(f"{name}.bias", (size,))
-            if self._checkpoint.has(f"{name}.bias")
-            else torch.zeros(size, dtype=self._dtype, device=self._device)
-            for name, size in zip(names, rows, strict=True)
-        ]
-        return torch.cat(parts)
+        return torch.cat([self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, rows, strict=True)])
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._stored(name, shape).to(self._device, self._dtype, copy=True)

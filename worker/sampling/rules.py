@@ -45,8 +45,12 @@ class TokenRules:
 
     def __init__(self, row: SamplingRow, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
         params = row.params
-        longer = [word for word in params.bad_words if len(word) > 1]
-        self._bad_words = _BadWords(longer) if longer else None
+        self._last_ids: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        """By the head of a bad word of several tokens: the tokens that may not follow it."""
+        for word in params.bad_words:
+            if len(word) > 1:
+                self._last_ids[word[:-1]].append(word[-1])
+        self._head_lengths = {len(head) for head in self._last_ids}
         self._bias = _bias(params, vocab_size, device)
         self._stop_ids: Tensor | None = None
         """Tokens that are forbidden before min_tokens."""
@@ -73,7 +77,8 @@ class TokenRules:
         if row.allowed is not None:
             allowed = to_device(_unpack_bits(row.allowed, len(logits)), torch.bool, logits.device)
             logits.masked_fill_(~allowed, _FORBIDDEN)
-        if self._bad_words is not None and (completions := self._bad_words.completions(row.output_ids)):
+        heads = (tuple(row.output_ids[-length:]) for length in self._head_lengths)
+        if completions := [token_id for head in heads for token_id in self._last_ids.get(head, ())]:
             logits[_ids_to_device(_distinct(completions, len(logits)), logits.device)] = _FORBIDDEN
         self._penalise(logits, row)
         if self._bias is not None:
@@ -117,21 +122,6 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tens
     inside = (ids >= 0) & (ids < vocab_size)
     np.add.at(bias, ids[inside].astype(np.int64), values[inside])
     return to_device(torch.from_numpy(bias), torch.float32, device)
-
-
-class _BadWords:
-    """Words of several tokens: the last of each may not follow the others."""
-
-    def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        self._lasts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for word in words:
-            self._lasts[tuple(word[:-1])].append(word[-1])
-        self._lengths = sorted({len(head) for head in self._lasts})
-
-    def completions(self, output_ids: Sequence[int]) -> list[int]:
-        """Return the last tokens of the words whose other tokens end the output."""
-        heads = (tuple(output_ids[-length:]) for length in self._lengths)
-        return [token_id for head in heads for token_id in self._lasts.get(head, ())]
 
 
 class OutputCounts:
