@@ -21,8 +21,8 @@ from worker.kernels.cpu import AttentionKernel, Decodes, Kernels
 from worker.model.load import LoadOptions, load_model
 
 
-def pool(shape: AttentionShape, block_size: int) -> KVCache:
-    cache = KVCache(shape, 40, block_size, torch.bfloat16, torch.device("cpu"))
+def pool(shape: AttentionShape, block_size: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+    cache = KVCache(shape, 40, block_size, dtype, torch.device("cpu"))
     for seed, layer in enumerate((*cache.keys, *cache.values)):
         layer.copy_(states(*layer.shape, seed=seed))
     return cache
@@ -57,9 +57,7 @@ def test_it_equals_torch_over_scattered_pages(
     query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
-        cache = pool(shape, block_size)
-        if dtype == torch.float32:
-            cache.keys, cache.values = [k.float() for k in cache.keys], [v.float() for v in cache.values]
+        cache = pool(shape, block_size, dtype)
         attention = (
             TorchPagedAttention(shape, cache)
             if dtype == torch.float32
