@@ -21,7 +21,7 @@ _FORMS: Final = "redis://, rediss://, unix://, redis[s]+sentinel:// or redis[s]+
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """What all readers and writers of one index share."""
+    """The settings that all readers and writers of one index share."""
 
     prefix: str = "headstart"
     num_shards: int = 1
