@@ -240,6 +240,7 @@ _decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).d
 _POSITIONS_HEAD: Final = b"\x92\x03"
 """An array of two: the tag of PromptLogprobs, and its positions."""
 _POSITIONS_AT_ONCE: Final = 256
+_BUFFER_BYTES: Final = 4096
 
 
 def pack(message: object) -> bytes:
@@ -358,9 +359,11 @@ class _PositionsReader:
 class FrameReader:
     """Cuts a byte stream into frames."""
 
-    __slots__ = ("_num_fed", "_positions", "_unpacker")
+    __slots__ = ("_idle", "_num_fed", "_positions", "_unpacker")
 
-    def __init__(self) -> None:
+    def __init__(self, idle: list[msgpack.Unpacker] | None = None) -> None:
+        """`idle` keeps one unpacker for all readers of a thread: a new one costs as much as twenty frames."""
+        self._idle = [] if idle is None else idle
         self._unpacker: msgpack.Unpacker | None = None
         """Only while a frame is incomplete: it takes 41 KB, and a thousand streams may be open."""
         self._num_fed = 0
@@ -376,13 +379,12 @@ class FrameReader:
                     return frames
                 frames.append(PromptLogprobs(self._positions.positions))
                 self._positions, data = None, rest
-            unpacker = self._unpacker
+            unpacker, end = self._unpacker, 0
             if unpacker is None:
-                unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=4096, use_list=False)
-                self._num_fed = 0
+                unpacker = self._idle.pop() if self._idle else _new_unpacker()
+                end = self._num_fed = unpacker.tell()
             unpacker.feed(data)
             self._num_fed += len(data)
-            end = 0
             for message in unpacker:
                 frames.append(_frame(message))
                 end = unpacker.tell()
@@ -395,8 +397,17 @@ class FrameReader:
             raise
         except (ValueError, TypeError, LookupError, msgpack.UnpackException, RecursionError) as error:
             raise WireError(f"not a frame: {error}") from error
-        self._unpacker = None if end == self._num_fed else unpacker
+        if end != self._num_fed:
+            self._unpacker = unpacker
+            return frames
+        if self._unpacker is None and not self._idle and len(data) <= _BUFFER_BYTES:  # else its buffer has grown
+            self._idle.append(unpacker)
+        self._unpacker = None
         return frames
+
+
+def _new_unpacker() -> msgpack.Unpacker:
+    return msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=_BUFFER_BYTES, use_list=False)
 
 
 def _frame(message: Any) -> Frame:

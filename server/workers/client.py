@@ -54,7 +54,7 @@ class GenerateStream:
         self._pool = pool
         self.url = url
         self._request = request
-        self._reader = FrameReader()
+        self._reader = FrameReader(pool.unpackers)
         self._connection: HttpConnection | None = None
         self.completed = False
         """Set it when the last frame was read: the connection is kept for other requests."""

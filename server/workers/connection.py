@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgpack
 
 from server.workers.networks import WorkerNetworks
 from worker.wire import CONTENT_TYPE, Failed
@@ -260,6 +261,8 @@ class ConnectionPool:
         self._networks = networks or WorkerNetworks()
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._addresses: dict[str, WorkerAddress] = {}
+        self.unpackers: list[msgpack.Unpacker] = []
+        """For the streams over these connections: at most one, which holds no bytes."""
 
     async def send(self, url: str, call: bytes, body: bytes = b"") -> HttpConnection:
         """Send a `call` such as b"POST /generate" to a worker. Raises WorkerLost without a connection."""
