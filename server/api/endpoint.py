@@ -121,7 +121,8 @@ class GenerateEndpoint(ABC):
 
     async def _respond(self, formatter: ResponseFormatter, response: ResponseStream, scope: Scope, send: Send) -> None:
         with response.guard(client_of(scope)):
-            choices = await response.collect()
+            await response.run()
+            choices = response.take_deltas()
         headers = [(b"content-type", b"application/json"), *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
         async for part in rested(formatter.body(response, choices)):
@@ -144,26 +145,29 @@ class GenerateEndpoint(ABC):
         writer = SseWriter(send, response.headers)
         first_s = 0.0
 
-        async def deliver(deltas: list[ChoiceDelta]) -> None:
+        async def events_of(deltas: list[ChoiceDelta]) -> bytes:
             nonlocal first_s
             events = formatter.events(response, deltas)
             if not isinstance(events, bytes):
                 events = b"".join([part async for part in rested(events)])
-            if not events:
-                return
-            if not first_s:
+            if events and not first_s:
                 response.commit()
                 first_s = time.perf_counter()
                 self._metrics.ttft_s.observe(first_s - context.started_s)
-            await writer.write(events)
+            return events
+
+        async def deliver(deltas: list[ChoiceDelta]) -> None:
+            if events := await events_of(deltas):
+                await writer.write(events)
 
         try:
             with response.guard(client_of(scope)), self._services.keep_alive.keeping(writer):
                 await response.run(deliver)
+                last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
             if first_s and num_gaps > 0:
                 self._metrics.token_s.observe((time.perf_counter() - first_s) / num_gaps)
-            await writer.write(formatter.last_events(response), more=False)
+            await writer.write(last + formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -125,8 +125,9 @@ class Generation:
         return None not in [choice.finish_reason for choice in self.choices]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Generate every choice; `deliver` what is new as it arrives. Without it, call `take_deltas` once.
+        """Generate every choice; `deliver` what is new as it arrives. Call `take_deltas` for the last part.
 
+        That goes out together with whatever ends the response. Without `deliver` it is the whole answer.
         Raises ApiError, also for a poison request, or when no more prompts may wait.
         """
         spec, services = self.spec, self._services
@@ -252,34 +253,37 @@ class Generation:
     async def _read(
         self, stream: GenerateStream, placement: Placement, trace: Trace | None, deliver: Deliver | None
     ) -> None:
-        history, choices = self._history, self.choices
+        history = self._history
         history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
-                if not isinstance(frame, (Tokens, Finished)):
+                if not isinstance(frame, Tokens):
                     self._handle_control_frame(frame, stream, placement)
                     continue
-                if not 0 <= frame.choice < len(choices):
-                    raise WorkerLost(f"the worker speaks of choice {frame.choice}, there are {len(choices)}")
-                choice = choices[frame.choice]
-                if isinstance(frame, Tokens) and history.stage is not Stage.ANSWERED:
+                choice = self._choice(frame.choice)
+                if history.stage is not Stage.ANSWERED:
                     self._first_token(placement, trace)
-                if choice.finish_reason is not None:
-                    continue
-                if isinstance(frame, Tokens):
-                    if choice.take(frame):
-                        self._stopped_here(choice, placement.worker)
-                elif frame.reason == "abort":
-                    raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
-                else:
-                    choice.finish(frame.reason, frame.stop_token_id)
-            if deliver is not None and (deltas := self.take_deltas()):
+                if choice.finish_reason is None and choice.take(frame):
+                    self._stopped_here(choice, placement.worker)
+            if deliver is not None and not stream.completed and (deltas := self.take_deltas()):
                 await deliver(deltas)
 
+    def _choice(self, index: int) -> Choice:
+        """Raises WorkerLost."""
+        if not 0 <= index < len(self.choices):
+            raise WorkerLost(f"the worker speaks of choice {index}, there are {len(self.choices)}")
+        return self.choices[index]
+
     def _handle_control_frame(
-        self, frame: Started | PromptLogprobs | Failed | End, stream: GenerateStream, placement: Placement
+        self, frame: Started | Finished | PromptLogprobs | Failed | End, stream: GenerateStream, placement: Placement
     ) -> None:
         match frame:
+            case Finished():
+                choice = self._choice(frame.choice)
+                if choice.finish_reason is None:
+                    if frame.reason == "abort":
+                        raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
+                    choice.finish(frame.reason, frame.stop_token_id)
             case Started():
                 self._history.stage = Stage.PREFILLING
                 placement.prefill_started(frame.num_cached_tokens)
@@ -360,7 +364,10 @@ class ResponseStream:
             generation.client_has_output = True
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError."""
+        """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError.
+
+        Call `take_deltas` for the last part.
+        """
         if len(self.generations) == 1:
             await self.first.run(deliver)
             return
@@ -374,6 +381,8 @@ class ResponseStream:
         async def run_one(generation: Generation) -> None:
             async with slots:
                 await generation.run(None if deliver is None else deliver_in_turn)
+            if deliver is not None and (deltas := generation.take_deltas()):
+                await deliver_in_turn(deltas)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -382,9 +391,8 @@ class ResponseStream:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 
-    async def collect(self) -> list[ChoiceDelta]:
-        """Return every choice in full, by index. Raises ApiError."""
-        await self.run()
+    def take_deltas(self) -> list[ChoiceDelta]:
+        """Return what each choice gained since the last call, by index."""
         return [delta for generation in self.generations for delta in generation.take_deltas()]
 
     def usage(self) -> dict[str, object]:
