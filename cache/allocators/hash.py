@@ -23,7 +23,7 @@ class HashAllocator(Allocator):
     """An `Allocator` with lazy eviction. Every operation is O(1) for each block it concerns.
 
         refs[b] > 0     the number of block tables that b stands in
-        refs[b] <= 0    b is free; minus the time at which it was freed
+        refs[b] <= 0    b is free, since time -refs[b]
         hashes[b]       None, or the hash under which b is findable: `cached[hash] == b`, or b is in `copies[hash]`
 
     A block keeps its hash while it is free and loses it when it is taken again. Blocks of equal content may coexist:
@@ -144,6 +144,7 @@ class HashAllocator(Allocator):
         self._note(Stored, stored)
 
     def _evict(self, count: int) -> list[BlockId]:
+        """Take the next victims. Record Removed for each hash that no block has any more."""
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
         removed = []

@@ -213,7 +213,7 @@ class Generation:
                         await self._read(stream, placement, trace, deliver)
             return
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
-            if not (isinstance(error, WorkerLost) and self.finished):
+            if not (isinstance(error, WorkerLost) and self.finished):  # else only the End frame is missing
                 self._record_failure(worker, error)
         finally:
             placement.close()

@@ -110,7 +110,7 @@ class AttemptHistory:
                 failure = error_of(failed, self._spec)
             case WorkerFailed(failed=Failed(code="draining")):
                 self._exclude(worker)
-            case StaleConnection() if not self._num_refusals:
+            case StaleConnection() if not self._num_refusals:  # closed while idle: the same worker may have it
                 self._num_refusals = 1
             case _:
                 failure = self._lost(worker, error)
@@ -126,7 +126,7 @@ class AttemptHistory:
         raise failure from error
 
     def readmit_lost(self) -> bool:
-        """Let the lost workers have the request again, should they live. Return whether that is allowed."""
+        """Let the lost workers have the request again, if they live. Return whether that is allowed."""
         if not self.num_losses or self.num_suspicions or self._num_readmissions >= MAX_READMISSIONS:
             return False
         self._num_readmissions += 1
@@ -157,7 +157,7 @@ class AttemptHistory:
         if refusal.status in _RETRIED_STATUSES:
             self._refusals.append(refusal)
             self._num_refusals += 1
-            if refusal.status != 409 or self._num_refusals > 1:
+            if refusal.status != 409 or self._num_refusals > 1:  # 409: it has restarted, and its new epoch may have it
                 self._exclude(worker)
             if self._num_refusals <= MAX_REFUSALS and state.budget.spend():
                 return None
@@ -171,6 +171,7 @@ class AttemptHistory:
             self._state.fleet.report_failure(worker.worker_id)
         self._exclude(worker)
         self.num_losses += 1
+        # A candidate is not suspected again before its prefill: the next worker says Started for one at a time.
         if self.stage is Stage.PREFILLING or (self.stage is Stage.ACCEPTED and not self.num_suspicions):
             self.num_suspicions += 1
         if self.num_suspicions >= MAX_SUSPICIONS:

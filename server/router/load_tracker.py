@@ -34,7 +34,7 @@ class ActiveRequest:
     prefill_s: float
     """Estimated prefill time."""
     remaining_s: float
-    """Estimated prefill time left, kept by workers whose prefills share each step."""
+    """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
     num_new_blocks: int
     """Blocks that the worker did not hold when it was chosen."""
@@ -188,7 +188,7 @@ class WorkerLoadEstimate:
         """Return how long the prefills here delay a new one of `prefill_s`, and how many it would displace.
 
         A step goes half to the oldest prefill and half to the shortest. Of other gateways only the sum of their work
-        is known; it counts as old.
+        is known; it counts with the oldest.
         """
         if not self._queue and self._others_s <= 0.0:
             return 0.0, 0.0

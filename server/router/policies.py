@@ -102,9 +102,8 @@ class Policy:
 class Headstart(Policy):
     """The lowest cost in seconds: see `CostModel`.
 
-    With several gateways, random jitter of up to the age of the worker's report is added. It is unknown what others
-    sent since then, and all would take the same idle worker. An affinity key's own worker gets a discount of a small
-    part of the prefill: any match or queue outweighs it.
+    With several gateways, a random part of the report's age is added: what others sent since is unknown, and all would
+    take the same idle worker. An affinity key's own worker gets a small discount: any match or queue outweighs it.
     """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:

@@ -56,7 +56,7 @@ class WorkerView(msgspec.Struct, eq=False):
     num_displaced: float
     """Prefills there that it would delay.
 
-    A float: the oldest prefill and the work of other gateways together count 0.5, since they keep half of each step.
+    A float: half of each step stays with the oldest prefill and other gateways' work, which together count 0.5.
     """
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""

@@ -27,7 +27,7 @@ REPORT_INTERVAL_S: Final = 0.05
 _HALF_LIFE_S: Final = 20.0
 """Seconds of prefill after which a measurement weighs half."""
 _IDLE_HALF_LIFE_S: Final = 120.0
-"""Seconds without prefill after which it does: what slowed the device may have ended."""
+"""Seconds without prefill after which a measurement weighs half: what slowed the device may have ended."""
 _HALF_LIFE_STARTS: Final = 32
 """Starts after which a measured interval weighs half."""
 
@@ -59,7 +59,7 @@ class PrefillRate:
 
 
 class StartInterval:
-    """Mean time between two starts while requests wait: how fast the queue drains, whatever the device does."""
+    """Mean time from one start of a request to the next, while others wait: how fast the queue drains."""
 
     def __init__(self) -> None:
         self._num_started = 0.0
