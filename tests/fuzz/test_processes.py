@@ -22,8 +22,9 @@ from tests.fuzz.harness import SEED
 from tests.fuzz.redis_proxy import Proxy, random_fault
 from tests.fuzz.rig import PUBLISHER, SECRET, Parts, keys_of
 from tests.redis_server import RedisServer, redis_binaries, until
+from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from worker.engine.publisher import Publisher
 from worker.wire import TokenizerBundle

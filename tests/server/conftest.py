@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer, trained on the spot, and the bundle a worker would serve with it."""
+"""A small byte-level tokenizer, trained on the spot, the bundle that a worker serves with it, and such a worker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.server.scripted_worker import ScriptedWorker
 from worker.wire import TokenizerBundle
 
 CHATML = (
@@ -14,6 +15,7 @@ CHATML = (
     "{{ message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+ANSWER = "The capital of France is Paris. 🎉 你好"
 CORPUS = (
     "The capital of France is Paris. What is the weather like today? I would like to book a flight to New York, "
     "please tell me which seats are free.\n\n1. First, cancel the reservation.\n2. Then ask the user for the address.\n"
@@ -59,3 +61,8 @@ def raw_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def bundle(raw_tokenizer: Tokenizer) -> TokenizerBundle:
     return bundle_of(raw_tokenizer)
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)

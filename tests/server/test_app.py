@@ -10,12 +10,12 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat, check_completion, events
 from worker.wire import TokenizerBundle
 
-ANSWER = "The capital of France is Paris. 🎉 你好"
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 

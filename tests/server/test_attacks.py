@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from tokenizers import Tokenizer
 
 from server.auth.authentication import OpsKeyMiddleware
 from server.event_loop import at_once
@@ -20,7 +19,6 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S
-from worker.wire import TokenizerBundle
 
 
 def depth(body: bytes) -> int:
@@ -29,11 +27,6 @@ def depth(body: bytes) -> int:
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 BODY = json.dumps(chat()).encode()
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
 
 
 def head(*lines: str, target: str = "/v1/chat/completions", host: str = "h") -> bytes:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from server.schema.fields import ModelFields
 from server.schema.requests import (
@@ -22,7 +21,6 @@ from server.schema.requests import (
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
-from worker.wire import TokenizerBundle
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
 BODIES: dict[str, dict[str, Any]] = {
@@ -50,11 +48,6 @@ HINTS: dict[str, Any] = {
     "stream_options": {"include_obfuscation": False},
 }
 FIELD = re.compile(r"`([a-z_]+)`")
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
 
 
 def section(title: str) -> str:

@@ -20,10 +20,11 @@ from tokenizers import Tokenizer
 
 from server.config import GatewayConfig, parse
 from tests.e2e.serving import free_ports
+from tests.server.conftest import ANSWER
 from tests.server.http.test_hosts import rebound
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 
@@ -74,11 +75,6 @@ async def gateway_process(*arguments: str) -> AsyncIterator[Process]:
             process.kill()
         await process.wait()
         await drained
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
 
 
 async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:

@@ -31,14 +31,8 @@ from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import chat
-from worker.wire import TokenizerBundle
 
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: RawTokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
 
 
 async def post(url: str, body: object, path: str = "/v1/chat/completions") -> tuple[int, dict[str, str], bytes]:

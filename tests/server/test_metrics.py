@@ -12,9 +12,10 @@ from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import Epoch, WorkerId
 from server.ops.overview import Overview
 from server.workers.fleet import NoIndex
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.waiting import until
 from worker.wire import TokenizerBundle
 

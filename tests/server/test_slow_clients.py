@@ -7,23 +7,16 @@ import json
 import socket
 from collections.abc import AsyncIterator
 
-import pytest
-from tokenizers import Tokenizer
-
 from server.workers.connection import HIGH_WATER_BYTES
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.waiting import HANG_S, until
-from worker.wire import Frame, GenerateRequest, Started, TokenizerBundle, Tokens
+from worker.wire import Frame, GenerateRequest, Started, Tokens
 
 NUM_SLOW = 3
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
 
 
 def connected(port: int) -> socket.socket:

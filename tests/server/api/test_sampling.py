@@ -9,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_app import ANSWER, chat, post
-from worker.wire import Grammar, SamplingParams, TokenizerBundle
+from tests.server.test_app import chat, post
+from worker.wire import Grammar, SamplingParams
 
 PROMPT = "What is the capital of France?"
 ROUTES: dict[str, dict[str, Any]] = {
@@ -46,11 +47,6 @@ GRAMMARS = [
     ({"json": {"type": "object"}}, Grammar("json_schema", '{"type":"object"}')),
     ({"json_object": True}, Grammar("json_object", "")),
 ]
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from server.auth.identity import KeyFile, digest_text
 from server.auth.limits import AuthThrottle
@@ -17,7 +16,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S, until
-from worker.wire import Frame, GenerateRequest, TokenizerBundle
+from worker.wire import Frame, GenerateRequest
 
 KEYS = {
     "My API Key": 'tenant = "one"',
@@ -39,11 +38,6 @@ ROUTES = [
     ("POST", "/detokenize"),
     ("GET", "/version"),
 ]
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode("Paris").ids)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from cache.records import WorkerLoad
 from cache.redis_index import IndexWriter, WriterSettings
@@ -23,10 +22,9 @@ from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.server.cli.commands import status_of
 from tests.server.scripted_worker import ScriptedWorker, listening
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import until
-from worker.wire import TokenizerBundle
 
 WRITER = WriterSettings(prefix="team-a", num_shards=2, lease_s=60.0)
 
@@ -36,11 +34,6 @@ def redis() -> Iterator[RedisServer]:
     binary = newest_redis()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder), binary) as server:
         yield server
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
 
 
 @asynccontextmanager

@@ -20,8 +20,9 @@ from server.cli import doctor
 from server.cli.common import CommandError
 from server.cli.top import View, events, index_state, ops_url, picture
 from tests.server.cli.commands import status_of
+from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle

@@ -12,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.ops.app import FOLDER
+from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from tests.server.test_gateway import Process, gateway_process
 from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.server.conftest import ANSWER
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_app import ANSWER
 from worker.wire import TokenizerBundle
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from server.request import limits
 from server.request.retry import RetryBudget
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Refuse, Script
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from worker.wire import Failed, Frame, GenerateRequest, Started
 
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, stalls_after
 from tests.server.scripted_worker import ScriptedWorker, until
 from tests.server.sse_grammar import check_chat, events
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.test_app import chat, post
 from worker.wire import Failed, Frame, GenerateRequest, Started
 
 

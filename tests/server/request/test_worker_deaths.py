@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 
 from cache.types import Epoch
 from server.request.retry import MAX_LOSSES
+from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Die, Script, ScriptedWorker
 from tests.server.sse_grammar import GrammarError, check_chat, events
-from tests.server.test_app import ANSWER, MESSAGES, chat, client, post
+from tests.server.test_app import MESSAGES, chat, client, post
 from tests.waiting import HANG_S, until
 from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, TokenizerBundle, Tokens
 
