@@ -6,9 +6,10 @@ The index is a hint. A stale or poisoned one costs speed, never a token: a worke
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -61,6 +62,12 @@ class WorkerMember:
     """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: unknown."""
     oldest_protocol: int = 0
     """The oldest wire protocol that the worker still speaks; 0: `protocol` alone."""
+    prefill_order: Literal["shared", "fifo"] = "shared"
+    """How prefills share a step: half goes to the oldest and half to the shortest; or first come, first served."""
+    unsupported: tuple[str, ...] = ()
+    """Features of requests that it cannot serve (`worker.wire.required_features`); none at our own engine."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it serves, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,11 @@ def signature(cluster_secret: bytes, member: WorkerMember) -> str:
 def signed(cluster_secret: bytes, member: WorkerMember) -> WorkerMember:
     """Return `member` with its signature."""
     return replace(member, secret_check=signature(cluster_secret, member))
+
+
+def new_epoch() -> Epoch:
+    """Draw a random epoch."""
+    return Epoch(secrets.token_hex(8))
 
 
 def in_new_epoch(member: WorkerMember, epoch: Epoch, now_ms: int) -> WorkerMember:

@@ -7,34 +7,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
-from worker.model.config import DTYPES, ModelConfig, ModelError, UnsupportedModel
-from worker.model.load import find_checkpoint, find_family, is_hub_id
+from worker.common.checks import Check, print_check
+from worker.model.config import DTYPES, ModelConfig
+from worker.model.errors import ModelError, UnsupportedModel
+from worker.model.load import find_checkpoint, find_family
 from worker.runner.memory import block_bytes, free_memory_bytes
+from worker.tokenizer_files import is_hub_id
 
 BLOCK_SIZE: Final = 16
 MIN_POOL_BLOCKS: Final = 64
 
 
-class Finding(NamedTuple):
-    """A `server.cli.doctor.Check`."""
-
-    name: str
-    status: str
-    found: str
-    mend: str = ""
-
-
-def findings(options: argparse.Namespace) -> Iterator[Finding]:
+def findings(options: argparse.Namespace) -> Iterator[Check]:
     """Yield the checks in the order in which a worker starts."""
-    yield Finding("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    yield Check("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
     asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked if options.device == "auto" else options.device)
     found_device = find_device(device)
@@ -45,45 +38,45 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
         yield find_memory(config, device, options.dtype, options.num_workers)
 
 
-def find_device(device: torch.device) -> Finding:
+def find_device(device: torch.device) -> Check:
     """Check the device that a worker would take."""
     if device.type != "cuda":
         if Path("/dev/nvidiactl").exists():
             mend = "install a torch built for CUDA: requirements/cuda.txt"
-            return Finding("gpu", "warn", "a GPU is there, but this torch cannot use it", mend)
-        return Finding("gpu", "ok", "none: workers run on the CPU")
+            return Check("gpu", "warn", "a GPU is there, but this torch cannot use it", mend)
+        return Check("gpu", "ok", "none: workers run on the CPU")
     num_gpus = torch.cuda.device_count()
     if (device.index or 0) >= num_gpus:
         mend = "install its driver, name another device, or take --device cpu"
-        return Finding("gpu", "fail", f"--device {device}: torch sees {num_gpus} GPUs", mend)
+        return Check("gpu", "fail", f"--device {device}: torch sees {num_gpus} GPUs", mend)
     if importlib.util.find_spec("xformers") is None:
-        return Finding("gpu", "fail", "xformers is not installed", "pip install 'headstart[cuda]'")
+        return Check("gpu", "fail", "xformers is not installed", "pip install 'headstart[cuda]'")
     free, total = torch.cuda.mem_get_info(device)
     found = f"{torch.cuda.get_device_name(device)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if free < total / 2:
-        return Finding("gpu", "warn", found, "another process holds most of it: `nvidia-smi` names it")
-    return Finding("gpu", "ok", found)
+        return Check("gpu", "warn", found, "another process holds most of it: `nvidia-smi` names it")
+    return Check("gpu", "ok", found)
 
 
-def find_model(source: str) -> tuple[Finding, ModelConfig | None]:
+def find_model(source: str) -> tuple[Check, ModelConfig | None]:
     """Read the checkpoint's head. A Hugging Face id is looked up among what was fetched."""
     if is_hub_id(source) and not Path(source).expanduser().exists():
         from huggingface_hub import try_to_load_from_cache
 
         name, _, revision = source.partition("@")
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision or None), str):
-            return Finding("model", "ok", f"{source} is in the cache of Hugging Face"), None
-        return Finding("model", "warn", f"{source} is not here yet", f"fetch it first: hf download {name}"), None
+            return Check("model", "ok", f"{source} is in the cache of Hugging Face"), None
+        return Check("model", "warn", f"{source} is not here yet", f"fetch it first: hf download {name}"), None
     try:
         checkpoint = find_checkpoint(source)
         config = checkpoint.config(find_family(checkpoint.model_type))
     except UnsupportedModel as error:
-        return Finding("model", "warn", f"{source}: {error}", "a start shows whether transformers runs it"), None
+        return Check("model", "warn", f"{source}: {error}", "a start shows whether transformers runs it"), None
     except (ModelError, OSError, ValueError) as error:
-        return Finding("model", "fail", f"{source or 'the default model'}: {error}", "correct --model"), None
+        return Check("model", "fail", f"{source or 'the default model'}: {error}", "correct --model"), None
     size = f"{config.attention.num_layers} layers, {num_parameters(config) / 1e6:,.0f} M parameters"
     found = f"{checkpoint.name} ({config.model_type}, {size}, {config.max_model_len:,} tokens of context)"
-    return Finding("model", "ok", found), config
+    return Check("model", "ok", found), config
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -93,7 +86,7 @@ def num_parameters(config: ModelConfig) -> int:
     return shape.num_layers * layer + config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
 
 
-def find_memory(config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int) -> Finding:
+def find_memory(config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int) -> Check:
     """Check that weights fit, and a pool for one request of the whole context."""
     asked = DTYPES[dtype or ("float32" if device.type == "cpu" else "bfloat16")]
     weights = num_parameters(config) * asked.itemsize
@@ -108,10 +101,10 @@ def find_memory(config: ModelConfig, device: torch.device, dtype: str | None, nu
         f"weights and {context / 2**30:.1f} for one request of the whole context"
     )
     if num_sharing * (weights + MIN_POOL_BLOCKS * per_block) > free:
-        return Finding("memory", "fail", found, "take fewer --num-workers, --dtype bfloat16, or a smaller model")
+        return Check("memory", "fail", found, "take fewer --num-workers, --dtype bfloat16, or a smaller model")
     if num_sharing * (weights + context) > free:
-        return Finding("memory", "warn", found, "the context is cut to the pool: fewer workers, or bfloat16")
-    return Finding("memory", "ok", found)
+        return Check("memory", "warn", found, "the context is cut to the pool: fewer workers, or bfloat16")
+    return Check("memory", "ok", found)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--num-workers", type=int, default=1)
     for finding in findings(parser.parse_args(argv)):
-        print(json.dumps(finding._asdict()), flush=True)
+        print_check(finding)
     return 0
 
 

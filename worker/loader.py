@@ -13,12 +13,12 @@ import torch
 
 from cache.allocators import make_allocator
 from cache.hashing import Namespace
-from cache.records import WorkerMember, signed
+from cache.records import WorkerMember, new_epoch, signed
 from cache.types import BlockId, WorkerId
 from worker.config import WorkerConfig, default_step_tokens
-from worker.engine.engine import EngineCore, new_epoch
+from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.reporter import PrefillRate
+from worker.engine.rates import PrefillRate
 from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.model.config import LoadOptions
 from worker.model.load import LoadedModel, load_model

@@ -5,20 +5,17 @@ GGUF files hold a vocabulary and merges; for byte-level BPE families they become
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.model.config import CheckpointError, UnsupportedModel
+from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint, Metadata
-from worker.model.huggingface import read_json
 from worker.model.load import LoadedModel
+from worker.tokenizer_files import canonical_json, fields_of_folder, fingerprint
 from worker.wire import TokenizerBundle
 
 _END_OF_TURN: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
@@ -54,9 +51,9 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
     if isinstance(checkpoint, GGUFCheckpoint):
         fields = _from_gguf(checkpoint.metadata)
     else:
-        fields = _from_folder(checkpoint.path)
+        fields = fields_of_folder(checkpoint.path)
     return TokenizerBundle(
-        fingerprint=_fingerprint(*fields.values()),
+        fingerprint=fingerprint(*fields.values()),
         model=checkpoint.name,
         revision=checkpoint.revision,
         vocab_size=model.config.vocab_size,
@@ -64,14 +61,6 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
         block_size=block_size,
         **fields,
     )
-
-
-def _fingerprint(tokenizer_json: bytes, *fields: object) -> str:
-    """Digest the fields by which two tokenizers differ."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (tokenizer_json, repr(fields).encode()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
 
 
 def _from_gguf(metadata: Metadata) -> dict[str, Any]:
@@ -97,64 +86,6 @@ def _from_gguf(metadata: Metadata) -> dict[str, Any]:
         "eos_token_ids": tuple(sorted(ids)),
         "add_bos": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
     }
-
-
-def _from_folder(folder: Path) -> dict[str, Any]:
-    """Return the fields of the fingerprint, in its order."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
-    tokenizer_json = file.read_bytes()
-    try:
-        tokenizer = Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:  # the binding raises plain Exception for whatever is wrong with the file
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    config = _optional_json(folder / "tokenizer_config.json")
-    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
-    bos_id = None if bos is None else tokenizer.token_to_id(bos)
-    return {
-        "tokenizer_json": tokenizer_json,
-        "chat_template": _chat_template(folder, config),
-        "bos_token": bos,
-        "eos_token": eos,
-        "eos_token_ids": _eos_token_ids(folder, tokenizer, eos),
-        "add_bos": bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
-    }
-
-
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    """Take generation_config.json, else config.json, and the tokenizer's own EOS in any case."""
-    ids: set[int] = set()
-    for file in ("generation_config.json", "config.json"):
-        listed = _optional_json(folder / file).get("eos_token_id")
-        if listed is not None:
-            ids.update(listed if isinstance(listed, list) else [listed])
-            break
-    if eos is not None and (eos_id := tokenizer.token_to_id(eos)) is not None:
-        ids.add(eos_id)
-    return tuple(sorted(int(token_id) for token_id in ids))
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Read chat_template.jinja, or the field of tokenizer_config.json: a text, or named texts with a `default`."""
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _token_text(token: object) -> str | None:
-    """Return the text of a special token, which is stored as a text or as an object with its `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
@@ -206,8 +137,3 @@ def _add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequ
     tokenizer.add_tokens(added)
     if tokenizer.get_vocab_size() != len(tokens):
         raise CheckpointError(f"the GGUF vocabulary of {len(tokens)} became {tokenizer.get_vocab_size()} tokens")
-
-
-def canonical_json(tokenizer: Tokenizer) -> bytes:
-    """Return tokenizer.json, the same bytes for the same tokenizer in every process."""
-    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")).encode()

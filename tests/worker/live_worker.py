@@ -20,7 +20,7 @@ from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.reporter import PrefillRate
+from worker.engine.rates import PrefillRate
 from worker.engine.step import Runner
 from worker.http.app import make_app
 from worker.http.service import WorkerService

@@ -14,26 +14,26 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final
 
-from cache.records import WorkerLoad, WorkerMember, in_new_epoch
+from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
 from worker.engine.inflight import InFlightBatches
 from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey, StepLog
-from worker.engine.reporter import PrefillRate, Reporter, debug_state
+from worker.engine.rates import PrefillRate
+from worker.engine.reporter import Reporter, debug_state
 from worker.engine.step import Runner
 from worker.grammar import GrammarCompiler
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
-from worker.scheduler.validation import refusal
+from worker.validation import refusal
 from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,6 @@ POLL_INTERVAL_S: Final = 0.0005
 """How late the end of a prefill step may be noticed while commands are awaited."""
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
-
-
-def new_epoch() -> Epoch:
-    """Draw a random epoch."""
-    return Epoch(secrets.token_hex(8))
 
 
 class EngineCore:
@@ -93,6 +88,10 @@ class EngineCore:
     def load(self) -> WorkerLoad:
         return self._reporter.load
 
+    @property
+    def index_problem(self) -> str | None:
+        return None
+
     def start(
         self,
         deliver: Callable[[list[EngineOutput]], object],
@@ -104,6 +103,12 @@ class EngineCore:
         self._reporter.listener = listener
         self._thread.start()
 
+    async def supervise(self) -> None:
+        await self.watchdog.exit_on_hang(self._max_step_s)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.stop)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread after the current step. Open requests get no more frames."""
         self._stopping = True
@@ -113,7 +118,10 @@ class EngineCore:
     def refusal(self, request: GenerateRequest) -> Failed | None:
         allocator = self._scheduler.allocator
         pool_tokens = (allocator.num_blocks - 1) * allocator.block_size
-        return refusal(request, self._scheduler.limits, pool_tokens, self.bundle.vocab_size)
+        limits = self._scheduler.limits
+        return refusal(
+            request, limits.max_model_len, pool_tokens, self.bundle.vocab_size, limits.max_batch_total_tokens
+        )
 
     async def prepare(self, request: GenerateRequest) -> Mapping[int, Constraint]:
         try:

@@ -103,6 +103,10 @@ class Engine(Protocol):
     def load(self) -> WorkerLoad:
         """The load as last reported."""
 
+    @property
+    def index_problem(self) -> str | None:
+        """Why the events tell less than the engine holds, or None."""
+
     def start(
         self,
         deliver: Callable[[list[EngineOutput]], object],
@@ -110,6 +114,12 @@ class Engine(Protocol):
         listener: EventPublisher | None = None,
     ) -> None:
         """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
+
+    async def supervise(self) -> None:
+        """Watch the started engine until cancelled. Ends the process, or raises, when it hangs or cannot go on."""
+
+    async def close(self) -> None:
+        """End the engine after what it is doing. Open requests get no more frames."""
 
     def refusal(self, request: GenerateRequest) -> Failed | None:
         """Return why the engine can never serve this request, or None."""

@@ -18,70 +18,13 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EventPublisher
+from worker.engine.rates import PrefillRate, StartInterval
 from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence
 from worker.scheduler.scheduler import Scheduler
 
 REPORT_INTERVAL_S: Final = 0.05
-_HALF_LIFE_S: Final = 20.0
-"""Seconds of prefill after which a measurement weighs half."""
-_IDLE_HALF_LIFE_S: Final = 120.0
-"""Seconds without prefill after which a measurement weighs half: what slowed the device may have ended."""
-_HALF_LIFE_STARTS: Final = 32
-"""Starts after which a measured interval weighs half."""
-
-
-class PrefillRate:
-    """Tokens per second over the recent steps that mostly prefilled."""
-
-    def __init__(self, num_tokens: int = 0, duration_s: float = 0.0) -> None:
-        """Begin with a measurement, if there is one."""
-        self._num_tokens = float(num_tokens)
-        self._duration_s = duration_s
-        self._measured_s: float | None = None
-
-    def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
-        """Add a measurement that ended at `now_s`."""
-        idle_s = 0.0 if self._measured_s is None else max(0.0, now_s - duration_s - self._measured_s)
-        self._measured_s = now_s
-        fade = 0.5 ** (duration_s / _HALF_LIFE_S + idle_s / _IDLE_HALF_LIFE_S)
-        self._num_tokens = fade * self._num_tokens + num_tokens
-        self._duration_s = fade * self._duration_s + duration_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._num_tokens / self._duration_s if self._duration_s > 0.0 else 0.0
-
-    def seconds(self, num_tokens: int) -> float:
-        """Return the time that these tokens take; 0.0 before the first measurement."""
-        return num_tokens * self._duration_s / self._num_tokens if self._num_tokens > 0.0 else 0.0
-
-
-class StartInterval:
-    """Mean time from one start of a request to the next, while others wait: how fast the queue drains."""
-
-    def __init__(self) -> None:
-        self._num_started = 0.0
-        self._duration_s = 0.0
-        self._backlog_s: float | None = None
-        """When the last request started, or the queue formed, while requests wait."""
-
-    def note(self, num_started: int, num_waiting: int, now_s: float) -> None:
-        """Count the starts of one step's admission, and the requests that it left waiting."""
-        if num_started and self._backlog_s is not None:
-            fade = 0.5 ** (num_started / _HALF_LIFE_STARTS)
-            self._num_started = fade * self._num_started + num_started
-            self._duration_s = fade * self._duration_s + now_s - self._backlog_s
-        if num_waiting == 0:
-            self._backlog_s = None
-        elif num_started or self._backlog_s is None:
-            self._backlog_s = now_s
-
-    @property
-    def mean_s(self) -> float:
-        """0.0 before the first measurement."""
-        return self._duration_s / self._num_started if self._num_started else 0.0
 
 
 class Reporter:

@@ -1,9 +1,4 @@
-"""Model errors, load options, and the shape of a decoder in any file format.
-
-ModelError (ValueError)
-  +-- CheckpointError     files are missing, broken, or not what they claim to be
-  +-- UnsupportedModel    the files are fine, but this engine cannot run them exactly
-"""
+"""Load options, and the shape of a decoder in any file format."""
 
 from __future__ import annotations
 
@@ -13,21 +8,10 @@ from typing import Final, Literal, get_args
 import torch
 
 from worker.attention.base import AttentionShape
+from worker.model.errors import CheckpointError
 
 WeightForm = Literal["dense", "packed"]
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class ModelError(ValueError):
-    """A model that cannot be loaded. The text names the field or file and what to do."""
-
-
-class CheckpointError(ModelError):
-    """Files that are missing, broken, or not what they claim to be."""
-
-
-class UnsupportedModel(ModelError):
-    """Sound files of a model that this engine cannot run exactly."""
 
 
 @dataclass(frozen=True, slots=True)

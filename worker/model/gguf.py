@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from worker.model.base import Checkpoint, ModelFamily, QuantisedTensor
-from worker.model.config import CheckpointError, ModelConfig, UnsupportedModel
-from worker.model.huggingface import config_from_hf, digest_files
+from worker.model.config import ModelConfig
+from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.model.huggingface import config_from_hf
+from worker.tokenizer_files import digest_files
 
 _UNQUANTISED: Final = frozenset({"F32", "F16", "BF16", "F64"})
 _ARCHITECTURES: Final = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}

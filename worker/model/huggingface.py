@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -14,11 +12,11 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape
 from worker.model.base import Checkpoint, ModelFamily
-from worker.model.config import CheckpointError, ModelConfig, RopeConfig, RopeKind, UnsupportedModel
+from worker.model.config import ModelConfig, RopeConfig, RopeKind
+from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.tokenizer_files import digest_files, read_json
 
 _INDEX: Final = "model.safetensors.index.json"
-_SAMPLES: Final = 256
-_SAMPLE_BYTES: Final = 4096
 _ROPE_NUMBERS: Final = (
     "factor",
     "low_freq_factor",
@@ -58,30 +56,6 @@ class SafetensorsCheckpoint(Checkpoint):
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from error
         return tensor
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file. Raise CheckpointError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return value
-
-
-def digest_files(paths: Iterable[Path]) -> str:
-    """Return 32 hex digits from names, sizes and evenly spread samples: constant time, however large the files are."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(paths, key=lambda path: path.name):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for offset in sorted({max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _files_by_tensor(path: Path) -> dict[str, Path]:

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.model.base import Checkpoint, Progress
-from worker.model.config import CheckpointError, LoadOptions, ModelConfig, UnsupportedModel
+from worker.model.config import LoadOptions, ModelConfig
+from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
 from worker.model.linear import PACKABLE, Linear, OneDnnLinear, PackedLinear, TiledLinear, dense_linear, is_packable
 from worker.model.rope import Rotation, make_rope, rope_table

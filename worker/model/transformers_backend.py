@@ -20,7 +20,8 @@ from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.model.base import Checkpoint
-from worker.model.config import LoadOptions, ModelConfig, RopeConfig, UnsupportedModel
+from worker.model.config import LoadOptions, ModelConfig, RopeConfig
+from worker.model.errors import UnsupportedModel
 
 _NUM_CHECKED: Final = 64
 _CHECK_BLOCK: Final = 8

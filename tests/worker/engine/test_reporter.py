@@ -6,7 +6,8 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, GatewayId, WorkerId
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.reporter import PrefillRate, Reporter
+from worker.engine.rates import PrefillRate
+from worker.engine.reporter import Reporter
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "cpu", 4, 512, 1)
 

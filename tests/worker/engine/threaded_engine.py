@@ -19,7 +19,7 @@ from worker.device import DeviceStream
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineOutput, RequestKey
-from worker.engine.reporter import PrefillRate
+from worker.engine.rates import PrefillRate
 from worker.engine.step import SequenceResult, Step
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.worker.families import write_family
-from worker.model.config import CheckpointError, ModelError, UnsupportedModel
+from worker.model.errors import CheckpointError, ModelError, UnsupportedModel
 from worker.model.gguf import name_of_file
-from worker.model.huggingface import config_from_hf, digest_files
+from worker.model.huggingface import config_from_hf
 from worker.model.load import FAMILIES, LoadOptions, default_model_path, find_checkpoint, load_model
+from worker.tokenizer_files import digest_files
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.worker.families import write_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
 from worker.model.base import QuantisedTensor
-from worker.model.config import UnsupportedModel
+from worker.model.errors import UnsupportedModel
 from worker.model.linear import DenseLinear, PackedLinear, is_packable
 from worker.model.load import LoadOptions, load_model
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.worker.paged import PagedModel
 from worker.engine.step import SamplingRow, SequenceStep, Step
-from worker.model.config import UnsupportedModel
+from worker.model.errors import UnsupportedModel
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from worker.scheduler.budget import BatchLimits
 from worker.wire import Failed, GenerateRequest, too_many_ids
 
 
-def refusal(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Failed | None:
+def refusal(
+    request: GenerateRequest, max_model_len: int, pool_tokens: int, vocab_size: int, max_total_tokens: int | None = None
+) -> Failed | None:
     """Return why this worker can never serve the request. None: it can be submitted.
 
-    `pool_tokens`: tokens that fit into the whole KV pool.
+    `pool_tokens`: tokens that fit into the whole KV pool. `max_total_tokens`: TGI's `max_batch_total_tokens`.
     """
-    problem = next(_problems(request, limits, pool_tokens, vocab_size), None)
+    limits = {"the context": max_model_len, "the KV pool": pool_tokens, "max_batch_total_tokens": max_total_tokens}
+    problem = next(_problems(request, limits, vocab_size), None)
     return None if problem is None else Failed("invalid_request", problem, retryable=False)
 
 
-def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, vocab_size: int) -> Iterator[str]:
+def _problems(request: GenerateRequest, limits: Mapping[str, int | None], vocab_size: int) -> Iterator[str]:
     sampling = request.sampling
     if (problem := too_many_ids(sampling, len(request.choices))) is not None:
         yield problem
@@ -38,11 +40,7 @@ def _problems(request: GenerateRequest, limits: BatchLimits, pool_tokens: int, v
     if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
         yield f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens"
     total_tokens = len(request.prompt_ids) + sampling.max_tokens
-    for limit, name in (
-        (limits.max_model_len, "the context"),
-        (pool_tokens, "the KV pool"),
-        (limits.max_batch_total_tokens, "max_batch_total_tokens"),
-    ):
+    for name, limit in limits.items():
         if limit is not None and total_tokens > limit:
             yield (
                 f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.worker.scheduler.engine import generate
 from worker.scheduler.budget import BatchLimits
-from worker.scheduler.validation import refusal
+from worker.validation import refusal
 from worker.wire import ChoiceState, GenerateRequest, WireError, pack_request, unpack_request
 
 
@@ -17,7 +17,8 @@ def problem(request: GenerateRequest, limits: BatchLimits, pool_tokens: int) -> 
         received = unpack_request(pack_request(request))
     except WireError as error:
         return str(error)
-    refused = refusal(received, limits, pool_tokens, vocab_size=50)
+    total = limits.max_batch_total_tokens
+    refused = refusal(received, limits.max_model_len, pool_tokens, 50, total)
     return None if refused is None else refused.message
 
 

@@ -1,0 +1,172 @@
+"""The files of a model that make its tokenizer: read by workers, and by adapters that load no model. Without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from worker.model.errors import CheckpointError
+from worker.wire import TokenizerBundle
+
+_SAMPLES: Final = 256
+_SAMPLE_BYTES: Final = 4096
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_TEXTS: Final = ("*.json", "*.jinja")
+
+
+def bundle_of_folder(
+    folder: Path, *, model: str, revision: str, block_size: int, max_model_len: int
+) -> TokenizerBundle:
+    """Build the bundle of a folder of Hugging Face files. Raise CheckpointError."""
+    fields = fields_of_folder(folder)
+    config = _optional_json(folder / "config.json")
+    vocab_size = (config.get("text_config") or config).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        vocab_size = Tokenizer.from_buffer(fields["tokenizer_json"]).get_vocab_size()
+    return TokenizerBundle(
+        fingerprint=fingerprint(*fields.values()),
+        model=model,
+        revision=revision,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        **fields,
+    )
+
+
+def is_hub_id(source: str) -> bool:
+    """Return whether it reads as `org/name` or `org/name@revision`, and not as a path."""
+    return _HUB_ID.fullmatch(source) is not None and not source.startswith((".", "/"))
+
+
+def download(source: str, *patterns: str) -> tuple[Path, str, str]:
+    """Fetch a snapshot's texts, and files of `patterns`, from the Hugging Face hub. Return folder, name and commit.
+
+    Raise CheckpointError.
+    """
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = source.partition("@")
+    try:
+        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=[*_TEXTS, *patterns]))
+    except Exception as error:  # the hub client raises a wide range of errors, all of which mean the same here
+        raise CheckpointError(f"{source!r} could not be fetched from the Hugging Face hub: {error}") from error
+    return folder, name, folder.name
+
+
+def tokenizer_folder(source: str, revision: str | None) -> tuple[Path, str]:
+    """Return the folder of --tokenizer, and the revision of its model. Raise CheckpointError.
+
+    A folder's revision is that of a worker that loads it: a digest of its configuration and weights.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        weights = sorted(path.glob("*.safetensors"))
+        return path, revision or digest_files([path / "config.json", *weights])
+    if is_hub_id(source):
+        folder, _, commit = download(source if revision is None or "@" in source else f"{source}@{revision}")
+        return folder, revision or commit
+    raise CheckpointError(
+        f"{source!r} is no folder here and no Hugging Face id such as 'org/name'; name one with --tokenizer"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file. Raise CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """Return 32 hex digits from names, sizes and evenly spread samples: constant time, however large the files are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(paths, key=lambda path: path.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for offset in sorted({max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def fingerprint(tokenizer_json: bytes, *fields: object) -> str:
+    """Digest the fields by which two tokenizers differ."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (tokenizer_json, repr(fields).encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def fields_of_folder(folder: Path) -> dict[str, Any]:
+    """Return the fields of the fingerprint, in its order."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
+    tokenizer_json = file.read_bytes()
+    try:
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:  # the binding raises plain Exception for whatever is wrong with the file
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    config = _optional_json(folder / "tokenizer_config.json")
+    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    bos_id = None if bos is None else tokenizer.token_to_id(bos)
+    return {
+        "tokenizer_json": tokenizer_json,
+        "chat_template": _chat_template(folder, config),
+        "bos_token": bos,
+        "eos_token": eos,
+        "eos_token_ids": _eos_token_ids(folder, tokenizer, eos),
+        "add_bos": bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
+    }
+
+
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
+    """Take generation_config.json, else config.json, and the tokenizer's own EOS in any case."""
+    ids: set[int] = set()
+    for file in ("generation_config.json", "config.json"):
+        listed = _optional_json(folder / file).get("eos_token_id")
+        if listed is not None:
+            ids.update(listed if isinstance(listed, list) else [listed])
+            break
+    if eos is not None and (eos_id := tokenizer.token_to_id(eos)) is not None:
+        ids.add(eos_id)
+    return tuple(sorted(int(token_id) for token_id in ids))
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Read chat_template.jinja, or the field of tokenizer_config.json: a text, or named texts with a `default`."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(token: object) -> str | None:
+    """Return the text of a special token, which is stored as a text or as an object with its `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def canonical_json(tokenizer: Tokenizer) -> bytes:
+    """Return tokenizer.json, the same bytes for the same tokenizer in every process."""
+    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")).encode()
