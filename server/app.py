@@ -71,7 +71,9 @@ class PublicApi:
     async def list_models(self, request: Request) -> Response:
         identity = identity_of(request.scope)
         named = self._models.names()
-        data = [_model_card(name, model) for name, model in named if identity.may_use(name, model.name)]
+        data = [
+            _model_card(name, model) for name, model in named if identity.may_use(name, model.adapter or model.name)
+        ]
         return json_response({"object": "list", "data": data})
 
     async def get_model(self, request: Request) -> Response:
@@ -101,8 +103,8 @@ def _model_card(name: str, model: ServedModel) -> dict[str, object]:
         "object": "model",
         "created": model.created,
         "owned_by": OWNED_BY,
-        "root": model.name,
-        "parent": None,
+        "root": model.adapter or model.name,
+        "parent": model.name if model.adapter else None,
         "max_model_len": model.max_model_len,
     }
 

@@ -160,3 +160,9 @@ class GatewayMetrics:
         self.cached_tokens.inc(by=cached)
         if promised != cached:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))
+
+    def correct_prompt(self, guessed: int, cached: int) -> None:
+        """Take the engine's count in the place of its worker's guess, which was counted as found."""
+        self.cached_tokens.inc(by=max(0, cached - guessed))
+        if guessed != cached:
+            self._promise_errors.inc("too_much" if guessed > cached else "too_little", by=abs(guessed - cached))

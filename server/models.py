@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -57,10 +57,16 @@ class ServedModel:
     """The namespace's, as its workers announce it."""
     root: Callable[[bytes], BlockHash]
     """Return a tenant's root of the hash chain by its salt, from a cache: it takes a few microseconds to make."""
+    adapter: str = ""
+    """The LoRA adapter of its engines that answers; empty: the model itself."""
 
     @property
     def max_model_len(self) -> int:
         return self.bundle.max_model_len
+
+    def with_adapter(self, adapter: str) -> ServedModel:
+        """Return this model with a LoRA adapter, whose blocks share no prefix with the model's."""
+        return replace(self, adapter=adapter, root=_cached_root(namespace_of(self.bundle), adapter))
 
     @property
     def prompt_bytes(self) -> int | None:
@@ -99,12 +105,16 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         tool_format=config.tool_parser or format_of(bundle.chat_template or "") or "hermes",
         thinks=THINK in (bundle.chat_template or "") if config.reasoning is None else config.reasoning,
         created=int(time.time()),
-        root=lru_cache(MAX_ROOTS)(lambda salt: namespace.root(salt=salt)),
+        root=_cached_root(namespace),
     )
 
 
+def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:
+    return lru_cache(MAX_ROOTS)(lambda salt: namespace.root(salt=salt, adapter=adapter))
+
+
 class Models:
-    """Models by name and alias. One task calls `follow`; all others read."""
+    """Models by name and alias, and the LoRA adapters of their workers. One task calls `follow`; all others read."""
 
     def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, config: GatewayConfig) -> None:
         self._client = client
@@ -112,12 +122,14 @@ class Models:
         self._config = config
         self._aliases = config.aliases or {}
         self._by_name: dict[str, ServedModel] = {}
+        self._adapters: dict[str, ServedModel] = {}
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
     def get(self, name: str) -> ServedModel:
         """Return the model that a request names, by alias too. Raises NotFoundError."""
-        model = self._by_name.get(self._aliases.get(name, name))
+        own = self._aliases.get(name, name)
+        model = self._by_name.get(own) or self._adapters.get(own)
         if model is None:
             message = f"The model {name!r:.200} does not exist or is not served here."
             raise NotFoundError(message, param="model", code="model_not_found")
@@ -126,14 +138,14 @@ class Models:
     def allowed(self, name: str, identity: Identity) -> ServedModel:
         """Return the model if this key may use it. Raises NotFoundError or ForbiddenError."""
         model = self.get(name)
-        if not identity.may_use(name, model.name):
+        if not identity.may_use(name, model.adapter or model.name):
             raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
         return model
 
     def names(self) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last."""
-        named = list(self._by_name.items())
-        return named + [(a, self._by_name[m]) for a, m in self._aliases.items() if m in self._by_name]
+        named = self._adapters | self._by_name
+        return [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
 
     def max_text_bytes(self) -> int | None:
         """Return the most bytes that strings of any useful body hold; None when there is no bound."""
@@ -185,6 +197,17 @@ class Models:
     async def follow(self, workers: Callable[[], Sequence[WorkerMember]], interval_s: float) -> None:
         """Learn the models of all workers. Never returns."""
         while True:
-            for member in workers():
+            members = workers()
+            for member in members:
                 await self.admit(member)
+            self._learn_adapters(members)
             await asyncio.sleep(interval_s)
+
+    def _learn_adapters(self, members: Sequence[WorkerMember]) -> None:
+        """Serve the adapters that the workers list now. A model's own name comes before an adapter's."""
+        bases = {name: self._by_name[m.model] for m in members if m.model in self._by_name for name in m.adapters}
+        before = self._adapters
+        self._adapters = {
+            name: known if (known := before.get(name)) and known.bundle is base.bundle else base.with_adapter(name)
+            for name, base in bases.items()
+        }

@@ -5,8 +5,9 @@
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
-400 `invalid_request` (no worker can serve it) or `invalid_grammar`. Closing the connection aborts the request. A stream
-that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's `output_ids`.
+503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it) or `invalid_grammar`. Closing the
+connection aborts the request. A stream that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens`
+count a resumed choice's `output_ids`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,37 @@ class SamplingParams(Struct, frozen=True):
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
+def required_features(request: GenerateRequest) -> list[str]:
+    """Name what a worker must be able to do beyond sampling with the usual parameters, as `unsupported` lists it.
+
+    A resumed request needs the state that its sampling has gathered: that of a grammar, or counts for penalties.
+    """
+    features = sampling_features(request.sampling)
+    if any(choice.output_ids for choice in request.choices):
+        features += resume_features(request.sampling)
+    return features
+
+
+def sampling_features(sampling: SamplingParams) -> list[str]:
+    """Name the fields that not every engine has."""
+    features = [] if sampling.grammar is None else [f"grammar:{sampling.grammar.kind}"]
+    optional = ("allowed_token_ids", "logprobs", "prompt_logprobs")
+    features += [name for name in optional if getattr(sampling, name) is not None]
+    if sampling.typical_p != 1.0:
+        features.append("typical_p")
+    if sampling.bad_words:
+        features.append("bad_words")
+    return features
+
+
+def resume_features(sampling: SamplingParams) -> list[str]:
+    """Name the states that a resumed request must rebuild from its output so far."""
+    features = [] if sampling.grammar is None else ["resume:grammar"]
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        features.append("resume:penalties")
+    return features
+
+
 def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
     """Return what is wrong with the lengths of a request's lists, by field, or None."""
     lengths = {
@@ -152,6 +184,8 @@ class GenerateRequest(Struct, frozen=True):
     """Seconds from now after which the answer is useless."""
     is_suspect: bool = False
     """A worker was lost after it accepted the request, before a token: prefill no other suspect with it."""
+    adapter: str = ""
+    """The LoRA adapter, by the name that the worker's engine has for it; empty: the base model."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):
@@ -199,6 +233,8 @@ class End(_Frame, frozen=True, tag=4):
     queue_s: float
     prefill_s: float
     decode_s: float
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine found cached, where Started could only guess."""
 
 
 class Failed(_Frame, frozen=True, tag=5):
@@ -285,9 +321,11 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 
 def pack_frame(frame: Frame) -> bytes:
-    """Pack a frame, without `retry_after_s` where it is unset: an older peer does not know that field."""
+    """Pack a frame, without a last field that is unset where an older peer does not know it."""
     if type(frame) is Failed and frame.retry_after_s is None:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
+    if type(frame) is End and frame.num_cached_tokens is None:
+        return _encode((End.__struct_config__.tag, frame.queue_s, frame.prefill_s, frame.decode_s))
     return _encode(frame)
 
 

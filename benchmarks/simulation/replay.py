@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
-from benchmarks.simulation.fifo import FifoLoadEstimate
 from benchmarks.simulation.memory_index import MemoryIndex
 from benchmarks.simulation.redis_backend import RedisBackend
 from benchmarks.simulation.shared_engine import SharedWorker
@@ -89,7 +88,7 @@ class Replay:
 
     def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
         settings = self._settings
-        scorer = Scorer(
+        return gateway_id, Scorer(
             gateway_id,
             policy,
             lambda: self._now_s,
@@ -98,9 +97,6 @@ class Replay:
             count_pending=settings.count_pending,
             publish_delay_s=settings.index_delay_s + settings.report_s,
         )
-        if not settings.shared_engine:
-            scorer.estimate_type = FifoLoadEstimate
-        return gateway_id, scorer
 
     def _make_workers(self) -> list[SimulatedWorker]:
         settings, workload = self._settings, self._workload
@@ -119,6 +115,7 @@ class Replay:
                 workload.block_size,
                 1 << 30,
                 1,
+                prefill_order="shared" if settings.shared_engine else "fifo",
             )
             cache = pool if settings.pooled else HashAllocator(num_blocks // settings.num_workers + 1, 1)
             kind = SharedWorker if settings.shared_engine else SimulatedWorker

@@ -86,7 +86,11 @@ class TokenizeApi:
         """Return the model named, or the only one that this key may use."""
         if name is not None:
             return self._models.allowed(name, identity)
-        models = {id(model): model for alias, model in self._models.names() if identity.may_use(alias, model.name)}
+        models = {
+            id(model): model
+            for alias, model in self._models.names()
+            if not model.adapter and identity.may_use(alias, model.name)
+        }
         if len(models) != 1:
             raise invalid("model", "is required")
         return next(iter(models.values()))

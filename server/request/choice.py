@@ -12,7 +12,7 @@ from cache.types import BlockHash
 from server.models import ServedModel
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
-from worker.wire import ChoiceState, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import ChoiceState, SamplingParams, TokenLogprobs, Tokens, sampling_features
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens that wait for their text in an unstreamed answer, so that no call decodes many."""
@@ -51,6 +51,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             num_prompt_tokens=len(self.prompt_ids),
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
             affinity_key=self.affinity_key,
+            adapter=self.model.adapter,
+            required=tuple(sampling_features(self.sampling)),
         )
 
 

@@ -47,6 +47,7 @@ from worker.wire import (
     Started,
     TokenLogprobs,
     Tokens,
+    resume_features,
     shared_protocol,
 )
 
@@ -164,8 +165,10 @@ class Generation:
                 raise soonest_error(full.values(), spec)
             request = self._route
             if resumed or full or history.excluded:
-                numerics = self._numerics if resumed else None
-                request = replace(request, numerics=numerics, excluded=history.excluded.union(full))
+                request = replace(request, excluded=history.excluded.union(full))
+                if resumed:
+                    required = (*request.required, *resume_features(spec.sampling))
+                    request = replace(request, numerics=self._numerics, required=required)
             try:
                 with trace_stage("route") as trace:
                     placement = await services.router.place(request)
@@ -192,7 +195,7 @@ class Generation:
             for choice in self.choices:
                 choice.reset()
             self._services.metrics.restarted.inc()
-        elif history.readmit_lost() or (not error.contended and history.may_wait()):
+        elif not error.unsupported and (history.readmit_lost() or (not error.contended and history.may_wait())):
             await asyncio.sleep(WORKER_WAIT_S)
         elif resumed:
             message = "The worker was lost and no other can continue its answer."
@@ -247,6 +250,7 @@ class Generation:
             is_suspect=self._history.num_suspicions > 0,
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
+            adapter=spec.model.adapter,
             protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )
 
@@ -296,8 +300,17 @@ class Generation:
                 raise WorkerFailed(frame)
             case End():
                 stream.completed = True
+                if frame.num_cached_tokens is not None:
+                    self._correct(placement, frame.num_cached_tokens)
                 if not self.finished:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
+
+    def _correct(self, placement: Placement, num_cached_tokens: int) -> None:
+        """Take the engine's own count in the place of its worker's guess."""
+        placement.correct(num_cached_tokens)
+        if placement.worker is self.worker and self.num_cached_tokens is not None:
+            self._services.metrics.correct_prompt(self.num_cached_tokens, num_cached_tokens)
+            self.num_cached_tokens = num_cached_tokens
 
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         self._history.answered()

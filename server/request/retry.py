@@ -108,7 +108,9 @@ class AttemptHistory:
                 failure = self._refused(worker, error)
             case WorkerFailed(failed=Failed(retryable=False) as failed):
                 failure = error_of(failed, self._spec)
-            case WorkerFailed(failed=Failed(code="draining")):
+            case WorkerFailed(failed=Failed(code="queue_full") as failed):  # by another engine, behind its adapter
+                failure = self._refused(worker, WorkerRefused(429, failed))
+            case WorkerFailed(failed=Failed(code="draining" | "not_ready")):
                 self._exclude(worker)
             case StaleConnection() if not self._num_refusals:  # closed while idle: the same worker may have it
                 self._num_refusals = 1
@@ -140,6 +142,9 @@ class AttemptHistory:
 
     def no_worker_error(self, error: NoWorkerError) -> ApiError:
         """Say why there is no worker. Prefer the workers' own errors to the router's."""
+        if error.unsupported:
+            param = self._spec.grammar_param if error.unsupported[0].startswith("grammar:") else error.unsupported[0]
+            return InvalidRequestError(f"{error} Leave it out, or ask for another model.", param=param)
         if self.num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
         return soonest_error(self._refusals, self._spec) if self._refusals else as_api_error(error)

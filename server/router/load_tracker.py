@@ -233,3 +233,15 @@ class WorkerLoadEstimate:
         if others_s > 0.0:
             others_s -= (now_s - self.reported_s) * others_s / (others_s + own_s)
         return max(0.0, others_s)
+
+
+class FifoLoadEstimate(WorkerLoadEstimate):
+    """The load of a worker that runs prefills one after the other, in the order of their arrival."""
+
+    def queue(self, prefill_s: float, now_s: float) -> tuple[float, float]:
+        own_s = self.queued_s
+        for request in self._queue:
+            if request.started_s is not None:
+                own_s -= min(now_s - request.started_s, request.prefill_s)
+                break
+        return max(0.0, own_s) + self._others_left_s(own_s, now_s), 0.0

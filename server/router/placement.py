@@ -17,7 +17,7 @@ import msgspec
 from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
-from server.router.load_tracker import WorkerLoadEstimate
+from server.router.load_tracker import FifoLoadEstimate, WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import CostModel, FleetView, Policy
 from server.router.types import RouteRequest, WorkerView
@@ -38,6 +38,7 @@ MIN_ESTIMATES: Final = 64
 MAX_WAITING: Final = 1024
 """A worker with so many requests in its queue gets no more."""
 QUEUE_FULL: Final = "queue full"
+UNSUPPORTED: Final = "cannot serve a field of this request"
 BREAKER: Final = "breaker open"
 
 
@@ -54,6 +55,8 @@ class PlacementObserver(Protocol):
     """Follows placements."""
 
     def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None: ...
+
+    def corrected(self, placement: Placement, num_cached_tokens: int) -> None: ...
 
     def first_token(self, placement: Placement) -> None: ...
 
@@ -91,6 +94,15 @@ class Placement:
         self._estimate.hit_rate.add(num_cached_tokens, num_prompt_tokens, now_s)
         if scorer.observer is not None:
             scorer.observer.prefill_started(self, num_cached_tokens)
+
+    def correct(self, num_cached_tokens: int) -> None:
+        """Take the engine's own count of the cached tokens, at which its worker could only guess."""
+        scorer, before = self._scorer, self.num_cached_tokens
+        if before is not None and before != num_cached_tokens:
+            self.num_cached_tokens = num_cached_tokens
+            self._estimate.hit_rate.add(num_cached_tokens - before, 0, scorer.clock())
+            if scorer.observer is not None:
+                scorer.observer.corrected(self, num_cached_tokens)
 
     def first_token(self) -> None:
         """End the prefill: the worker holds the prompt's blocks and will publish them."""
@@ -132,7 +144,6 @@ class Scorer:
         self.observer = observer
         self.cost = cost or CostModel()
         self.count_pending = count_pending
-        self.estimate_type = WorkerLoadEstimate
         self.pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
         self.residency_s = DecayedRatio(self.cost.window_s)
         """How long requests that ended lately held a block."""
@@ -193,7 +204,8 @@ class Scorer:
             before_s, estimates = self.clock() - FORGET_S, self._estimates.items()
             self._estimates = {name: e for name, e in estimates if e.num_outstanding or e.reported_s > before_s}
             self._max_estimates = max(MIN_ESTIMATES, 2 * len(self._estimates))
-        estimate = self._estimates[member.worker_id] = self.estimate_type(member.epoch, self.cost.window_s)
+        kind = FifoLoadEstimate if member.prefill_order == "fifo" else WorkerLoadEstimate
+        estimate = self._estimates[member.worker_id] = kind(member.epoch, self.cost.window_s)
         if known is not None:
             estimate.hit_rate = known.hit_rate
         return estimate
@@ -255,6 +267,10 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return "has failed this request"
     if request.numerics is not None and member.numerics != request.numerics:
         return "another numerics class"
+    if member.unsupported and not set(request.required).isdisjoint(member.unsupported):
+        return UNSUPPORTED
+    if request.adapter and request.adapter not in member.adapters:
+        return "without this adapter"
     if request.num_prompt_tokens > member.max_model_len:
         return "context too short"
     if worker.load.draining:

@@ -17,7 +17,7 @@ from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
 from server.router.decisions import DecisionLog
 from server.router.pending_prefixes import RecentPlacements
-from server.router.placement import QUEUE_FULL, Decision, Placement, Scorer
+from server.router.placement import QUEUE_FULL, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, WorkerView
@@ -156,6 +156,10 @@ class Router:
         self.prefix_tree.add(request, placement.worker, num_cached_tokens)
         self.decisions.started(request.request_id, num_cached_tokens)
 
+    def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
+        """Compare the promise with the engine's own count. Called by placements."""
+        self._accuracy.add(placement.promised_tokens, num_cached_tokens)
+
     def first_token(self, placement: Placement) -> None:
         """Note that the worker is well and has the prompt's blocks. Called by placements."""
         member = placement.worker
@@ -193,6 +197,10 @@ def _no_worker(decision: Decision) -> NoWorkerError:
         message = f"no worker of model {model!r} is known"
         return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
     reasons = sorted({str(worker.guard) for worker in workers})
+    if reasons == [UNSUPPORTED]:
+        lacking = [name for name in decision.request.required if any(name in w.member.unsupported for w in workers)]
+        message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
+        return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
     return NoWorkerError(message, contended=QUEUE_FULL in reasons, retry_after_s=RETRY_AFTER_S)
 

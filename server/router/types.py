@@ -14,8 +14,10 @@ from server.router.load_tracker import WorkerLoadEstimate
 class NoWorkerError(Exception):
     """No worker can take this request now. Try again after `retry_after_s`; `contended`: 429 rather than 503."""
 
-    def __init__(self, message: str, *, contended: bool, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, contended: bool, retry_after_s: float, unsupported: Sequence[str] = ()) -> None:
+        """`unsupported`: features of the request that none of the workers has, so that no other time helps."""
         super().__init__(message)
+        self.unsupported = unsupported
         self.contended = contended
         self.retry_after_s = retry_after_s
 
@@ -33,6 +35,10 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     excluded: frozenset[WorkerIncarnation] = frozenset()
     """Workers that have failed this request. One that has restarted since may have it."""
     affinity_key: str | None = None
+    adapter: str = ""
+    """Only workers that serve this LoRA adapter."""
+    required: tuple[str, ...] = ()
+    """Features that the worker must have (`worker.wire.required_features`)."""
 
 
 class WorkerView(msgspec.Struct, eq=False):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
-from benchmarks.simulation.fifo import FifoLoadEstimate
 from benchmarks.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
@@ -104,8 +104,9 @@ class Fleets:
         return self.states[url]
 
     def run_fifo(self) -> None:
-        """Let every worker run its prefills one by one. Call it before the first decision."""
-        self.router.scorer.estimate_type = FifoLoadEstimate
+        """Let every worker run its prefills one by one. Call it before anything else."""
+        for each in list(self.index.registered.values()):
+            self.index.register(replace(each, prefill_order="fifo"))
 
     async def place(self, hashes: Sequence[BlockHash], **changes: object) -> Placement:
         return await self.router.place(make_request(hashes, **changes))

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulation.fifo import FifoLoadEstimate
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
-from server.router.load_tracker import ActiveRequest, WorkerLoadEstimate
+from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
 
 ME, OTHER = GatewayId("me"), GatewayId("other")
 

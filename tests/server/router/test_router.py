@@ -47,8 +47,8 @@ async def row(fleets: Fleets, name: str, hashes: Sequence[BlockHash], **changes:
 
 async def test_a_report_is_aged(three: Fleets) -> None:
     load = WorkerLoad({GatewayId("other"): 4.0}, prefill_tokens_per_s=RATE)
-    three.index.memory.publish(WorkerId("b"), load=load)
     three.run_fifo()
+    three.index.memory.publish(WorkerId("b"), load=load)
     three.clock.now_s += 3.0
     assert (await row(three, "b", chain(1)))["wait_s"] == pytest.approx(1.0)
 

@@ -1,0 +1,138 @@
+"""Workers over other engines: counts that come at the end, fields that they lack, engines that refuse late."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from server.router.types import NoWorkerError
+from tests.server.gateway_app import RecordedPlacement, RunningGateway, gateway
+from tests.server.request.failing_workers import MakeWorker, dies_after
+from tests.server.scripted_worker import Script, ScriptedWorker
+from tests.server.test_app import ANSWER, chat, post
+from worker.wire import End, Failed, Frame, GenerateRequest, Started
+
+
+def counts_at_the_end(worker: ScriptedWorker, guess: int, found: int | None) -> Script:
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in worker.answer(request):
+            match frame:
+                case Started():
+                    yield Started(guess)
+                case End():
+                    yield End(0.0, 0.0, 0.0, found)
+                case _:
+                    yield frame
+
+    return behave
+
+
+def sample(target: RunningGateway, name: str) -> float:
+    lines = target.metrics.render().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize(("guess", "found", "expected"), [(16, 0, 0), (0, 32, 32), (16, 16, 16), (16, None, 16)])
+async def test_usage_has_the_engines_own_count(make: MakeWorker, guess: int, found: int | None, expected: int) -> None:
+    worker = make()
+    worker.behave = counts_at_the_end(worker, guess, found)
+    async with gateway(worker) as target:
+        status, headers, raw = await post(target.url, chat())
+        assert status == 200
+        body = json.loads(raw)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
+        assert dict(headers)["x-headstart-cached-tokens"] == str(expected)
+        _, _, raw = await post(target.url, chat(stream=True, stream_options={"include_usage": True}))
+        usage = json.loads(raw.decode().split("data: ")[-2])["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == expected
+
+
+async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWorker) -> None:
+    """An engine refuses in the stream, after its adapter has said that the prefill begins. That is no poison."""
+    for code in ("queue_full", "not_ready"):
+        workers = [make() for _ in range(3)]
+
+        def refuse(code: str = code) -> Script:
+            async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+                yield Started(0)
+                yield Failed(code, "the engine is full", retryable=True, retry_after_s=1.0)
+
+            return behave
+
+        for worker in workers[:2]:
+            worker.behave = refuse()
+        async with gateway(*workers) as target:
+            status, _, raw = await post(target.url, chat())
+            assert (status, json.loads(raw).get("error")) == (200, None)
+            assert not workers[2].received[0].is_suspect
+            workers[2].behave = refuse()
+            status, _, raw = await post(target.url, chat())
+            assert status == (429 if code == "queue_full" else 503), raw
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_a_field_that_no_worker_serves_is_the_clients_error(
+    make: MakeWorker, fields: dict[str, Any], param: str
+) -> None:
+    async with gateway(make()) as target:
+
+        async def place(request: Any) -> RecordedPlacement:
+            assert request.required
+            message = f"{request.required[0]}: no worker of model 'tiny' can serve this"
+            raise NoWorkerError(message, contended=False, retry_after_s=1.0, unsupported=request.required)
+
+        target.router.place = place  # type: ignore[method-assign]
+        for stream in (False, True):
+            status, _, raw = await post(target.url, chat(stream=stream, **fields))
+            error = json.loads(raw)["error"]
+            assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+
+
+async def test_a_stream_that_the_client_reads_stays_in_its_numerics_class(make: MakeWorker) -> None:
+    own, other = make(pace_s=0.005), make(numerics="vllm-0.32.0")
+    own.behave = dies_after(own, 3)
+    async with gateway(own, other) as target:
+        status, _, raw = await post(target.url, chat(stream=True))
+        assert status == 200
+        assert b"worker_lost" in raw
+        assert not other.received
+        assert target.router.placements[-1].worker.worker_id == own.worker_id
+
+
+async def test_an_answer_that_is_not_read_yet_begins_again_in_another_class(make: MakeWorker) -> None:
+    own, other = make(), make(numerics="vllm-0.32.0")
+    own.behave = dies_after(own, 3)
+    async with gateway(own, other) as target:
+        status, _, raw = await post(target.url, chat())
+        assert status == 200
+        assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
+        assert other.received[0].choices[0].output_ids == ()
+
+
+async def test_a_stream_goes_on_in_its_class(make: MakeWorker) -> None:
+    first, second = make(numerics="vllm-0.32.0"), make(numerics="vllm-0.32.0")
+    first.behave = dies_after(first, 3)
+    async with gateway(first, second) as target:
+        status, _, raw = await post(target.url, chat(stream=True))
+        assert status == 200
+        assert b"error" not in raw
+        assert len(second.received[0].choices[0].output_ids) == 3
+
+
+async def test_a_resumed_request_asks_for_the_state_of_its_sampling(make: MakeWorker) -> None:
+    first, second = make(), make()
+    first.behave = dies_after(first, 3)
+    async with gateway(first, second) as target:
+        await post(target.url, chat(frequency_penalty=0.5))
+        required = [placement.request.required for placement in target.router.placements]
+        assert required == [(), ("resume:penalties",)]

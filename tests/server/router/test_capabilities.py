@@ -1,0 +1,98 @@
+"""Workers that differ in what they can serve: the router passes over those that cannot, and says why none can."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.records import WorkerLoad
+from cache.types import GatewayId
+from server.router.load_tracker import FifoLoadEstimate, WorkerLoadEstimate
+from server.router.types import NoWorkerError
+from tests.server.router.fleets import RATE, Fleets, chain, member
+
+LIMITED = ("typical_p", "bad_words", "resume:grammar")
+
+
+def fleet_of(**unsupported: tuple[str, ...]) -> Fleets:
+    fleets = Fleets()
+    for name, lacking in unsupported.items():
+        fleets.index.register(member(name, unsupported=lacking))
+    return fleets
+
+
+async def test_a_request_goes_to_a_worker_that_can_serve_it() -> None:
+    fleets = fleet_of(a=LIMITED, b=(), c=LIMITED)
+    for _ in range(5):
+        assert await fleets.worker(chain(3), required=("typical_p",)) == "b"
+    assert {await fleets.worker(chain(3), required=("logprobs",)) for _ in range(12)} == {"a", "b", "c"}
+
+
+async def test_a_held_prefix_does_not_outweigh_a_missing_feature() -> None:
+    fleets = fleet_of(a=LIMITED, b=())
+    hashes = chain(40)
+    fleets.index.memory.publish(member("a").worker_id, hashes[:30])
+    assert await fleets.worker(hashes) == "a"
+    assert await fleets.worker(hashes, required=("bad_words",)) == "b"
+
+
+async def test_the_error_names_every_feature_that_no_worker_has() -> None:
+    fleets = fleet_of(a=LIMITED, b=("bad_words",))
+    with pytest.raises(NoWorkerError, match=r"^bad_words: no worker of model 'm' can serve this") as caught:
+        await fleets.place(chain(3), required=("bad_words", "logprobs"))
+    assert caught.value.unsupported == ["bad_words"]
+    assert not caught.value.contended
+
+
+async def test_a_draining_worker_that_could_is_worth_waiting_for() -> None:
+    fleets = fleet_of(a=LIMITED, b=())
+    fleets.index.memory.publish(member("b").worker_id, load=WorkerLoad(draining=True))
+    with pytest.raises(NoWorkerError) as caught:
+        await fleets.place(chain(3), required=("bad_words",))
+    assert not caught.value.unsupported
+
+
+async def test_only_workers_with_the_adapter_get_its_requests() -> None:
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    fleets.index.register(member("b", adapters=("pirate",)))
+    assert {await fleets.worker(chain(3), adapter="pirate") for _ in range(5)} == {"b"}
+    with pytest.raises(NoWorkerError, match="without this adapter"):
+        await fleets.place(chain(3), adapter="lawyer")
+
+
+async def test_each_worker_has_its_own_order_of_prefills() -> None:
+    """A short prompt passes a long one where prefills share each step, and waits for it where they do not."""
+    fleets = Fleets()
+    load = WorkerLoad({GatewayId("other"): 9.0}, prefill_tokens_per_s=RATE)
+    fleets.index.register(member("shared"), load=load)
+    fleets.index.register(member("fifo", prefill_order="fifo"), load=load)
+    assert await fleets.worker(chain(5)) == "shared"
+    estimates = fleets.router.scorer._estimates
+    assert type(estimates[member("shared").worker_id]) is WorkerLoadEstimate
+    assert type(estimates[member("fifo").worker_id]) is FifoLoadEstimate
+
+
+async def test_a_correction_counts_once_in_the_hit_rate_and_the_accuracy() -> None:
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    hashes = chain(40)
+    fleets.index.memory.publish(member("a").worker_id, hashes[:25])
+    placement = await fleets.place(hashes, num_prompt_tokens=800)
+    placement.prefill_started(400)
+    worker_id = placement.worker.worker_id
+    assert fleets.router.scorer.hit_rate(worker_id) == pytest.approx(0.5)
+    placement.first_token()
+    placement.correct(200)
+    placement.correct(200)
+    placement.close()
+    assert fleets.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
+    assert placement.num_cached_tokens == 200
+
+
+async def test_a_correction_before_the_start_is_none() -> None:
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    placement = await fleets.place(chain(10))
+    placement.correct(16)
+    placement.close()
+    assert fleets.router.scorer.hit_rate(placement.worker.worker_id) is None
