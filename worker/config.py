@@ -6,14 +6,19 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import Final, Literal
 
 from cache.allocators import PREFIX_CACHES, PrefixCache
 from cache.redis_index import WriterSettings
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option
 from worker.scheduler.budget import BatchLimits
 
+EngineKind = Literal["headstart", "vllm", "sglang"]
+ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
+
 _model = partial(option, "model")
 _net = partial(option, "network")
+_engine = partial(option, "another engine")
 _cache = partial(option, "KV cache")
 _batch = partial(option, "batching")
 
@@ -39,6 +44,19 @@ class WorkerConfig(SharedConfig):
     worker_id: str | None = _net(None, "name in the registry, unique among workers (default: host name and port)")
     redis: str | None = option("shared index", None, "the shared index; without it gateways need --workers", "URL")
     max_step_s: float = _net(120.0, "longest step; then the process ends (default 120)", least=0)
+    engine: EngineKind = _engine("headstart", "headstart: its own; else the server at --engine-url", choices=ENGINES)  # noqa: RUF009 (a field)
+    engine_url: str = _engine("", "the server of the engine, e.g. http://127.0.0.1:8000", "URL")
+    engine_key_file: str | None = _engine(None, "its API key (default: none)", "FILE")
+    engine_ca: str | None = _engine(None, "the authority of its certificate (default: the system's)", "FILE")
+    engine_rank: int | None = _engine(None, "its data-parallel rank, where it has several", type=int, least=0)
+    events: str = _engine(
+        "auto", "its cache events: a ZMQ endpoint, auto: as it says, or none: no prefix is known (auto)", "ENDPOINT"
+    )
+    events_replay: str | None = _engine(None, "where it repeats lost events (default: as it says)", "ENDPOINT")
+    events_topic: str = _engine("", "the topic of its events, with an endpoint")
+    events_exposed: bool = _engine(False, "let the events, which hold every prompt, cross the network")
+    tokenizer: str | None = _engine(None, "a folder or Hugging Face id (default: what the engine has loaded)")
+    revision: str | None = _engine(None, "the model's revision, the same at all its workers (default: from the files)")
     block_size: int = _cache(16, "tokens in a block (default 16)")
     num_blocks: int | None = _cache(
         None, "blocks in the pool, the null block included (default: as --kv-cache-memory says)", type=int
@@ -80,6 +98,11 @@ class WorkerConfig(SharedConfig):
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
 
+        if (self.engine == "headstart") != (self.engine_url == ""):
+            raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
+        if self.engine_url and not self.engine_url.startswith(("http://", "https://")):
+            raise ValueError(f"--engine-url must begin with http:// or https://, got {self.engine_url!r:.200}")
+
     def limits(self, max_model_len: int, default_tokens: tuple[int, int | None]) -> BatchLimits:
         """Return the scheduler's limits. `default_tokens` are those of `default_step_tokens`."""
         batched_tokens, solo_tokens = default_tokens
@@ -117,7 +140,7 @@ def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
 def parser() -> argparse.ArgumentParser:
     return make_parser(
         WorkerConfig,
-        ("model", "network", "shared index", "observability", "KV cache", "batching"),
+        ("model", "another engine", "network", "shared index", "observability", "KV cache", "batching"),
         "headstart worker",
         "One model on one device, for the gateways.",
     )

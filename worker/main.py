@@ -29,10 +29,11 @@ from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate
 from worker.common.tracing import Tracing, open_tracing
 from worker.config import WorkerConfig, parse
-from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
+from worker.engine.protocol import Engine
 from worker.engine.publisher import Publisher
 from worker.http.app import make_app
+from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.wire import gateway_token
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
     try:
-        status = asyncio.run(Worker(config, tracing, certificate).run())
+        with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
+            status = runner.run(Worker(config, tracing, certificate).run())
     finally:
         if tracing is not None:
             tracing.close()
@@ -69,6 +71,15 @@ def main(argv: Sequence[str]) -> int:
                 stream.flush()
         os._exit(status)
     return status
+
+
+def _loop_factory(config: WorkerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's for an adapter, whose whole work is in its event loop; our own engine has a thread for it."""
+    if config.engine == "headstart":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
 
 
 class Worker:
@@ -84,7 +95,7 @@ class Worker:
         self._service = WorkerService(self._metrics, tracing, limits)
         self._stop = asyncio.Event()
         self._exit_code = 0
-        self._engine: EngineCore | None = None
+        self._engine: Engine | None = None
         self._publisher: Publisher | None = None
 
     async def run(self) -> int:
@@ -113,14 +124,14 @@ class Worker:
         server.should_exit = True
         await serving
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
+            await self._engine.close()
         return self._exit_code
 
     def _uvicorn_config(self) -> uvicorn.Config:
         token = gateway_token(self._config.cluster_secret())
         config = uvicorn.Config(
             make_app(self._service, token, self._config.host, self._config.advertise_url),
-            http="h11",
+            http="h11" if self._config.engine == "headstart" else BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -145,7 +156,7 @@ class Worker:
             engine = self._engine = await self._load(url, worker_id)
         except (ValueError, OSError, RuntimeError) as error:
             logger.debug("loading failed", exc_info=error)
-            _say(f"cannot serve {self._config.model or 'the default model'}: {error}")
+            _say(f"cannot serve {self._config.engine_url or self._config.model or 'the default model'}: {error}")
             self._exit_code = _REFUSED
             return
         # Keep what is loaded out of the collector: a pass over its 750,000 objects stalls the streams for 0.35 s.
@@ -156,16 +167,16 @@ class Worker:
         _say(f"ready: {member.model} on {url}, {member.numerics}")
         _announce(event="ready", url=url, worker_id=worker_id, epoch=member.epoch, model=member.model)
         async with asyncio.TaskGroup() as group:
-            group.create_task(engine.watchdog.exit_on_hang(self._config.max_step_s))
+            group.create_task(engine.supervise())
             if self._publisher is not None:
                 group.create_task(self._publisher.run())
             if self._certificate is not None:
                 group.create_task(self._certificate.follow())
 
-    async def _load(self, url: str, worker_id: str) -> EngineCore:
+    async def _load(self, url: str, worker_id: str) -> Engine:
         """Build the engine and its publisher. Raises ValueError, OSError or RuntimeError."""
 
-        def build() -> EngineCore:
+        def build() -> Engine:
             from worker.loader import build_engine  # torch takes seconds to import: the port answers in that time
 
             return build_engine(self._config, url, worker_id, self._metrics, self._report)
@@ -173,7 +184,12 @@ class Worker:
         if self._config.redis is not None:
             check_key_part("--worker-id", worker_id)
         settings = self._config.writer_settings()
-        engine = await in_daemon_thread(build)
+        if self._config.engine == "headstart":
+            engine = await in_daemon_thread(build)
+        else:
+            from worker.adapter.connect import connect  # our own engine needs none of its libraries
+
+            engine = await connect(self._config, url, worker_id, self._metrics, self._report)
         if self._config.redis is not None:
             publisher = self._publisher = Publisher(
                 self._config.redis,
@@ -183,7 +199,7 @@ class Worker:
             )
             self._metrics.index_connected.set_function(lambda: publisher.connected)
             self._metrics.index_entries.set_function(lambda: publisher.num_held)
-            self._service.index_problem = lambda: publisher.problem
+            self._service.index_problem = lambda: publisher.problem or engine.index_problem
         return engine
 
     async def _shut_down(self) -> None:

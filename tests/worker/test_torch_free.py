@@ -5,7 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ("worker.http.app", "worker.wire", "worker.common.tracing", "worker.config", "worker.engine.publisher")
+MODULES = (
+    "worker.http.app",
+    "worker.wire",
+    "worker.common.tracing",
+    "worker.config",
+    "worker.engine.publisher",
+    "worker.adapter.blocks",
+    "worker.adapter.subscriber",
+)
 ENGINE_THREAD = ("worker.engine.engine", "worker.scheduler.scheduler")
 PROGRAM = """
 import sys

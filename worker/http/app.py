@@ -39,6 +39,7 @@ STATUS_OF: Final = {
     "queue_full": 429,
     "draining": 503,
     "not_ready": 503,
+    "unsupported": 503,
     "worker_lost": 503,
 }
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/metrics"})

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import Callable
 
 from worker.common.tracing import Tracing
@@ -45,7 +46,7 @@ class WorkerService:
         self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventPublisher | None = None
     ) -> None:
         """Start the engine and take requests. A dead engine fails every stream; then `on_death` runs."""
-        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        call_soon, loop_thread = asyncio.get_running_loop().call_soon_threadsafe, threading.get_ident()
 
         def die() -> None:
             self.draining = True
@@ -53,8 +54,14 @@ class WorkerService:
             self._dispatch([EngineOutput(key, lost) for key in self._streams])
             on_death()
 
+        def deliver(outputs: list[EngineOutput]) -> None:
+            if threading.get_ident() == loop_thread:
+                self._dispatch(outputs)
+            else:
+                call_soon(self._dispatch, outputs)
+
         self._engine = engine
-        engine.start(lambda outputs: call_soon(self._dispatch, outputs), lambda error: call_soon(die), listener)
+        engine.start(deliver, lambda error: call_soon(die), listener)
 
     @property
     def engine(self) -> Engine:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.worker.scheduler.engine import generate
 from worker.engine.protocol import RequestKey
-from worker.engine.reporter import StartInterval
+from worker.engine.rates import StartInterval
 from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimits, Stream
 from worker.wire import Failed, FrameReader, Tokens, pack_frame
 

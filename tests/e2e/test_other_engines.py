@@ -1,0 +1,266 @@
+"""Fake engines behind adapters behind a gateway, all real processes: what is promised is there, whatever dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.engine_fleet import EngineFleet, FakeEngine
+from tests.faults.part import get, metrics
+from tests.waiting import HANG_S, wait_until
+
+pytestmark = pytest.mark.e2e
+MODEL = "tiny"
+LORAS = ("--lora", "pirate", "--lora", "lawyer")
+NUM_PROMPT_TOKENS = 330
+"""Ten blocks of an engine, and a rest."""
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
+    """An engine of two ranks with a key and events as maps, and an older one with arrays and no API for tokens."""
+    fleet = EngineFleet(tmp_path_factory.mktemp("engines"))
+    fleet.add_engine("new", tiny_model, "--api-key", "sk-secret", "--token-s", "0.003", *LORAS, num_ranks=2)
+    fleet.add_engine("old", tiny_model, "--layout", "arrays", "--no-token-api", "--token-s", "0.003", *LORAS)
+    with fleet:
+        yield fleet
+
+
+def new_prompt(num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
+    """A prompt that shares nothing with any other."""
+    start = next(_numbers)
+    return [1000 + (start * 7919 + 31 * position) % 20_000 for position in range(num_tokens)]
+
+
+def completion(prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return body | {"return_token_ids": True} | fields
+
+
+class Answer:
+    """One completion: who gave it, what the header promised, what the usage counts."""
+
+    def __init__(self, worker: str, promised: int, found: int, token_ids: list[int]) -> None:
+        self.worker, self.promised, self.found, self.token_ids = worker, promised, found, token_ids
+
+
+def ask(fleet: EngineFleet, body: dict[str, Any]) -> Answer:
+    """Stream, so that the header tells what was promised before the engine had looked."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body | options, timeout=HANG_S) as response:
+        assert response.status_code == 200, response.read()
+        token_ids: list[int] = []
+        found = -1
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                token_ids += choice.get("token_ids") or []
+            if event.get("usage"):
+                found = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+        headers = response.headers
+    return Answer(headers["x-headstart-worker"], int(headers["x-headstart-cached-tokens"]), found, token_ids)
+
+
+def is_promised(fleet: EngineFleet, prompt: list[int], num_tokens: int) -> bool:
+    """Say whether a worker promises exactly so much of the prompt, and finds it."""
+    answer = ask(fleet, completion(prompt, max_tokens=1))
+    assert answer.promised <= answer.found, "never more than is there"
+    return answer.promised == num_tokens
+
+
+def test_chat_and_completions(fleet: EngineFleet) -> None:
+    messages = [{"role": "user", "content": "Tell me of dragons."}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    whole = fleet.post(body, "/v1/chat/completions")
+    assert whole.status_code == 200, whole.text
+    text = whole.json()["choices"][0]["message"]["content"]
+    assert text
+    streamed = fleet.post(body | {"stream": True}, "/v1/chat/completions").text
+    parts = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == text
+    plain = fleet.post(completion(new_prompt(), n=3, temperature=1.0, seed=5))
+    assert plain.status_code == 200, plain.text
+    assert len({tuple(choice["token_ids"]) for choice in plain.json()["choices"]}) == 3
+
+
+def test_four_turns_stay_on_one_engine_and_find_what_was_promised(fleet: EngineFleet) -> None:
+    prompt, workers, promises = new_prompt(), set(), []
+    for _ in range(4):
+        before = sum(engine.num_cached_tokens() for engine in fleet.engines.values())
+        answer = ask(fleet, completion(prompt, max_tokens=40))
+        by_engines = sum(engine.num_cached_tokens() for engine in fleet.engines.values()) - before
+        assert answer.promised == answer.found == by_engines
+        workers.add(answer.worker)
+        promises.append(answer.promised)
+        prompt = [*prompt, *answer.token_ids, *new_prompt(60)]
+        fleet.wait_settled()
+    assert len(workers) == 1
+    assert promises == [0, 352, 448, 544]
+    other = ask(fleet, completion(prompt, cache_salt="other"))
+    assert (other.promised, other.found) == (0, 0)
+
+
+def test_adapters_of_the_model(fleet: EngineFleet) -> None:
+    names = {card["id"]: card["parent"] for card in httpx.get(f"{fleet.url}/v1/models").json()["data"]}
+    assert names == {MODEL: None, "lawyer": MODEL, "pirate": MODEL}
+    prompt = new_prompt()
+    ask(fleet, completion(prompt))
+    assert ask(fleet, completion(prompt, model="pirate")).found == 0, "shares nothing with the model"
+    assert ask(fleet, completion(prompt, model="lawyer")).found == 0
+    wait_until(lambda: ask(fleet, completion(prompt, model="pirate")).promised == 320)
+    assert fleet.post(completion(prompt, model="sailor")).status_code == 404
+
+
+@pytest.mark.parametrize(("field", "value"), [("typical_p", 0.5), ("bad_words", ["no"])])
+def test_a_field_that_no_worker_serves_is_a_clear_error(fleet: EngineFleet, field: str, value: Any) -> None:
+    refused = fleet.post(completion(new_prompt(), **{field: value}))
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == field
+    assert field in refused.json()["error"]["message"]
+
+
+def test_logprobs_go_where_the_engine_has_them(fleet: EngineFleet) -> None:
+    for _ in range(3):
+        answer = fleet.post(completion(new_prompt(), logprobs=2))
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-headstart-worker"].startswith("new-")
+
+
+@pytest.mark.parametrize("loss", [0.01, 0.3])
+def test_lost_batches(fleet: EngineFleet, loss: float) -> None:
+    for engine in fleet.engines.values():
+        engine.tell("/fake/loss", {"loss": loss})
+    prompts = [new_prompt() for _ in range(8)]
+    for prompt in prompts:
+        ask(fleet, completion(prompt))
+    for engine in fleet.engines.values():
+        engine.tell("/fake/loss", {"loss": 0.0})
+        held = engine.num_held()  # from here on, the engines are idle
+        wait_until(lambda held=held, engine=engine: [fleet.num_held(adapter) for adapter in engine.adapters] == held)
+    for prompt in prompts:
+        wait_until(lambda prompt=prompt: is_promised(fleet, prompt, 320))
+
+
+def test_purge_is_known_at_once(fleet: EngineFleet) -> None:
+    prompt = new_prompt()
+    worker = ask(fleet, completion(prompt)).worker
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+    answer = httpx.post(f"{fleet.gateway.ops_url}/workers/{worker}/purge", timeout=HANG_S)
+    if answer.status_code == 404:
+        answer = httpx.post(f"{fleet.adapter(worker).url}/purge", timeout=HANG_S)
+    assert answer.status_code == 200, answer.text
+    assert ask(fleet, completion(prompt)).found == 0
+
+
+def test_a_reset_behind_its_back(fleet: EngineFleet) -> None:
+    prompt = new_prompt()
+    worker = ask(fleet, completion(prompt)).worker
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+    epoch = epochs(fleet)[worker]
+    fleet.engine_of(worker).tell("/reset_prefix_cache")
+    assert ask(fleet, completion(prompt)).found == 0, "promised, as nothing told of it"
+    wait_until(lambda: epochs(fleet)[worker] != epoch)
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+
+
+def test_an_adapter_that_restarts_learns_its_index_again(fleet: EngineFleet) -> None:
+    prompt = new_prompt()
+    worker = ask(fleet, completion(prompt)).worker
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+    adapter = fleet.adapter(worker)
+    num_held = fleet.num_held(adapter)
+    adapter.kill()
+    adapter.start()
+    wait_until(lambda: get(f"{adapter.url}/health/ready"))
+    wait_until(lambda: fleet.num_held(adapter) >= num_held)
+    fleet.wait_ready()
+    wait_until(lambda: ask(fleet, completion(prompt, max_tokens=1)).promised == 320)
+
+
+def test_a_client_that_leaves(fleet: EngineFleet) -> None:
+    before = sum(engine.num_aborted() for engine in fleet.engines.values())
+    body = completion(new_prompt(), max_tokens=3000, stream=True)
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=HANG_S) as response:
+        next(response.iter_lines())
+    wait_until(lambda: sum(engine.num_aborted() for engine in fleet.engines.values()) == before + 1)
+    fleet.wait_settled()
+
+
+def test_an_engine_that_dies_in_mid_stream(fleet: EngineFleet) -> None:
+    """Its stream goes on at the other engine, and nothing of it is promised any more, nor when it is back."""
+    prompt = new_prompt()
+    expected = ask(fleet, completion(prompt, max_tokens=400))
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+    body = completion(prompt, max_tokens=400, stream=True)
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=HANG_S) as response:
+        engine = fleet.engine_of(response.headers["x-headstart-worker"])
+        token_ids: list[int] = []
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                token_ids += [id_ for choice in event["choices"] for id_ in choice.get("token_ids") or []]
+                if len(token_ids) == 20:
+                    engine.kill()
+    assert token_ids == expected.token_ids
+    names = {adapter.name for adapter in engine.adapters}
+    wait_until(lambda: all(is_draining(fleet, name) for name in names))
+    other = ask(fleet, completion(prompt))
+    assert other.worker not in names
+    restart(fleet, engine)
+    for adapter in engine.adapters:
+        assert fleet.num_held(adapter) == 0
+
+
+def test_an_engine_that_restarts(fleet: EngineFleet) -> None:
+    prompt = new_prompt()
+    worker = ask(fleet, completion(prompt)).worker
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+    engine, epoch = fleet.engine_of(worker), epochs(fleet)[worker]
+    engine.kill()
+    engine.start()
+    wait_until(lambda: epochs(fleet)[worker] != epoch)
+    wait_until(lambda: not any(is_draining(fleet, adapter.name) for adapter in engine.adapters))
+    answer = ask(fleet, completion(prompt))
+    assert (answer.promised, answer.found) == (0, 0)
+    wait_until(lambda: is_promised(fleet, prompt, 320))
+
+
+def test_another_tokenizer_refuses_to_start(tiny_model: Path, tmp_path: Path) -> None:
+    engine = FakeEngine("odd", tmp_path, tiny_model, "redis://127.0.0.1:9", "--tokenizer-shift", "1")
+    try:
+        engine.start()
+        [adapter] = engine.adapters
+        adapter.start()
+        assert adapter.wait(HANG_S) == 2
+        assert "--tokenizer: the engine's token ids differ" in adapter.tail()
+    finally:
+        for part in (engine, *engine.adapters):
+            part.stop()
+
+
+def epochs(fleet: EngineFleet) -> dict[str, str]:
+    return {worker["worker_id"]: worker["epoch"] for worker in fleet.gateway.workers()}
+
+
+def is_draining(fleet: EngineFleet, name: str) -> bool:
+    try:
+        return not get(f"{fleet.adapter(name).url}/health/ready")
+    except OSError:
+        return True
+
+
+def restart(fleet: EngineFleet, engine: FakeEngine) -> None:
+    engine.start()
+    wait_until(lambda: metrics(engine.url))
+    wait_until(lambda: not any(is_draining(fleet, adapter.name) for adapter in engine.adapters))

@@ -1,0 +1,146 @@
+"""One data-parallel rank: a queue, prefills one after the other, and a model that only hashes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tests.fake_engine.events import Events
+from tests.fake_engine.pool import Pool
+
+
+class Rank:
+    """One data-parallel rank."""
+
+    def __init__(self, number: int, args: argparse.Namespace) -> None:
+        self.args = args
+        self.pool = Pool(args.num_blocks, args.block_size)
+        if args.no_prefix_caching:
+            self.pool.chain = lambda *prompt: []  # type: ignore[method-assign]
+        self.slots = asyncio.Semaphore(args.max_num_seqs)
+        self.prefill = asyncio.Lock()
+        self.num_running = self.num_waiting = 0
+        self.num_aborted = 0
+        self.cached_tokens = 0
+        self.events: Events | None = None
+        if args.events:
+            endpoint, replay = _of_rank(args.events, number), args.replay and _of_rank(args.replay, number)
+            self.events = Events(endpoint, replay, args.topic, number, args.layout)
+        self.pending_clear = False
+
+    def publish(self, events: list[dict[str, Any]]) -> None:
+        if self.pending_clear:  # vLLM tells of a reset with the next step
+            events = [{"type": "AllBlocksCleared"}, *events]
+            self.pending_clear = False
+        if self.events is not None:
+            self.events.publish(events)
+
+    def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
+
+    def reset(self) -> None:
+        """Empty the cache. As with vLLM, its reader hears of it with the next step."""
+        self.pool.reset()
+        self.pending_clear = True
+
+    async def generate(
+        self, token_ids: list[int], params: dict[str, Any], salt: str, lora: str | None
+    ) -> AsyncIterator[Any]:
+        """Yield (token ids, finish reason, stop reason), at last the number of cached tokens."""
+        self.num_waiting += 1
+        try:
+            await self.slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_running += 1
+        held: list[int] = []
+        ended = False
+        try:
+            hashes = self.pool.chain(token_ids, salt, lora)
+            held = self.pool.match(hashes[: (len(token_ids) - 1) // self.pool.block_size])
+            num_cached = len(held) * self.pool.block_size
+            self.cached_tokens += num_cached
+            async with self.prefill:
+                await asyncio.sleep((len(token_ids) - num_cached) / self.args.prefill_tokens_per_s)
+            self._store(token_ids, hashes, held, salt, lora)
+            context = list(token_ids)
+            plan = self._planned(params)
+            for number in range(params["max_tokens"]):
+                await asyncio.sleep(self.args.token_s)
+                token_id = plan[number] if number < len(plan) else self._next(context, params, number)
+                context.append(token_id)
+                if len(context) % self.pool.block_size == 0:
+                    self._store(context, self.pool.chain(context, salt, lora), held, salt, lora)
+                is_eos = (
+                    token_id in self.args.eos and not params.get("ignore_eos") and number >= params.get("min_tokens", 0)
+                )
+                is_stop = token_id in (params.get("stop_token_ids") or ())
+                if (plan and number + 1 == len(plan)) or is_eos or is_stop:
+                    ended = True
+                    yield [token_id], "stop", token_id if is_stop and not is_eos else None
+                    break
+                last = number + 1 == params["max_tokens"]
+                ended = last
+                yield [token_id], "length" if last else None, None
+            yield num_cached
+        finally:
+            self.num_aborted += not ended
+            self.num_running -= 1
+            self.pool.release(held)
+            self.slots.release()
+
+    def _planned(self, params: dict[str, Any]) -> list[int]:
+        wanted = params.get("structured_outputs") or {}
+        if "choice" in wanted:
+            text = wanted["choice"][0]
+        elif wanted:
+            text = "{}" if "regex" not in wanted else "123"
+        else:
+            return []
+        return [*self.args.tokenizer.encode(text, add_special_tokens=False).ids, self.args.eos[0]]
+
+    def _next(self, context: list[int], params: dict[str, Any], number: int) -> int:
+        message = repr(context[-8:]).encode()
+        if params.get("temperature", 1.0):
+            message += f"{params.get('seed')} {number}".encode()
+        value = zlib.crc32(message)
+        if value % self.args.mean_tokens == 0 and not params.get("ignore_eos"):
+            return int(self.args.eos[0])
+        allowed = params.get("allowed_token_ids")
+        return allowed[value % len(allowed)] if allowed else 1000 + value % 20_000
+
+    def _store(self, token_ids: list[int], hashes: list[int], held: list[int], salt: str, lora: str | None) -> None:
+        """Publish the full blocks that this request has computed, as one event behind their parent."""
+        size, first = self.pool.block_size, len(held)
+        if first == len(hashes):
+            return
+        removed: list[int] = []
+        for block_hash in hashes[first:]:
+            held.append(self.pool.store(block_hash, removed))
+        keys: list[list[str] | None] = []
+        for number in range(first, len(hashes)):
+            key = ([lora] if lora else []) + ([salt] if salt and number == 0 else [])
+            keys.append(key or None)
+        stored = {
+            "type": "BlockStored",
+            "block_hashes": hashes[first:],
+            "parent_block_hash": hashes[first - 1] if first else None,
+            "token_ids": token_ids[first * size : len(hashes) * size],
+            "block_size": size,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": lora,
+            "extra_keys": keys if self.args.layout == "maps" or salt else None,
+            "group_idx": 0,
+        }
+        gone = [{"type": "BlockRemoved", "block_hashes": removed, "medium": "GPU", "group_idx": 0}] if removed else []
+        self.publish([*gone, stored])
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if rank else endpoint

@@ -1,0 +1,235 @@
+"""The HTTP API of the fake engine, as vLLM has it, and its options."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from tests.fake_engine.rank import Rank
+
+
+class FakeEngine:
+    """The HTTP server."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.started_s = time.time()
+        self.ranks = [Rank(number, args) for number in range(args.ranks)]
+        self.app = Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/version", self.version),
+                Route("/v1/models", self.models),
+                Route("/kv_event_sources", self.sources),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/metrics", self.metrics),
+                Route("/reset_prefix_cache", self.reset, methods=["POST"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/fake/loss", self.loss, methods=["POST"]),
+                Route("/fake/loras", self.loras, methods=["POST"]),
+                *([] if args.no_token_api else [Route("/inference/v1/generate", self.tokens, methods=["POST"])]),
+            ],
+        )
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def restart(self) -> None:
+        """Begin again with an empty cache, as a new process would; open streams go on."""
+        self.close()
+        self.started_s = time.time()
+        self.ranks = [Rank(number, self.args) for number in range(self.args.ranks)]
+
+    def refused(self, request: Request) -> Response | None:
+        key = self.args.api_key
+        if key and request.headers.get("authorization") != f"Bearer {key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return None
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self.args.version})
+
+    async def models(self, request: Request) -> Response:
+        if (refused := self.refused(request)) is not None:
+            return refused
+        base = {"id": self.args.model, "root": str(self.args.folder), "max_model_len": self.args.max_model_len}
+        loras = [{"id": name, "root": name, "parent": self.args.model} for name in self.args.lora]
+        return JSONResponse({"object": "list", "data": [base, *loras]})
+
+    async def sources(self, request: Request) -> Response:
+        found = {
+            str(number): {
+                "publisher": "zmq",
+                "endpoint": self.args.said_events or e.endpoint,
+                "replay_endpoint": e.replay,
+                "topic": e.topic,
+            }
+            for number, rank in enumerate(self.ranks)
+            if (e := rank.events) is not None
+        }
+        return JSONResponse(found)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        text, add_special = body.get("prompt"), body.get("add_special_tokens", True)
+        if text is None:
+            add_special = False
+            config = json.loads((self.args.folder / "tokenizer_config.json").read_text())
+            source = self.args.chat_template or config["chat_template"]
+            text = jinja2.Template(source).render(**config, messages=body["messages"], add_generation_prompt=True)
+        ids = self.args.tokenizer.encode(text, add_special_tokens=add_special).ids
+        return JSONResponse({"tokens": [i + self.args.tokenizer_shift for i in ids], "count": len(ids)})
+
+    async def metrics(self, request: Request) -> Response:
+        lines = [f"process_start_time_seconds {self.started_s}"]
+        for number, rank in enumerate(self.ranks):
+            label = f'engine="{number}",model_name="{self.args.model}"'
+            caching = f'enable_prefix_caching="{not self.args.no_prefix_caching}"'
+            pool = rank.pool
+            lines += [
+                f"vllm:num_requests_running{{{label}}} {float(rank.num_running)}",
+                f"vllm:num_requests_waiting{{{label}}} {float(rank.num_waiting)}",
+                f"vllm:kv_cache_usage_perc{{{label}}} {pool.num_held / pool.num_blocks}",
+                f'vllm:cache_config_info{{block_size="{pool.block_size}",{caching},'
+                f'num_gpu_blocks="{pool.num_blocks}",{label}}} 1.0',
+                f"vllm:prefix_cache_hits_total{{{label}}} {float(rank.cached_tokens)}",
+                f"fake:aborted{{{label}}} {rank.num_aborted}",
+                f"fake:cached_hashes{{{label}}} {len(pool.copies)}",
+            ]
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def reset(self, request: Request) -> Response:
+        for rank in self.ranks:
+            rank.reset()
+        return JSONResponse({"success": True})
+
+    async def loss(self, request: Request) -> Response:
+        for rank in self.ranks:
+            assert rank.events is not None
+            rank.events.loss = (await request.json())["loss"]
+        return Response()
+
+    async def loras(self, request: Request) -> Response:
+        self.args.lora = (await request.json())["loras"]
+        return Response()
+
+    async def tokens(self, request: Request) -> Response:
+        body = await request.json()
+        return await self._answer(request, body, body["token_ids"], body["sampling_params"], is_token_api=True)
+
+    async def completions(self, request: Request) -> Response:
+        body = await request.json()
+        return await self._answer(request, body, body["prompt"], body, is_token_api=False)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        token_ids: list[int],
+        params: dict[str, Any],
+        *,
+        is_token_api: bool,
+    ) -> Response:
+        if (refused := self.refused(request)) is not None:
+            return refused
+        model = body.get("model")
+        lora = model if model in self.args.lora else None
+        if model not in (None, self.args.model, *self.args.lora):
+            return JSONResponse({"error": {"message": f"The model `{model}` does not exist."}}, 404)
+        if len(token_ids) > self.args.max_model_len:
+            error = {"error": {"message": "This model's maximum context length is exceeded", "code": 400}}
+            if not body.get("stream"):
+                return JSONResponse(error, 400)
+            # vLLM 0.32 has begun its answer by then.
+            return PlainTextResponse(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n")
+        rank = self.ranks[int(request.headers.get("x-data-parallel-rank", "0"))]
+        salt = "" if self.args.ignore_salt else body.get("cache_salt") or ""
+        stream = rank.generate(token_ids, params, salt, lora)
+        num_top = params.get("logprobs")
+
+        def logprobs(token_id: int) -> dict[str, Any]:
+            top = [{"token_id": token_id + i, "logprob": -0.5 - i, "rank": i + 1} for i in range(max(1, num_top or 0))]
+            return {"content": [{"token_id": token_id, "logprob": -0.5, "rank": 1, "top_logprobs": top}]}
+
+        async def events() -> AsyncIterator[bytes]:
+            async with contextlib.aclosing(stream):
+                async for part in stream:
+                    if isinstance(part, int):
+                        usage = {"prompt_tokens": len(token_ids), "prompt_tokens_details": {"cached_tokens": part}}
+                        chunk: dict[str, Any] = {"choices": [], "usage": usage}
+                    else:
+                        ids, reason, stop = part
+                        choice = {"index": 0, "token_ids": ids, "finish_reason": reason, "stop_reason": stop}
+                        if self.args.no_token_ids:
+                            del choice["token_ids"]
+                        if num_top is not None and is_token_api:
+                            choice["logprobs"] = logprobs(ids[0])
+                        chunk = {"choices": [choice | ({} if is_token_api else {"text": ""})]}
+                    yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            yield b"data: [DONE]\n\n"
+
+        if body.get("stream"):
+            return StreamingResponse(events(), media_type="text/event-stream")
+        async for _ in stream:
+            pass
+        found: list[Any] = [None, *({str(i): {"logprob": -1.0, "rank": 1}} for i in token_ids[1:])]
+        return JSONResponse({"choices": [], "prompt_logprobs": found})
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="with tokenizer.json, as tests.tiny_model writes it")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--version", default="0.32.0")
+    parser.add_argument("--events", default="")
+    parser.add_argument("--replay")
+    parser.add_argument("--topic", default="kv")
+    parser.add_argument("--layout", choices=("maps", "arrays"), default="maps")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--lora", action="append", default=[])
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--num-blocks", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=50_000.0)
+    parser.add_argument("--token-s", type=float, default=0.001)
+    parser.add_argument("--mean-tokens", type=int, default=64)
+    parser.add_argument("--no-token-api", action="store_true", help="as vLLM before /inference/v1/generate")
+    parser.add_argument("--no-token-ids", action="store_true", help="as vLLM before return_token_ids")
+    parser.add_argument("--said-events", help="the endpoint that it says it has (default: the true one)")
+    parser.add_argument("--chat-template", help="another one than its folder has")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--ignore-salt", action="store_true")
+    parser.add_argument("--tokenizer-shift", type=int, default=0, help="another tokenizer")
+    args = parser.parse_args(argv)
+    args.tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+    args.eos = [2]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    uvicorn.run(FakeEngine(args).app, host="127.0.0.1", port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

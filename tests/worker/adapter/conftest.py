@@ -1,0 +1,26 @@
+"""Folders for sockets and tokenizers: short names, as a socket's has at most 107 bytes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.worker.adapter.rig import write_tokenizer
+from worker.adapter import engine
+
+
+@pytest.fixture
+def engine_folder() -> Iterator[Path]:
+    """With a tokenizer, for `fake_engine`."""
+    with tempfile.TemporaryDirectory() as name:
+        yield write_tokenizer(Path(name))
+
+
+@pytest.fixture
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is asked for its counts every few milliseconds."""
+    monkeypatch.setattr(engine, "WATCH_S", 0.01)
+    monkeypatch.setattr(engine, "LIST_ADAPTERS_S", 0.0)

@@ -1,0 +1,96 @@
+"""Connecting to an engine: waiting for it, its key, its tokenizer, its events, and what is registered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import free_ports
+from tests.waiting import until
+from tests.worker.adapter.rig import fake_engine
+from worker.adapter import connect as connect_module
+from worker.adapter.connect import connect
+from worker.adapter.engine import AdapterEngine
+from worker.config import WorkerConfig
+from worker.engine.metrics import WorkerMetrics
+
+
+def config(url: str, **options: Any) -> WorkerConfig:
+    return WorkerConfig(**{"engine": "vllm", "engine_url": url, **options})
+
+
+async def connected(config: WorkerConfig, reports: list[str] | None = None) -> AdapterEngine:
+    report = (reports if reports is not None else []).append
+    return await connect(config, "http://w", "w", WorkerMetrics(), report)
+
+
+async def test_what_is_registered(engine_folder: Path) -> None:
+    async with fake_engine(engine_folder, "--lora", "pirate", "--lora", "lawyer", "--version", "9.9") as (_, url):
+        engine = await connected(config(url, revision="r7"))
+        member, bundle = engine.member, engine.bundle
+        assert (member.model, member.numerics, member.prefill_order) == ("tiny", "vllm-9.9", "fifo")
+        assert member.adapters == ("lawyer", "pirate")
+        assert {"typical_p", "bad_words"} <= set(member.unsupported)
+        assert (bundle.revision, bundle.max_model_len, bundle.vocab_size) == ("r7", 4096, 32_000)
+        await engine.close()
+        renamed = await connected(config(url, served_model_name="other", max_model_len=100, events="none"))
+        assert (renamed.member.model, renamed.bundle.max_model_len) == ("other", 100)
+        assert "no cache events" in (renamed.index_problem or "")
+        await renamed.close()
+
+
+async def test_the_key_of_the_engine(engine_folder: Path) -> None:
+    key = engine_folder / "key"
+    async with fake_engine(engine_folder, "--api-key", "sk-secret") as (_, url):
+        for wrong in ("", "sk-other"):
+            key.write_text(wrong or "x")
+            with pytest.raises(ValueError, match=r"--engine-key-file.*401"):
+                await connected(config(url, engine_key_file=str(key)))
+        with pytest.raises(ValueError, match=r"--engine-key-file.*401"):
+            await connected(config(url))
+        key.write_text("sk-secret\n")
+        await (await connected(config(url, engine_key_file=str(key)))).close()
+
+
+async def test_another_tokenizer_is_refused(engine_folder: Path) -> None:
+    async with fake_engine(engine_folder, "--tokenizer-shift", "1") as (_, url):
+        with pytest.raises(ValueError, match=r"--tokenizer: the engine's token ids differ.* position 0 "):
+            await connected(config(url))
+
+
+async def test_an_engine_without_events_is_refused_by_default(engine_folder: Path) -> None:
+    async with fake_engine(engine_folder, events=False) as (_, url):
+        with pytest.raises(ValueError, match=r"--events auto.*--kv-events-config.*--events none"):
+            await connected(config(url))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557", "udp://x:1", "ipc:///no/folder/x"])
+async def test_an_endpoint_that_others_reach_is_refused(engine_folder: Path, endpoint: str) -> None:
+    async with fake_engine(engine_folder) as (_, url):
+        with pytest.raises((ValueError, OSError), match=endpoint):
+            await connected(config(url, events=endpoint))
+
+
+async def test_it_waits_for_the_engine(engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect_module, "RETRY_S", 0.001)
+    [port] = free_ports(1)
+    reports: list[str] = []
+    connecting = asyncio.create_task(connected(config(f"http://127.0.0.1:{port}"), reports))
+    await until(lambda: reports)
+    await asyncio.sleep(0.05)
+    assert len(reports) == 1, "said once"
+    assert reports[0].startswith(f"waiting for the engine at http://127.0.0.1:{port}: ")
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+
+
+async def test_an_unknown_tokenizer_and_authority(engine_folder: Path) -> None:
+    async with fake_engine(engine_folder) as (_, url):
+        with pytest.raises(ValueError, match="--tokenizer"):
+            await connected(config(url, tokenizer="/no/such/folder"))
+        with pytest.raises(ValueError, match=r"--engine-ca"):
+            await connected(config(url, engine_ca="/no/such/file"))

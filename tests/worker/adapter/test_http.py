@@ -1,0 +1,143 @@
+"""The adapter's HTTP client: events cut anywhere, errors in the engine's words, and servers that break off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from tests.e2e.serving import free_ports
+from tests.running import listening as raw_listening
+from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
+from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.adapter.http import EngineHttp
+
+GENERATE = "POST /generate"
+
+
+@pytest.fixture
+def server() -> ScriptedHttp:
+    return ScriptedHttp()
+
+
+@pytest.fixture
+async def http(server: ScriptedHttp) -> AsyncIterator[EngineHttp]:
+    async with scripted_http(server) as url:
+        client = EngineHttp(f"{url}/", "sk-secret", None, {"x-data-parallel-rank": "1"})
+        yield client
+        await client.close()
+
+
+async def read(http: EngineHttp) -> list[bytes]:
+    return [data async for data in http.events("/generate", {"prompt": 1})]
+
+
+async def test_events(server: ScriptedHttp, http: EngineHttp) -> None:
+    server.answers[GENERATE] = sse({"a": 1}, b": a comment\n\nevent: x\ndata:{}\n\n", b"data: {}\r\n\r\n")
+    assert await read(http) == [b'{"a": 1}', b"{}", b"{}"]
+    assert server.bodies == [{"prompt": 1}]
+    assert server.headers[0]["authorization"] == "Bearer sk-secret"
+    assert server.headers[0]["x-data-parallel-rank"] == "1"
+
+
+@given(cuts=st.lists(st.integers(0, 60), max_size=5))
+@settings(max_examples=30)
+def test_events_cut_anywhere(cuts: list[int]) -> None:
+    whole = b"".join(b"data: " + json.dumps({"n": number}).encode() + b"\n\n" for number in range(4))
+    ends = sorted({*cuts, len(whole)})
+    parts = [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    async def run() -> list[bytes]:
+        server = ScriptedHttp()
+        server.answers[GENERATE] = sse(*parts)
+        async with scripted_http(server) as url:
+            http = EngineHttp(url, "", None, {})
+            try:
+                return await read(http)
+            finally:
+                await http.close()
+
+    assert [json.loads(data)["n"] for data in asyncio.run(run())] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (JSONResponse({"error": {"message": "too long", "code": 400}}, 400), "too long"),
+        (JSONResponse({"error": "Unauthorized"}, 401), "Unauthorized"),
+        (JSONResponse({"message": "flat"}, 404), "flat"),
+        (JSONResponse({"object": "error"}, 429), "object"),
+        (JSONResponse([1], 500), "[1]"),
+        (PlainTextResponse("x" * 5000, 503), "x" * 300),
+        (Response(b"\xff\xfe", 502), "��"),
+        (JSONResponse({"error": {"message": "y" * 5000}}, 400), "y" * 1000),
+    ],
+)
+async def test_errors_are_in_the_engines_words(
+    server: ScriptedHttp, http: EngineHttp, answer: Response, message: str
+) -> None:
+    server.answers[GENERATE] = server.answers["GET /state"] = answer
+    with pytest.raises(EngineRefusedError) as caught:
+        await read(http)
+    assert (caught.value.status, caught.value.message) == (answer.status_code, message) or message in str(caught.value)
+    with pytest.raises(EngineRefusedError) as caught:
+        await http.json("GET", "/state")
+    assert caught.value.status == answer.status_code
+
+
+async def test_json(server: ScriptedHttp, http: EngineHttp) -> None:
+    server.answers |= {"GET /empty": Response(), "GET /none": Response(b"<html>"), "GET /one": JSONResponse([1])}
+    assert await http.json("GET", "/empty") is None
+    assert await http.json("GET", "/one") == [1]
+    with pytest.raises(EngineLostError, match="JSON"):
+        await http.json("GET", "/none")
+
+
+async def test_a_stream_without_an_end(server: ScriptedHttp, http: EngineHttp) -> None:
+    server.answers[GENERATE] = sse({"a": 1}, done=False)
+    with pytest.raises(EngineLostError, match="broke off"):
+        await read(http)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndat", b"garbage\r\n\r\n"]
+)
+async def test_a_connection_that_breaks(said: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+
+    async with raw_listening(serve) as port:
+        http = EngineHttp(f"http://127.0.0.1:{port}", "", None, {})
+        with pytest.raises(EngineLostError) as caught:
+            await read(http)
+        assert not caught.value.gone, "something listens"
+        with pytest.raises(EngineLostError):
+            await http.json("GET", "/state")
+        await http.close()
+
+
+async def test_nothing_listens() -> None:
+    [port] = free_ports(1)
+    http = EngineHttp(f"http://127.0.0.1:{port}", "", None, {})
+    with pytest.raises(EngineLostError) as caught:
+        await http.json("GET", "/state")
+    assert caught.value.gone
+    await http.close()
+
+
+async def test_a_call_that_takes_too_long() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    async with raw_listening(serve) as port:
+        http = EngineHttp(f"http://127.0.0.1:{port}", "", None, {})
+        with pytest.raises(EngineLostError, match="Timeout") as caught:
+            await http.json("GET", "/state", timeout_s=0.05)
+        assert not caught.value.gone
+        await http.close()

@@ -1,0 +1,137 @@
+"""Batches as real engines sent them, in every layout, and bytes that are none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventError, decode_batch
+
+SALT = "00112233445566778899aabbccddeeff"
+HASHES = [15212648955765375879, 1, 2, 3, 4, 5]
+CAPTURED = {
+    "type": "BlockStored",
+    "block_hashes": HASHES,
+    "parent_block_hash": None,
+    "token_ids": list(range(192)),
+    "block_size": 32,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "extra_keys": [[SALT], None, None, None, None, None],
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+}
+"""As vLLM 0.32.0 sent it."""
+
+
+def batch(*events: Any, rank: tuple[Any, ...] = (0,)) -> EventBatch:
+    return decode_batch(msgpack.packb([1795317799.93, list(events), *rank]))
+
+
+def test_vllm_sends_maps() -> None:
+    decoded = batch(CAPTURED)
+    assert (decoded.ts, decoded.rank) == (1795317799.93, 0)
+    (stored,) = decoded.events
+    assert stored == BlockStored(
+        block_hashes=tuple(HASHES),
+        token_ids=tuple(range(192)),
+        block_size=32,
+        medium="GPU",
+        extra_keys=((SALT,), None, None, None, None, None),
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+def test_old_vllm_and_sglang_send_arrays() -> None:
+    values = [value for name, value in CAPTURED.items() if name != "type"]
+    (from_maps,) = batch(CAPTURED).events
+    (stored,) = batch(["BlockStored", *values]).events
+    assert isinstance(stored, BlockStored)
+    assert all(getattr(stored, name) == getattr(from_maps, name) for name in BlockStored.__struct_fields__)
+    (from_sglang,) = batch(["BlockStored", [-7], None, [1, 2], 2, None], rank=()).events
+    assert isinstance(from_sglang, BlockStored)
+    assert (from_sglang.block_hashes, from_sglang.token_ids, from_sglang.extra_keys) == ((-7,), (1, 2), None)
+
+
+def test_a_batch_may_be_a_map() -> None:
+    packed = msgpack.packb({"ts": 1.0, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3})
+    assert decode_batch(packed) == EventBatch(1.0, (AllBlocksCleared(),), 3)
+
+
+@pytest.mark.parametrize("key", [7, 2**64 - 1, -(2**63), b"\x01" * 32])
+def test_hashes_are_numbers_or_bytes(key: int | bytes) -> None:
+    removed = batch({"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU", "group_idx": 0})
+    assert removed.events == (BlockRemoved((key,), "GPU", 0),)
+    (stored,) = batch(["BlockStored", [key], key, [5], 1]).events
+    assert isinstance(stored, BlockStored)
+    assert (stored.block_hashes, stored.parent_block_hash) == ((key,), key)
+
+
+def test_fields_may_be_missing_or_unknown() -> None:
+    decoded = batch(
+        {"type": "BlockRemoved", "block_hashes": [1]},
+        {"type": "BlockStored", "block_hashes": [2], "token_ids": [3], "block_size": 1, "session_id": "s", "x": [{}]},
+        {"type": "AllBlocksCleared", "why": None},
+        rank=(1, "later", {}),
+    )
+    assert decoded.rank == 1
+    assert decoded.events == (BlockRemoved((1,)), BlockStored((2,), None, (3,), 1), AllBlocksCleared())
+    arrays = batch(["BlockRemoved", [1]], ["BlockRemoved", [1], "CPU", 0, "new"], ["AllBlocksCleared"], rank=())
+    assert [type(event).__mro__[1] for event in arrays.events] == [BlockRemoved, BlockRemoved, AllBlocksCleared]
+    assert arrays.rank is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "BlockMoved", "block_hashes": [1]},
+        {"type": "BlockStored"},
+        {"type": "BlockStored", "block_hashes": ["text"]},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [-1], "block_size": 1},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [2**32], "block_size": 1},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [], "block_size": 0},
+        {"type": "BlockStored", "block_hashes": [1], "extra_keys": "salt"},
+        ["BlockMoved", [1]],
+        ["BlockStored"],
+        [],
+        None,
+        7,
+    ],
+)
+def test_what_is_no_event_is_refused(event: Any) -> None:
+    with pytest.raises(EventError):
+        batch(event)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x93\xcb\x7f\xf8",
+        msgpack.packb("text"),
+        msgpack.packb([]),
+        msgpack.packb({}),
+        msgpack.packb([1.0, [{"type": "\ud800"}]], unicode_errors="surrogatepass"),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(EventError):
+        decode_batch(payload)
+
+
+@given(st.binary(max_size=60), st.integers(0, 400), st.integers(0, 60))
+def test_any_bytes_give_a_batch_or_an_error(noise: bytes, at: int, num_cut: int) -> None:
+    packed = msgpack.packb([1.0, [CAPTURED], 0])
+    for payload in (noise, packed[:at] + noise + packed[at + num_cut :]):
+        with suppress(EventError):
+            assert isinstance(decode_batch(payload), EventBatch)

@@ -1,0 +1,191 @@
+"""The adapter over the fake engine, on real sockets: what is promised is what the engine holds, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.fake_engine.server import FakeEngine
+from tests.waiting import until
+from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, make_request, running, token_ids
+from worker.adapter.api import EventSource
+from worker.adapter.vllm import VllmApi
+from worker.wire import End, Failed, GenerateRequest, Grammar
+
+PROMPT = range(100, 300)
+"""Six blocks of the engine's 32."""
+
+
+@pytest.fixture(params=["maps", "arrays"])
+async def engine(request: pytest.FixtureRequest, engine_folder: Path) -> AsyncIterator[tuple[FakeEngine, str]]:
+    async with fake_engine(engine_folder, "--layout", request.param, "--lora", "pirate", "--token-s", "0") as started:
+        yield started
+
+
+@pytest.fixture
+async def rig(engine: tuple[FakeEngine, str], brisk: None) -> AsyncIterator[Rig]:
+    fake, url = engine
+    async with running(await rig_over(fake, url)) as rig:
+        await until(lambda: rig.load.num_blocks and rig.engine.member.adapters)
+        yield rig
+        await until(rig.is_idle)
+
+
+async def rig_over(fake: FakeEngine, url: str) -> Rig:
+    events = fake.ranks[0].events
+    assert events is not None
+    api = VllmApi(url)
+    await api.version()
+    return Rig(api, EventSource(events.endpoint, events.replay, events.topic))
+
+
+def has_published(rig: Rig, request: GenerateRequest, num_tokens: int) -> bool:
+    return rig.num_published(request) >= num_tokens
+
+
+@pytest.fixture
+def fake(engine: tuple[FakeEngine, str]) -> FakeEngine:
+    return engine[0]
+
+
+async def test_promised_is_found(rig: Rig, fake: FakeEngine) -> None:
+    prompt = list(PROMPT)
+    for _ in range(4):
+        request = make_request(prompt, max_tokens=40, ignore_eos=True)
+        promised = min(rig.num_published(request), len(prompt) - 1) // 32 * 32
+        frames = await rig.answer(request)
+        assert isinstance(frames[-1], End)
+        assert frames[0].num_cached_tokens == frames[-1].num_cached_tokens == promised
+        prompt += [*token_ids(frames), *range(50)]
+        whole, least = make_request(prompt), (len(prompt) - 51) // 32 * 32
+        await until(partial(has_published, rig, whole, least))
+    assert promised > 200
+    other = await rig.answer(make_request(prompt, root=OTHER_ROOT))
+    assert other[0].num_cached_tokens == other[-1].num_cached_tokens == 0, "another tenant"
+    await until(lambda: rig.num_published(make_request(prompt, root=OTHER_ROOT)) >= 320)
+
+
+async def test_an_adapter_shares_nothing_with_the_model(rig: Rig) -> None:
+    await rig.answer(make_request(PROMPT))
+    frames = await rig.answer(make_request(PROMPT, root=OTHER_ROOT, adapter="pirate"))
+    assert frames[-1].num_cached_tokens == 0
+    again = await rig.answer(make_request(PROMPT, root=OTHER_ROOT, adapter="pirate"))
+    assert again[-1].num_cached_tokens == 192
+
+
+async def test_n_choices_prefill_once(rig: Rig, fake: FakeEngine) -> None:
+    frames = await rig.answer(make_request(range(500, 725), n=4, temperature=1.0))
+    assert frames[-1].num_cached_tokens == 0
+    assert fake.ranks[0].cached_tokens == 3 * 224, "the other three find all its blocks"
+    assert len({tuple(token_ids(frames, choice)) for choice in range(4)}) == 4
+
+
+async def test_logprobs_stops_and_grammars(rig: Rig) -> None:
+    frames = await rig.answer(make_request(PROMPT, logprobs=2, prompt_logprobs=0))
+    assert len(frames[1].positions) == 200
+    assert all(len(frame.logprobs[0].top) == 2 for frame in frames if frame.__class__.__name__ == "Tokens")
+    [first, *_] = token_ids(await rig.answer(make_request(PROMPT, ignore_eos=True)))
+    stopped = await rig.answer(make_request(PROMPT, ignore_eos=True, stop_token_ids=(first,)))
+    assert token_ids(stopped) == [first], "in the last Tokens"
+    assert (stopped[-2].reason, stopped[-2].stop_token_id) == ("stop", first)
+    chosen = await rig.answer(make_request(PROMPT, grammar=Grammar("choice", '["ab"]')))
+    assert (token_ids(chosen)[-1], chosen[-2].stop_token_id) == (2, 2), "EOS, which the engine does not name"
+
+
+async def test_a_resumed_choice_goes_on_alike(rig: Rig) -> None:
+    whole = token_ids(await rig.answer(make_request(PROMPT, max_tokens=12, ignore_eos=True)))
+    rest = await rig.answer(make_request(PROMPT, max_tokens=12, ignore_eos=True, output_ids=tuple(whole[:5])))
+    assert whole[:5] + token_ids(rest) == whole
+
+
+async def test_a_reader_that_leaves_ends_it_in_the_engine(rig: Rig, fake: FakeEngine) -> None:
+    fake.args.token_s = 0.01
+    key = rig.submit(make_request(PROMPT, n=2, max_tokens=3000, ignore_eos=True))
+    await until(lambda: fake.ranks[0].num_running == 2)
+    rig.engine.abort(key, 1)
+    await until(lambda: fake.ranks[0].num_aborted == 1)
+    rig.engine.abort(key)
+    await until(lambda: fake.ranks[0].num_aborted == 2)
+    await until(rig.is_idle)
+
+
+async def test_a_refusal_in_a_stream(rig: Rig, fake: FakeEngine) -> None:
+    fake.args.max_model_len = 100
+    frames = await rig.answer(make_request(PROMPT))
+    assert frames[-1] == Failed("invalid_request", "This model's maximum context length is exceeded", retryable=False)
+
+
+async def test_purge_while_requests_run(rig: Rig, fake: FakeEngine) -> None:
+    await rig.answer(make_request(PROMPT))
+    await until(lambda: rig.num_published(make_request(PROMPT)))
+    fake.args.token_s = 0.002
+    key = rig.submit(make_request(range(1000, 1200), max_tokens=60, ignore_eos=True))
+    await until(lambda: token_ids(rig.frames[key]))
+    epoch = await asyncio.wrap_future(rig.engine.purge())
+    assert rig.engine.member.epoch == epoch
+    assert rig.num_published(make_request(PROMPT)) == 0
+    await until(lambda: rig.is_over(key))
+    again = await rig.answer(make_request(PROMPT))
+    assert again[-1].num_cached_tokens == 0
+    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
+
+
+async def test_a_reset_behind_its_back_is_known_at_the_next_step(rig: Rig, fake: FakeEngine) -> None:
+    await rig.answer(make_request(PROMPT))
+    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
+    epoch = rig.engine.member.epoch
+    fake.ranks[0].reset()
+    await rig.answer(make_request(range(1000, 1200)))
+    await until(lambda: rig.num_published(make_request(range(1000, 1200))) == 192)
+    assert rig.num_published(make_request(PROMPT)) == 0
+    assert rig.engine.member.epoch != epoch
+
+
+async def test_restart(rig: Rig, fake: FakeEngine) -> None:
+    await rig.answer(make_request(PROMPT))
+    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
+    epoch = rig.engine.member.epoch
+    fake.restart()
+    await until(lambda: rig.engine.member.epoch != epoch)
+    assert rig.num_published(make_request(PROMPT)) == 0
+    frames = await rig.answer(make_request(range(1000, 1200)))
+    assert isinstance(frames[-1], End)
+    await until(lambda: rig.num_published(make_request(range(1000, 1200))) == 192)
+    assert rig.num_published(make_request(PROMPT)) == 0
+
+
+async def test_lost_batches_are_fetched(rig: Rig, fake: FakeEngine) -> None:
+    events = fake.ranks[0].events
+    assert events is not None
+    events.loss = 1.0
+    for start in range(1000, 1500, 100):
+        await rig.answer(make_request(range(start, start + 100)))
+    await until(lambda: all(rig.num_published(make_request(range(s, s + 100))) == 96 for s in range(1000, 1500, 100)))
+
+
+async def test_an_adapter_that_starts_late_learns_all(engine: tuple[FakeEngine, str], rig: Rig) -> None:
+    fake, url = engine
+    if not fake.ranks[0].events.endpoint.startswith("ipc"):
+        pytest.skip("one reader binds")
+    await rig.answer(make_request(PROMPT))
+    late = await rig_over(fake, url)
+    async with running(late):
+        await until(lambda: late.num_published(make_request(PROMPT)) == 192)
+        assert late.published == rig.published
+
+
+async def test_index_problem(engine_folder: Path, brisk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that publishes to a port without a listener."""
+    async with fake_engine(engine_folder, events=False) as (_, url):
+        api = VllmApi(url)
+        await api.version()
+        rig = Rig(api, EventSource(f"ipc://{engine_folder}/nobody", None, ""))
+        async with running(rig):
+            assert rig.engine.index_problem is None
+            await rig.answer(make_request(PROMPT))
+            monkeypatch.setattr(rig.engine._subscriber, "_silent_s", 0.0)
+            assert "no cache event has come" in (rig.engine.index_problem or "")

@@ -1,0 +1,63 @@
+"""The adapter's HTTP server bounds what it keeps of a head."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tests.waiting import HANG_S
+from worker.common.sockets import listen
+from worker.http.protocol import MAX_HEAD_BYTES, BoundedProtocol
+
+
+async def _length(request: Request) -> Response:
+    return Response(str(len(await request.body())))
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    app = Starlette(routes=[Route("/length", endpoint=_length, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    sock = listen("127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    yield sock.getsockname()[1]
+    server.should_exit = True
+    await serving
+
+
+async def _ask(port: int, *parts: bytes) -> bytes:
+    """Send the parts, and return what comes up to the end of the connection; b"" if nothing does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(HANG_S):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /length HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+
+
+async def test_bodies_may_be_large(port: int) -> None:
+    body = b"x" * (40 * MAX_HEAD_BYTES)
+    assert (await _ask(port, HEAD + b"content-length: %d\r\n\r\n" % len(body), body)).endswith(b"%d" % len(body))
+
+
+@pytest.mark.parametrize("start", [HEAD + b"a: ", b"POST /", HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nt: "])
+async def test_a_head_or_trailer_without_end_is_cut_off(port: int, start: bytes) -> None:
+    answer = await _ask(port, start, *[b"x" * MAX_HEAD_BYTES] * 100)
+    assert b" 200 " not in answer

@@ -1,0 +1,141 @@
+"""An engine's HTTP API as the adapter sees it: `EngineApi`, its records and its failures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from worker.wire import ChoiceState, GenerateRequest, TokenLogprobs
+
+
+class EngineLostError(Exception):
+    """The engine cannot be reached, or its answer broke off. `gone`: nothing listens there."""
+
+    def __init__(self, message: str, *, gone: bool = False) -> None:
+        super().__init__(message)
+        self.gone = gone
+
+
+class EngineRefusedError(Exception):
+    """The engine has answered with an error. `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"the engine answered {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """The model as the engine lists it."""
+
+    name: str
+    """The name that it is served under."""
+    source: str
+    """The folder or Hugging Face id that it was loaded from."""
+    max_model_len: int
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that it serves, sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The engine's own counts, of one data-parallel rank."""
+
+    started_s: float
+    """When its process started: another value means another cache."""
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    block_size: int
+    """Tokens in a block of the engine."""
+    usage: float
+    """Part of the blocks that running requests hold."""
+    prefill_tokens: float = 0.0
+    prefill_s: float = 0.0
+    """Totals since the start: tokens computed in prefills, and their seconds."""
+    reuses_prefixes: bool | None = None
+    """Prefix caching is on; None: the engine does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one rank of an engine publishes its cache events, by ZMQ."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str = ""
+
+
+class Chunk(NamedTuple):
+    """A part of one choice's answer. The last one has a `reason`, or `num_cached_tokens` alone."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    reason: str | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine found cached, in the last part."""
+
+
+class EngineApi(Protocol):
+    """One data-parallel rank of one engine. Every call raises EngineLostError or EngineRefusedError."""
+
+    kind: str
+    unsupported: tuple[str, ...]
+    """Features of requests that this engine cannot serve (see `worker.wire.required_features`)."""
+
+    async def version(self) -> str:
+        """Return the engine's version, for the numerics class, and learn what this version has. Call it first."""
+
+    async def model(self) -> EngineModel:
+        """Return the model that the engine serves."""
+
+    async def load(self) -> EngineLoad:
+        """Return the engine's own counts."""
+
+    async def is_healthy(self) -> bool:
+        """Ask the engine whether it can serve."""
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the engine's own ids of `text`, without special tokens."""
+
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the ids of a conversation by the engine's own chat template, up to the answer."""
+
+    async def ranks(self) -> tuple[int, ...]:
+        """Return the engine's data-parallel ranks, as far as it names them."""
+
+    async def event_source(self) -> EventSource | None:
+        """Return where the cache events come from, or None if the engine does not say."""
+
+    async def reset(self) -> None:
+        """Empty the prefix cache."""
+
+    def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
+        """Generate what is left of one choice. Closing the iterator aborts it in the engine."""
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
+        """Return the log probabilities of the prompt, None for its first token."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+def resumed_seed(choice: ChoiceState) -> int:
+    """Return the seed for the rest of a choice: the engine's generator begins again, and must not repeat its draws."""
+    if not choice.output_ids:
+        return choice.seed & (1 << 63) - 1
+    message = f"{choice.seed} {len(choice.output_ids)}".encode()
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+def stream_error(error: Any) -> Exception:
+    """Return what an error among the events of a stream means: a refusal by its code, else a failed engine."""
+    fields = error if isinstance(error, dict) else {"message": str(error)}
+    code, message = fields.get("code"), str(fields.get("message", error))[:1000]
+    if isinstance(code, int) and 400 <= code < 500:
+        return EngineRefusedError(code, message)
+    return EngineLostError(f"the engine failed the request: {message}")

@@ -1,0 +1,163 @@
+"""Connect to a running engine and build the worker's engine over it.
+
+A fleet promises one tokenizer. So the adapter turns some texts into token ids, and asks the engine to do the same.
+It refuses to start when they differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from cache.hashing import Namespace
+from cache.records import WorkerMember, new_epoch, signed
+from cache.types import WorkerId
+from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError, EventSource
+from worker.adapter.blocks import EngineBlocks
+from worker.adapter.engine import AdapterEngine
+from worker.adapter.sglang import SglangApi
+from worker.adapter.vllm import VllmApi
+from worker.common.options import read_secret
+from worker.config import WorkerConfig
+from worker.engine.metrics import WorkerMetrics
+from worker.tokenizer_files import bundle_of_folder, tokenizer_folder
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
+
+RETRY_S: Final = 1.0
+NAMES_PER_BLOCK: Final = 4
+"""Names of blocks that are kept after a gap, per block of the engine's pool."""
+PROBE_TEXTS: Final = (
+    "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
+    "  Größe: naïve café, 日本語のテキスト, emoji 🙂🙃\n\tdef f(x):\n\t\treturn x ** 2  # 100_000\r\n",
+)
+
+
+async def connect(
+    config: WorkerConfig, url: str, worker_id: str, metrics: WorkerMetrics, report: Callable[[str], None]
+) -> AdapterEngine:
+    """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
+    api = open_api(config)
+    try:
+        return await _connect(api, config, url, worker_id, metrics, report)
+    except BaseException:
+        await api.close()
+        raise
+
+
+def open_api(config: WorkerConfig) -> EngineApi:
+    """Return the API of the engine that the options name. Raises ValueError."""
+    key = "" if config.engine_key_file is None else read_secret("--engine-key-file", config.engine_key_file).decode()
+    try:
+        tls = ssl.create_default_context(cafile=config.engine_ca)
+    except OSError as error:
+        raise ValueError(f"--engine-ca: {error}") from error
+    api = SglangApi if config.engine == "sglang" else VllmApi
+    return api(config.engine_url, key=key, rank=config.engine_rank, tls=tls)
+
+
+async def _connect(
+    api: EngineApi,
+    config: WorkerConfig,
+    url: str,
+    worker_id: str,
+    metrics: WorkerMetrics,
+    report: Callable[[str], None],
+) -> AdapterEngine:
+    version, model = await wait_for(api, config, report)
+    load = await api.load()
+    bundle = await asyncio.to_thread(make_bundle, config, model)
+    await check_tokenizer(api, bundle)
+    max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
+    blocks = EngineBlocks(config.block_size, max_names=max_names, matches_requests=api.kind == "sglang")
+    source = await event_source(api, config)
+    member = WorkerMember(
+        worker_id=WorkerId(worker_id),
+        epoch=new_epoch(),
+        url=url,
+        model=bundle.model,
+        namespace=Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint,
+        numerics=f"{api.kind}-{version}",
+        block_size=config.block_size,
+        max_model_len=bundle.max_model_len,
+        protocol=PROTOCOL_VERSION,
+        epoch_started_ms=time.time_ns() // 1_000_000,
+        oldest_protocol=OLDEST_PROTOCOL,
+        prefill_order="fifo",
+        unsupported=api.unsupported,
+        adapters=model.adapters,
+    )
+    events = "no cache events" if source is None else f"cache events from {source.endpoint}"
+    report(f"{api.kind} {version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
+    member = signed(config.cluster_secret(), member)
+    return AdapterEngine(api, blocks, source, bundle, member, metrics, events_exposed=config.events_exposed)
+
+
+async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> tuple[str, EngineModel]:
+    """Return version and model as soon as the engine answers. It may load for minutes."""
+    reported = ""
+    while True:
+        try:
+            version = await api.version()
+            return version, await api.model()
+        except EngineLostError as error:
+            why = f"waiting for the engine at {config.engine_url}: {error}"
+        except EngineRefusedError as error:
+            if error.status in (401, 403):
+                raise ValueError(f"--engine-key-file: {error}") from error
+            why = f"waiting for the engine at {config.engine_url}: {error}"
+        if why != reported:
+            report(why)
+            reported = why
+        await asyncio.sleep(RETRY_S)
+
+
+def make_bundle(config: WorkerConfig, model: EngineModel) -> TokenizerBundle:
+    """Build the tokenizer bundle from --tokenizer, by default from what the engine was started with."""
+    source = config.tokenizer or model.source or model.name
+    folder, revision = tokenizer_folder(source, config.revision)
+    return bundle_of_folder(
+        folder,
+        model=config.served_model_name or model.name,
+        revision=revision,
+        block_size=config.block_size,
+        max_model_len=min(model.max_model_len, config.max_model_len or model.max_model_len),
+    )
+
+
+async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
+    """Raise ValueError if the engine turns a text into other ids than the bundle's tokenizer."""
+    tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
+    for text in PROBE_TEXTS:
+        try:
+            theirs = await api.tokenize(text)
+        except EngineRefusedError as error:
+            if error.status == 404:  # started without a tokenizer: nothing to compare
+                return
+            raise ValueError(f"--engine-url: {error}") from error
+        ours = tokenizer.encode(text, add_special_tokens=False).ids
+        if theirs != ours:
+            first = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), "the end")
+            raise ValueError(
+                f"--tokenizer: the engine's token ids differ from those of this tokenizer from position {first} of a"
+                f" probe text on; name the folder or Hugging Face id of the engine's own tokenizer"
+            )
+
+
+async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
+    """Return where the engine's cache events come from, or None for an engine without. Raises ValueError."""
+    if config.events == "none":
+        return None
+    if config.events != "auto":
+        return EventSource(config.events, config.events_replay, config.events_topic)
+    source = await api.event_source()
+    if source is None:
+        raise ValueError(
+            "--events auto: the engine does not say that it publishes cache events; start it with --kv-events-config"
+            " and name its endpoint here, or give --events none to serve without a prefix index"
+        )
+    return source

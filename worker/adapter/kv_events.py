@@ -1,0 +1,113 @@
+"""Cache events as vLLM and SGLang publish them: one msgpack batch a scheduler step.
+
+    [ts, [event, ...], rank]     vLLM gives its data-parallel rank, SGLang may give none
+                                 (some vLLM of 2026 send a map of the three)
+    event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM since 2026
+           ["BlockStored", [...], parent, token_ids, ...]           older vLLM, SGLang
+
+Fields with default values may be missing, and fields that no reader here knows are skipped. The types below stand for
+both layouts. Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from msgspec import DecodeError, Meta, Struct, ValidationError, field
+from msgspec.msgpack import Decoder
+
+EngineHash = int | bytes
+"""A block's name in its engine, and nothing more: an integer, or the raw bytes of a digest."""
+_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+
+GPU: Final = "GPU"
+
+
+class EventError(ValueError):
+    """The bytes are no batch of events that this reader understands."""
+
+
+class BlockStored(Struct, frozen=True, tag=True):
+    """A run of full blocks became findable behind `parent_block_hash`. A reused block is stored once a copy."""
+
+    block_hashes: tuple[EngineHash, ...]
+    parent_block_hash: EngineHash | None = None
+    token_ids: tuple[_TokenId, ...] = ()
+    """`block_size` for each block, in order."""
+    block_size: Annotated[int, Meta(ge=1)] = 1
+    lora_id: int | None = None
+    medium: str | None = None
+    """Where the blocks lie; None means the GPU."""
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    """The rest that went into each block's hash: LoRA name, images, salt of the first block, prompt embeddings."""
+    group_idx: int | None = None
+    """The KV group, for models whose layers differ in their attention."""
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(Struct, frozen=True, tag=True):
+    """One copy of each block was evicted."""
+
+    block_hashes: tuple[EngineHash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(Struct, frozen=True, tag=True):
+    """The engine's whole cache was reset."""
+
+
+class _StoredArray(BlockStored, frozen=True, tag="BlockStored", array_like=True):
+    pass
+
+
+class _RemovedArray(BlockRemoved, frozen=True, tag="BlockRemoved", array_like=True):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, frozen=True, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(Struct, frozen=True, array_like=True):
+    """The events of one scheduler step, in order."""
+
+    ts: float
+    """The engine's wall clock."""
+    events: tuple[Event, ...]
+    rank: int | None = None
+
+
+class _ArrayEventBatch(Struct, array_like=True):
+    ts: float
+    events: tuple[_StoredArray | _RemovedArray | _ClearedArray, ...]
+    rank: int | None = None
+
+
+class _MapBatch(Struct):
+    ts: float
+    events: tuple[Event, ...]
+    rank: int | None = field(default=None, name="data_parallel_rank")
+
+
+_DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch), Decoder(_MapBatch))
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Decode a batch in any layout. Raises EventError, whatever the bytes."""
+    mismatches = []
+    try:
+        for decoder in _DECODERS:
+            try:
+                batch = decoder.decode(payload)
+            except ValidationError as mismatch:
+                mismatches.append(str(mismatch))
+            else:
+                return batch if isinstance(batch, EventBatch) else EventBatch(batch.ts, batch.events, batch.rank)
+    except (DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise EventError(f"no batch of events: {error}") from None
+    raise EventError(f"no batch of events: {'; or '.join(mismatches)}")

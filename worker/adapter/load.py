@@ -1,0 +1,111 @@
+"""The load of an engine as one `WorkerLoad`: the adapter's own account of its requests, and the engine's counts.
+
+An engine does not tell who waits for what. So the adapter keeps the requests without a first token in the order in
+which it sent them: the engine prefills first come, first served. The prefill rate is measured from one first token to
+the next while requests wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Final
+
+from cache.records import WorkerLoad
+from cache.types import GatewayId
+from worker.adapter.api import EngineLoad
+from worker.engine.rates import PrefillRate, StartInterval
+
+MIN_MEASURED_TOKENS: Final = 32
+"""Prefills of fewer tokens measure the overhead of a request."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A request without a first token."""
+
+    gateway_id: GatewayId
+    num_tokens: int
+    """Tokens to compute: the prompt without what the engine holds."""
+    sent_s: float
+    started_s: float | None = None
+    """When its prefill began, as far as the adapter can tell."""
+
+
+class LoadAccount:
+    """Counts the requests of this adapter, from `send` to `close`. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self.rate = PrefillRate()
+        self.starts = StartInterval()
+        self.num_open = 0
+        """Choices at the engine."""
+        self._prefills: dict[Prefill, None] = {}
+        self._assigned_s = 0.0
+        self._last_first_token_s = 0.0
+
+    def begin_epoch(self) -> None:
+        """Count the assigned seconds from 0 again."""
+        self._assigned_s = 0.0
+
+    def seed_rate(self, engine: EngineLoad) -> None:
+        """Begin with the engine's own totals, before the first measurement."""
+        if self.rate.tokens_per_s == 0.0 and engine.prefill_s > 0.0:
+            self.rate = PrefillRate(int(engine.prefill_tokens), engine.prefill_s)
+
+    def send(self, gateway_id: str, num_tokens: int) -> Prefill:
+        """Count a request that is sent to the engine now."""
+        prefill = Prefill(GatewayId(gateway_id), num_tokens, time.monotonic())
+        self._prefills[prefill] = None
+        self._assigned_s += self.rate.seconds(num_tokens)
+        return prefill
+
+    def started(self) -> Prefill | None:
+        """Start the first prefill in line and return it; None if it has begun before, or none waits."""
+        first = next(iter(self._prefills), None)
+        if first is None or first.started_s is not None:
+            return None
+        now_s = time.monotonic()
+        first.started_s = max(first.sent_s, self._last_first_token_s)
+        self.starts.note(1, len(self._prefills) - 1, now_s)
+        return first
+
+    def first_token(self, prefill: Prefill) -> None:
+        """End a prefill, and measure the rate if it was the first in line."""
+        now_s = time.monotonic()
+        is_first = next(iter(self._prefills), None) is prefill
+        if prefill not in self._prefills:
+            return
+        del self._prefills[prefill]
+        if is_first and prefill.started_s is not None and prefill.num_tokens >= MIN_MEASURED_TOKENS:
+            self.rate.add(prefill.num_tokens, max(1e-6, now_s - prefill.started_s), now_s)
+        self._last_first_token_s = now_s
+
+    def drop(self, prefill: Prefill) -> None:
+        """Forget a prefill that has ended without a token."""
+        self._prefills.pop(prefill, None)
+
+    def current(self, engine: EngineLoad | None, block_size: int, draining: bool) -> WorkerLoad:
+        """Return the load. `engine`: its own counts as last read; `block_size`: of this worker's blocks."""
+        queued: dict[GatewayId, float] = defaultdict(float)
+        for prefill in self._prefills:
+            queued[prefill.gateway_id] += self.rate.seconds(prefill.num_tokens)
+        num_waiting = max(0, len(self._prefills) - 1)
+        num_running = self.num_open - num_waiting
+        num_blocks = num_free = 0
+        if engine is not None:
+            num_running, num_waiting = max(num_running, engine.num_running), max(num_waiting, engine.num_waiting)
+            num_blocks = engine.num_blocks * engine.block_size // block_size
+            num_free = int(num_blocks * (1.0 - min(1.0, engine.usage)))
+        return WorkerLoad(
+            queued_prefill_s=dict(queued),
+            assigned_prefill_s=self._assigned_s,
+            prefill_tokens_per_s=self.rate.tokens_per_s,
+            num_running=max(0, num_running),
+            num_waiting=num_waiting,
+            num_free_blocks=num_free,
+            num_blocks=num_blocks,
+            draining=draining,
+            start_interval_s=self.starts.mean_s,
+        )

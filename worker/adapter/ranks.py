@@ -1,0 +1,41 @@
+"""`python -m worker.adapter.ranks`: waits for an engine and says which data-parallel ranks it has.
+
+`headstart serve` starts a worker for each. It takes a worker's options and prints one line:
+{"event": "engine", "ranks": [0, 1], "publishes": true}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+
+from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.adapter.connect import open_api, wait_for
+from worker.config import WorkerConfig, parse
+
+
+async def ask(config: WorkerConfig) -> dict[str, object]:
+    """Return the ranks that the engine names, and whether it says where it publishes cache events."""
+    api = open_api(config)
+    try:
+        await wait_for(api, config, lambda line: print(line, file=sys.stderr, flush=True))
+        return {"ranks": await api.ranks(), "publishes": await api.event_source() is not None}
+    finally:
+        await api.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 2 for options that cannot work, and 1 for an engine that breaks off."""
+    try:
+        answer = asyncio.run(ask(parse(argv)))
+    except (ValueError, EngineLostError, EngineRefusedError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ValueError) else 1
+    print(json.dumps({"event": "engine"} | answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""SGLang's native HTTP API: `/generate` with `input_ids`, one rank of the server.
+
+Its cache events carry no salt: a chain of blocks is published only where it matches one request of this adapter
+(see `worker.adapter.blocks`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from worker.adapter.api import (
+    Chunk,
+    EngineLoad,
+    EngineModel,
+    EngineRefusedError,
+    EventSource,
+    resumed_seed,
+    stream_error,
+)
+from worker.adapter.http import EngineHttp
+from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
+
+UNSUPPORTED: Final = (
+    "allowed_token_ids",
+    "bad_words",
+    "grammar:grammar",
+    "prompt_logprobs",
+    "resume:grammar",
+    "resume:penalties",
+    "typical_p",
+)
+_SAMPLE: Final = re.compile(
+    r"^sglang:(num_running_reqs|num_queue_reqs|token_usage)(?:\{([^}]*)\})? (\S+)", re.MULTILINE
+)
+
+_Logprob = tuple[float | None, int, Any]
+
+
+class _Reason(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[_Logprob] | None = None
+    output_top_logprobs: list[list[_Logprob] | None] | None = None
+
+
+class _Event(msgspec.Struct):
+    output_ids: tuple[int, ...] = ()
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: Any = None
+
+
+class SglangApi:
+    """`worker.adapter.api.EngineApi` over one rank of an SGLang server."""
+
+    kind = "sglang"
+    unsupported: tuple[str, ...] = UNSUPPORTED
+
+    def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`rank`: the data-parallel rank, where the engine has several."""
+        self._http = EngineHttp(url, key, tls, {})
+        self._rank = rank
+        self._decode = msgspec.json.Decoder(_Event).decode
+
+    async def version(self) -> str:
+        return str((await self._info()).get("version", "unknown"))
+
+    async def model(self) -> EngineModel:
+        listed = (await self._http.json("GET", "/v1/models"))["data"]
+        base = [model for model in listed if not model.get("parent")]
+        if not base:
+            raise EngineRefusedError(404, "it lists no model")
+        info = await self._http.json("GET", "/get_model_info")
+        adapters = tuple(sorted(model["id"] for model in listed if model.get("parent")))
+        source = str(info.get("tokenizer_path") or info.get("model_path") or "")
+        return EngineModel(base[0]["id"], source, int(base[0]["max_model_len"]), adapters)
+
+    async def load(self) -> EngineLoad:
+        info = await self._info()
+        block_size = int(info.get("page_size") or 1)
+        status, text = await self._http.call("GET", "/metrics")
+        values = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0, "token_usage": 0.0}
+        if status == 200:  # with --enable-metrics
+            for name, labels, value in _SAMPLE.findall(text.decode(errors="replace")):
+                if f'dp_rank="{self._rank or 0}"' in labels or "dp_rank=" not in labels:
+                    values[name] = float(value)
+        return EngineLoad(
+            started_s=0.0,
+            num_running=int(values["num_running_reqs"]),
+            num_waiting=int(values["num_queue_reqs"]),
+            num_blocks=int(info.get("max_total_num_tokens") or 0) // block_size,
+            block_size=block_size,
+            usage=values["token_usage"],
+        )
+
+    async def is_healthy(self) -> bool:
+        status, _ = await self._http.call("GET", "/health")
+        return status == 200
+
+    async def tokenize(self, text: str) -> list[int]:
+        answer = await self._http.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        return [int(token_id) for token_id in answer["tokens"]]
+
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise EngineRefusedError(404, "SGLang's /tokenize takes no messages")
+
+    async def ranks(self) -> tuple[int, ...]:
+        return tuple(range(int((await self._info()).get("dp_size") or 1)))
+
+    async def event_source(self) -> EventSource | None:
+        config = (await self._info()).get("kv_events_config")
+        source = json.loads(config) if isinstance(config, str) and config else config
+        if not source or source.get("publisher", "zmq") != "zmq" or "endpoint" not in source:
+            return None
+        rank = self._rank or 0
+        replay = source.get("replay_endpoint")
+        return EventSource(
+            _of_rank(source["endpoint"], rank), replay and _of_rank(replay, rank), source.get("topic") or ""
+        )
+
+    async def reset(self) -> None:
+        status, answer = await self._http.call("POST", "/flush_cache", timeout_s=30.0)
+        if status != 200:
+            raise EngineRefusedError(status, f"its cache is in use: {answer[:300].decode(errors='replace')}")
+
+    async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
+        num_seen = 0
+        async for data in self._http.events("/generate", generate_body(request, choice, request_id, self._rank)):
+            event = self._decode(data)
+            if event.error is not None:
+                raise stream_error(event.error)
+            chunk, num_seen = _chunk(event, num_seen, request.sampling.logprobs)
+            yield chunk
+            if event.meta_info.finish_reason is not None:
+                yield Chunk(num_cached_tokens=event.meta_info.cached_tokens)
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
+        raise EngineRefusedError(400, "prompt_logprobs: not served here")
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _info(self) -> dict[str, Any]:
+        info = await self._http.json("GET", "/get_server_info")
+        return info if isinstance(info, dict) else {}
+
+
+def generate_body(
+    request: GenerateRequest, choice: ChoiceState, request_id: str, rank: int | None = None
+) -> dict[str, Any]:
+    """Return the body of /generate."""
+    body: dict[str, Any] = {
+        "rid": request_id,
+        "input_ids": [*request.prompt_ids, *choice.output_ids],
+        "sampling_params": _sampling(request.sampling, choice),
+        "extra_key": request.root.hex(),
+        "stream": True,
+    }
+    if request.sampling.logprobs is not None:
+        body |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": request.sampling.logprobs}
+    if request.adapter:
+        body["lora_path"] = request.adapter
+    return body if rank is None else body | {"data_parallel_rank": rank}
+
+
+def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
+    num_done = len(choice.output_ids)
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens - num_done,
+        "min_new_tokens": max(0, sampling.min_tokens - num_done),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "sampling_seed": resumed_seed(choice),
+        "no_stop_trim": True,
+    }
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+    if (grammar := sampling.grammar) is not None:
+        match grammar.kind:
+            case "json_schema":
+                params["json_schema"] = grammar.text
+            case "json_object":
+                params["json_schema"] = '{"type":"object"}'
+            case "choice":
+                params["regex"] = "|".join(f"(?:{re.escape(text)})" for text in json.loads(grammar.text))
+            case "regex":
+                params["regex"] = grammar.text
+    return params
+
+
+def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, int]:
+    """Return what is new in an event, and the tokens seen with it. Some versions repeat the tokens before."""
+    meta = event.meta_info
+    token_ids = event.output_ids
+    if len(token_ids) == meta.completion_tokens:
+        token_ids = token_ids[num_seen:]
+    num_new = len(token_ids)
+    logprobs = None
+    if num_top is not None and num_new:
+        sampled = (meta.output_token_logprobs or [])[-num_new:]
+        top = (meta.output_top_logprobs or [])[-num_new:] or [None] * num_new
+        logprobs = tuple(
+            TokenLogprobs(found[0] or 0.0, tuple((one[1], one[0] or 0.0) for one in best or ()))
+            for found, best in zip(sampled, top, strict=True)
+        )
+    reason, stop_token_id = meta.finish_reason, None
+    if reason is not None and reason.type == "stop":
+        stop_token_id = reason.matched if isinstance(reason.matched, int) else (token_ids or (None,))[-1]
+    return Chunk(token_ids, logprobs, None if reason is None else reason.type, stop_token_id), num_seen + num_new
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Return the endpoint of a data-parallel rank: its port is counted from rank 0's."""
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if rank and port.isdigit() else endpoint

@@ -1,0 +1,283 @@
+"""Follows an engine's cache events over ZMQ: batches in order, lost ones fetched again, restarts seen.
+
+    engine's PUB    --(topic, number, payload)-->  SUB       live
+    engine's ROUTER <--(b"", first number)-------  DEALER    replay: what the engine still has, then number -1
+
+Batches are numbered from 0. Every replay begins with the last batch that came, so it shows more than lost batches: an
+engine that has another one under that number, or none, has restarted. An idle engine is asked too, so that a last batch
+which was lost is known soon.
+Source: vllm/distributed/kv_events.py (SGLang has the same socket code).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from worker.adapter.kv_events import EventBatch, EventError, decode_batch
+
+_NUMBER_BYTES: Final = 8
+_END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_MAX_MESSAGE_BYTES: Final = 256 * 2**20
+_MAX_QUEUED: Final = 100_000
+"""Batches that wait here, as many as the engine keeps. Beyond them batches are lost, and fetched again."""
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+
+def engine_binds(endpoint: str) -> bool:
+    """Say whether an engine that is given this endpoint binds it. It connects to any other: then the reader binds."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def check_endpoint(endpoint: str, *, exposed: bool) -> None:
+    """Refuse an endpoint that others than this machine, or than this user's processes, can reach. Raises ValueError.
+
+    Events carry every prompt's tokens and the salts in the clear.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme == "ipc":
+        folder = Path(endpoint.removeprefix("ipc://")).parent
+        if not folder.is_dir():
+            raise ValueError(f"{endpoint}: there is no folder {folder}")
+        if not exposed and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            raise ValueError(f"{endpoint}: other users can enter {folder}: give it mode 0700")
+    elif parts.scheme != "tcp" or parts.port is None:
+        raise ValueError(f"{endpoint}: expected tcp://HOST:PORT or ipc://PATH")
+    elif not exposed and parts.hostname not in _LOOPBACK:
+        raise ValueError(
+            f"{endpoint}: events carry prompts and salts in the clear: use 127.0.0.1, or --events-exposed if only "
+            "the engine can reach that port"
+        )
+
+
+class EventSubscriber:
+    """The events of one engine, or of one data-parallel rank. Everything runs on the event loop of `run`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str,
+        *,
+        exposed: bool,
+        on_batch: Callable[[EventBatch], object],
+        on_gap: Callable[[], object],
+        on_restart: Callable[[], object],
+        count: Callable[[str], object] = lambda event: None,
+        idle_s: float = 0.5,
+        replay_timeout_s: float = 1.0,
+        silent_s: float = 5.0,
+    ) -> None:
+        """`endpoint` and `topic` are as the engine has them; this side connects where the engine binds, else binds.
+
+        `on_gap`: batches are lost for good, before the next `on_batch`. `on_restart`: the engine has begun again with
+        an empty cache. `count(event)` feeds the metrics: batch, duplicate, bad, gap, restart, replay, unanswered.
+        `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless `exposed`.
+        """
+        for each in (endpoint, replay_endpoint):
+            if each:
+                check_endpoint(each, exposed=exposed)
+        self.num_batches = 0
+        self.last_batch_s: float | None = None
+        """When the last batch came, on the monotonic clock."""
+        self._endpoint = endpoint
+        self._replay_endpoint = replay_endpoint or None
+        self._topic = topic.encode()
+        self._on_batch = on_batch
+        self._on_gap = on_gap
+        self._on_restart = on_restart
+        self._count = count
+        self._idle_s = idle_s
+        self._replay_timeout_s = replay_timeout_s
+        self._silent_s = silent_s
+        self._next = 0
+        """The number of the next batch."""
+        self._next_live = 0
+        """The least number that the live socket can bring, unless the engine restarts."""
+        self._last_ts = 0.0
+        self._last_payload: bytes | None = None
+        """The batch before `_next`, None if none came since the last start of the engine."""
+        self._heard_s = time.monotonic()
+        self._context: zmq.asyncio.Context | None = None
+        self._live: zmq.asyncio.Socket | None = None
+        self._replay: zmq.asyncio.Socket | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Neither a batch nor an answer to a replay came for a while: the engine is away, or publishes elsewhere."""
+        return time.monotonic() - self._heard_s >= self._silent_s
+
+    def open(self) -> None:
+        """Bind or connect the live socket, if it is not open. Raises OSError, for a port that is taken."""
+        if self._live is not None:
+            return
+        self._context = zmq.asyncio.Context()
+        live = self._live = self._context.socket(zmq.SUB)
+        live.setsockopt(zmq.IPV6, 1)
+        live.setsockopt(zmq.LINGER, 0)
+        live.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+        live.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        live.setsockopt(zmq.SUBSCRIBE, self._topic)
+        try:
+            if engine_binds(self._endpoint):
+                live.connect(self._endpoint.replace("*", "127.0.0.1"))
+            else:
+                live.bind(self._endpoint.replace("localhost", "127.0.0.1"))
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise OSError(error.errno, f"{self._endpoint}: {error.strerror}") from None
+
+    async def run(self) -> None:
+        """Follow the events until cancelled or closed."""
+        self.open()
+        self._following = asyncio.ensure_future(self._follow())
+        try:
+            await self._following
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+        finally:
+            self._following.cancel()
+            self._close_sockets()
+
+    def close(self) -> None:
+        """End `run`, and close what `open` has opened before it."""
+        self._is_closed = True
+        if self._following is not None:
+            self._following.cancel()
+        else:
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        self._context = self._live = self._replay = None
+
+    async def _follow(self) -> None:
+        assert self._live is not None
+        await self._fetch()
+        while not self._is_closed:
+            if not await self._live.poll(round(1000 * self._idle_s)):
+                await self._fetch()
+                continue
+            await self._take_live(await self._live.recv_multipart())
+
+    async def _take_live(self, frames: list[bytes]) -> None:
+        """Deliver a live batch, after those before it that did not come."""
+        if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
+            self._count("bad")
+            return
+        topic, number_bytes, payload = frames
+        if topic != self._topic:
+            return  # another topic that begins with ours
+        number = int.from_bytes(number_bytes, "big")
+        if number < self._next:
+            # One socket never brings a number twice. So this came by a replay before, or the engine has restarted.
+            if number >= self._next_live and not self._is_newer(payload):
+                self._next_live = number + 1
+                self._count("duplicate")
+                return
+            self._restart()
+        if number > self._next:
+            await self._fetch()
+        self._next_live = number + 1
+        if number >= self._next:
+            self._deliver(number, payload)
+
+    def _is_newer(self, payload: bytes) -> bool:
+        try:
+            return decode_batch(payload).ts > self._last_ts
+        except EventError:
+            return False
+
+    def resync(self) -> None:
+        """Ask again for all that the engine still has: what came before has been forgotten here."""
+        self._next = self._next_live = 0
+        self._last_ts = 0.0
+        self._last_payload = None
+
+    def _restart(self) -> None:
+        self._count("restart")
+        self.resync()
+        self._on_restart()
+
+    def _deliver(self, number: int, payload: bytes) -> None:
+        """Hand on a batch that is not older than `_next`."""
+        if number > self._next:
+            self._gap()
+        self._next = number + 1
+        self._last_payload = payload
+        self._heard_s = self.last_batch_s = time.monotonic()
+        try:
+            batch = decode_batch(payload)
+        except EventError:
+            self._count("bad")
+            self._gap()
+            return
+        self._last_ts = batch.ts
+        self.num_batches += 1
+        self._count("batch")
+        self._on_batch(batch)
+
+    def _gap(self) -> None:
+        self._count("gap")
+        self._on_gap()
+
+    async def _fetch(self) -> None:
+        """Deliver what the engine has published since the last batch, as far as it answers. Notice a restart."""
+        if self._replay_endpoint is None:
+            return
+        self._count("replay")
+        if self._replay is None:
+            assert self._context is not None
+            self._replay = self._context.socket(zmq.DEALER)
+            self._replay.setsockopt(zmq.IPV6, 1)
+            self._replay.setsockopt(zmq.LINGER, 0)
+            self._replay.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+            self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+            self._replay.connect(self._replay_endpoint.replace("*", "127.0.0.1"))
+        expected = None if self._last_payload is None else self._next - 1
+        first = expected or 0
+        next_before = self._next
+        await self._replay.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
+        while await self._replay.poll(round(1000 * self._replay_timeout_s)):
+            frames = await self._replay.recv_multipart()
+            self._heard_s = time.monotonic()
+            if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:
+                self._count("bad")
+                continue
+            number_bytes, payload = frames[-2:]
+            is_end = number_bytes == _END
+            number = int.from_bytes(number_bytes, "big")
+            if expected is not None and (is_end or (number == expected and payload != self._last_payload)):
+                self._restart()
+                if not is_end and number > 0:  # the new engine has batches before this one
+                    self._close_replay()
+                    return await self._fetch()
+            expected = None
+            if is_end:
+                return
+            if number > self._next > next_before:  # a long answer has lost a part: vLLM drops what is read late
+                self._close_replay()
+                return await self._fetch()
+            if number >= self._next:
+                self._deliver(number, payload)
+        # Not an error: the engine may be busy, or away. A late answer must not count for the next question.
+        self._count("unanswered")
+        self._close_replay()
+
+    def _close_replay(self) -> None:
+        """Drop what is left of an answer."""
+        if self._replay is not None:
+            self._replay.close(linger=0)
+            self._replay = None

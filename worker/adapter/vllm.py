@@ -1,0 +1,299 @@
+"""vLLM's HTTP API: tokens in and out.
+
+`/inference/v1/generate` (vLLM with --enable-scale-out) takes and gives token ids alone. Before it there was
+`/v1/completions` with `return_token_ids`, which names log probabilities by text: these are refused there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from worker.adapter.api import (
+    Chunk,
+    EngineLoad,
+    EngineLostError,
+    EngineModel,
+    EngineRefusedError,
+    EventSource,
+    resumed_seed,
+    stream_error,
+)
+from worker.adapter.http import EngineHttp
+from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
+
+UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
+"""Bad words are texts there, and the grammar's dialect is the engine's. A grammar or penalty is lost on resume."""
+MAX_LOGPROBS: Final = 20
+"""--max-logprobs of vLLM, unless the operator has raised it."""
+_RESET_TIMEOUT_S: Final = 30.0
+_SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
+_LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
+_WANTED: Final = (
+    b"process_start_time_seconds",
+    b"vllm:num_requests_running",
+    b"vllm:num_requests_waiting",
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:cache_config_info",
+    b"vllm:request_prefill_kv_computed_tokens_sum",
+    b"vllm:request_prefill_time_seconds_sum",
+)
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[_Logprob, ...] = ()
+
+
+class _Logprobs(msgspec.Struct):
+    content: tuple[_Logprob, ...] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: tuple[int, ...] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class VllmApi:
+    """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
+
+    kind = "vllm"
+
+    def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`rank`: the data-parallel rank, where the engine has several."""
+        self._http = EngineHttp(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
+        self._rank = rank or 0
+        self._decode = msgspec.json.Decoder(_Event).decode
+        self._has_token_api = True
+        self.unsupported: tuple[str, ...] = UNSUPPORTED
+
+    async def version(self) -> str:
+        status, _ = await self._http.call("GET", "/inference/v1/generate")
+        self._has_token_api = status == 405
+        self.unsupported = UNSUPPORTED if self._has_token_api else (*UNSUPPORTED, "logprobs", "prompt_logprobs")
+        return str((await self._http.json("GET", "/version"))["version"])
+
+    async def model(self) -> EngineModel:
+        listed = (await self._http.json("GET", "/v1/models"))["data"]
+        base = [model for model in listed if not model.get("parent")]
+        if not base:
+            raise EngineRefusedError(404, "it lists no model")
+        adapters = tuple(sorted(model["id"] for model in listed if model.get("parent")))
+        return EngineModel(base[0]["id"], str(base[0].get("root") or ""), int(base[0]["max_model_len"]), adapters)
+
+    async def load(self) -> EngineLoad:
+        _, body = await self._http.call("GET", "/metrics")
+        return parse_load(body, self._rank)
+
+    async def is_healthy(self) -> bool:
+        status, _ = await self._http.call("GET", "/health")
+        return status == 200
+
+    async def tokenize(self, text: str) -> list[int]:
+        answer = await self._http.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        return [int(token_id) for token_id in answer["tokens"]]
+
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        answer = await self._http.json("POST", "/tokenize", {"messages": messages, "add_generation_prompt": True})
+        return [int(token_id) for token_id in answer["tokens"]]
+
+    async def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(map(int, await self._event_sources())))
+
+    async def event_source(self) -> EventSource | None:
+        source = (await self._event_sources()).get(str(self._rank))
+        if source is None or source.get("publisher") != "zmq":
+            return None
+        return EventSource(source["endpoint"], source.get("replay_endpoint"), source.get("topic") or "")
+
+    async def _event_sources(self) -> dict[str, Any]:
+        """Return what each rank says of its events; nothing from a version without this call."""
+        try:
+            return await self._http.json("GET", "/kv_event_sources") or {}
+        except EngineRefusedError:
+            return {}
+
+    async def reset(self) -> None:
+        try:
+            answer = await self._http.json(
+                "POST", "/reset_prefix_cache?reset_running_requests=true", timeout_s=_RESET_TIMEOUT_S
+            )
+        except EngineRefusedError as error:
+            if error.status != 404:
+                raise
+            raise EngineRefusedError(404, "no /reset_prefix_cache; start vLLM with VLLM_SERVER_DEV_MODE=1") from error
+        if answer is not None and not answer.get("success", True):
+            raise EngineRefusedError(409, "its prefix cache is in use; try again")
+
+    async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
+        if self._has_token_api:
+            path, body = "/inference/v1/generate", token_body(request, choice, request_id)
+        else:
+            path, body = "/v1/completions", completion_body(request, choice)
+        num_logprobs = request.sampling.logprobs
+        async for data in self._http.events(path, body):
+            event = self._decode(data)
+            if event.error is not None:  # a refusal too comes as an event, with status 200
+                raise stream_error(event.error)
+            for answer in event.choices:
+                yield _chunk(answer, num_logprobs)
+            if event.usage is not None and event.usage.prompt_tokens_details is not None:
+                yield Chunk(num_cached_tokens=event.usage.prompt_tokens_details.cached_tokens)
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
+        num_top = request.sampling.prompt_logprobs or 0
+        sampling = {"max_tokens": 1, "prompt_logprobs": min(num_top, MAX_LOGPROBS)}
+        body: dict[str, Any] = {"token_ids": list(request.prompt_ids), "cache_salt": request.root.hex()}
+        body |= {"sampling_params": sampling} | ({"model": request.adapter} if request.adapter else {})
+        answer = await self._http.json("POST", "/inference/v1/generate", body, timeout_s=None)
+        positions: list[TokenLogprobs | None] = []
+        for token_id, found in zip(request.prompt_ids, answer["prompt_logprobs"], strict=True):
+            if found is None:
+                positions.append(None)
+                continue
+            ranked = sorted((entry["logprob"], int(id_)) for id_, entry in found.items())[::-1]
+            top = tuple((id_, logprob) for logprob, id_ in ranked[:num_top])
+            positions.append(TokenLogprobs(found[str(token_id)]["logprob"], top))
+        return positions
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+def token_body(request: GenerateRequest, choice: ChoiceState, request_id: str) -> dict[str, Any]:
+    """Return the body of /inference/v1/generate."""
+    sampling = _sampling(request.sampling, choice) | {"detokenize": False}
+    if request.sampling.logit_bias:
+        sampling["logit_bias"] = dict(request.sampling.logit_bias)
+    if request.sampling.logprobs is not None:
+        sampling["logprobs"] = _asked_logprobs(request.sampling.logprobs)
+    body = {
+        "request_id": request_id,
+        "token_ids": [*request.prompt_ids, *choice.output_ids],
+        "sampling_params": sampling,
+        "cache_salt": request.root.hex(),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return body | ({"model": request.adapter} if request.adapter else {})
+
+
+def completion_body(request: GenerateRequest, choice: ChoiceState) -> dict[str, Any]:
+    """Return the body of /v1/completions."""
+    body = _sampling(request.sampling, choice) | {
+        "prompt": [*request.prompt_ids, *choice.output_ids],
+        "cache_salt": request.root.hex(),
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.sampling.logit_bias:
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in request.sampling.logit_bias}
+    return body | ({"model": request.adapter} if request.adapter else {})
+
+
+def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
+    """Return the parameters that both APIs share, with the numbers of tokens that are left."""
+    num_done = len(choice.output_ids)
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens - num_done,
+        "min_tokens": max(0, sampling.min_tokens - num_done),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "seed": resumed_seed(choice),
+    }
+    if sampling.allowed_token_ids is not None:
+        params["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if (grammar := sampling.grammar) is not None:
+        match grammar.kind:
+            case "json_schema":
+                params["structured_outputs"] = {"json": grammar.text}
+            case "json_object":
+                params["structured_outputs"] = {"json_object": True}
+            case "choice":
+                params["structured_outputs"] = {"choice": json.loads(grammar.text)}
+            case kind:
+                params["structured_outputs"] = {kind: grammar.text}
+    return params
+
+
+def _asked_logprobs(num_top: int) -> int:
+    """Ask for one more than is wanted: the sampled token takes a place of the list, even outside of the best."""
+    return min(num_top + 1, max(num_top, MAX_LOGPROBS)) if num_top else 0
+
+
+def _chunk(answer: _Choice, num_logprobs: int | None) -> Chunk:
+    token_ids = answer.token_ids or ()
+    logprobs = None
+    if num_logprobs is not None and answer.logprobs is not None and answer.logprobs.content is not None:
+        logprobs = tuple(_token_logprobs(entry, num_logprobs) for entry in answer.logprobs.content)
+    stop_token_id = None
+    if answer.finish_reason == "stop":
+        stop_token_id = answer.stop_reason if isinstance(answer.stop_reason, int) else None
+        if stop_token_id is None and token_ids:
+            stop_token_id = token_ids[-1]  # EOS, which it does not name
+    return Chunk(token_ids, logprobs, answer.finish_reason, stop_token_id)
+
+
+def _token_logprobs(entry: _Logprob, num_top: int) -> TokenLogprobs:
+    best = sorted(entry.top_logprobs, key=lambda one: one.logprob, reverse=True)[:num_top]
+    return TokenLogprobs(entry.logprob, tuple((one.token_id, one.logprob) for one in best))
+
+
+def parse_load(text: bytes, rank: int) -> EngineLoad:
+    """Read the engine's counts from its metrics in the Prometheus text format."""
+    values: dict[bytes, float] = {}
+    cache: dict[bytes, bytes] = {}
+    try:
+        for name, labels, value in _SAMPLE.findall(text):
+            if name not in _WANTED:
+                continue
+            found = dict(_LABEL.findall(labels))
+            if found.get(b"engine", b"%d" % rank) != b"%d" % rank:
+                continue
+            if name == b"vllm:cache_config_info":
+                cache = found
+            values[name] = values.get(name, 0.0) + float(value)
+        num_blocks, block_size = int(cache[b"num_gpu_blocks"]), int(cache[b"block_size"])
+        return EngineLoad(
+            started_s=values.get(_WANTED[0], 0.0),
+            num_running=int(values[_WANTED[1]]),
+            num_waiting=int(values[_WANTED[2]]),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            usage=values[_WANTED[3]],
+            prefill_tokens=values.get(_WANTED[5], 0.0),
+            prefill_s=values.get(_WANTED[6], 0.0),
+            reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
+        )
+    except (KeyError, ValueError, OverflowError) as error:
+        raise EngineLostError(f"/metrics is not vLLM's: {error}") from error
