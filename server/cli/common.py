@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
@@ -38,6 +39,22 @@ def between(least: float, most: float = float("inf"), kind: Callable[[str], floa
 
 
 PORT: Final = between(0, 65535)
+FIRST_PORTS: Final = (8000, 8001)
+OTHER_PORTS: Final = (8080, 8081)
+
+
+def default_ports(args: argparse.Namespace, engine_urls: Sequence[str]) -> None:
+    """Choose the public and the ops port where none is given: others where an engine has one of ours."""
+    is_taken = any(urlsplit(url).port in FIRST_PORTS for url in engine_urls)
+    port, ops_port = OTHER_PORTS if is_taken else FIRST_PORTS
+    args.port = port if args.port is None else args.port
+    args.ops_port = ops_port if args.ops_port is None else args.ops_port
+
+
+def given(args: argparse.Namespace, *names: str) -> list[str]:
+    """Return the options among these that were given, for a part's command line."""
+    options = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in names]
+    return [text for option in options if option[1] is not None for text in option]
 
 
 def secret_file(text: str) -> str:

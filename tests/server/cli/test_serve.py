@@ -23,9 +23,37 @@ def test_certificates_go_to_the_gateway() -> None:
     assert not parse([]).tls_cert
 
 
+def test_engines_take_the_place_of_own_workers() -> None:
+    engine = [
+        "--engine-url",
+        "http://e:8100",
+        "--engine",
+        "sglang",
+        "--tokenizer",
+        "t",
+        "--worker-args",
+        "--block-size 32",
+    ]
+    config = parse(engine)
+    assert (config.num_workers, config.engine_urls) == (0, ["http://e:8100"])
+    assert config.engine_args == ["--engine", "sglang", "--tokenizer", "t", "--block-size", "32"]
+    both = parse([*engine, "--num-workers", "1", "--dtype", "bfloat16"])
+    assert (both.num_workers, both.worker_args) == (1, ["--block-size", "32", "--dtype", "bfloat16"])
+    assert (parse([]).num_workers, parse([]).engine_urls) == (2, [])
+
+
+def test_the_ports_make_room_for_an_engine() -> None:
+    assert (parse([]).port, parse([]).ops_port) == (8000, 8001)
+    assert parse(["--engine-url", "http://e:8100"]).port == 8000
+    room = parse(["--engine-url", "http://e:8100", "--engine-url", "http://e:8001/"])
+    assert (room.port, room.ops_port) == (8080, 8081)
+    assert parse(["--engine-url", "http://e:8000", "--port", "9000"]).port == 9000
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--engine-url", "http://e:1", "--model", "m"], "--model is for own workers"),
         (["--tls-cert", "x"], "--tls-key go together"),
         (["--tls-key", "x"], "--tls-key go together"),
         (["--gateways", "2", "--port", "0"], "--gateways 2 needs a --port"),

@@ -1,0 +1,141 @@
+"""`headstart doctor --engine-url` before a fake engine, set up well and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from server import cli
+from server.cli import doctor
+from server.cli.doctor import verdict
+from tests import smollm2
+from tests.e2e.serving import free_ports
+from tests.fake_engine.server import FakeEngine, parse
+from tests.server.conftest import CHATML
+from tests.server.scripted_worker import listening
+from worker.common.checks import Check
+from worker.wire import TokenizerBundle, pack
+
+OTHER_TEMPLATE = CHATML.replace("<|im_end|>", "<|im_end|> ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as far as an engine needs it here: its tokenizer and template."""
+    path = tmp_path_factory.mktemp("model")
+    smollm2.tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "<|im_end|>"}))
+    (path / "config.json").write_text(json.dumps({"vocab_size": 49152, "eos_token_id": 2}))
+    return path
+
+
+@asynccontextmanager
+async def engine(folder: Path, *options: str) -> AsyncIterator[str]:
+    """The URL of a fake engine. E and R in its options stand for ports of events and replay."""
+    ports = dict(zip("ER", map(str, free_ports(2)), strict=True))
+    argv = [option.replace(":E", f":{ports['E']}").replace(":R", f":{ports['R']}") for option in options]
+    fake = FakeEngine(parse([str(folder), "--port", "0", *argv]))
+    try:
+        async with listening(fake.app) as url:
+            yield url
+    finally:
+        fake.close()
+
+
+EVENTS = ("--events", "tcp://127.0.0.1:E", "--replay", "tcp://127.0.0.1:R")
+
+
+async def checks_of(url: str, *options: str) -> dict[str, Check]:
+    args = doctor.parser().parse_args(["--engine-url", url, *options])
+    return {check.name: check async for check in doctor.engine_checks(args)}
+
+
+async def test_a_healthy_engine_passes_and_the_command_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k1")
+    async with engine(folder, *EVENTS, "--api-key", "k1", "--lora", "poet") as url:
+        argv = [
+            "doctor",
+            "--json",
+            "--port",
+            "0",
+            "--ops-port",
+            "0",
+            "--engine-url",
+            url,
+            "--engine-key-file",
+            str(key),
+        ]
+        assert await asyncio.to_thread(cli.main, argv) == 0
+        found = json.loads(capsys.readouterr().out)
+        refused = await checks_of(url)
+    names = ["engine", "model", "blocks", "tokenizer", "caching", "salt", "events", "replay", "template"]
+    assert [check["name"] for check in found["checks"]][-len(names) :] == names
+    assert {check["status"] for check in found["checks"] if check["name"] in names} == {"ok"}, found
+    assert (refused["model"].status, "--engine-key-file" in refused["model"].mend) == ("fail", True)
+
+
+async def test_an_engine_that_is_not_there() -> None:
+    checks = await checks_of(f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert [(check.name, check.status) for check in checks.values()] == [("engine", "fail")]
+    assert "start the engine" in checks["engine"].mend
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "wrong", "mend"),
+    [
+        ([*EVENTS, "--version", "0.9.2"], [], {"engine": "fail"}, "install vLLM 0.10.2"),
+        ([*EVENTS, "--no-token-api"], [], {"engine": "warn"}, "--enable-scale-out"),
+        (
+            [*EVENTS, "--no-token-api", "--no-token-ids"],
+            [],
+            {"tokens": "fail", "engine": "warn"},
+            "ignore return_token_ids",
+        ),
+        ([*EVENTS, "--no-prefix-caching"], [], {"caching": "fail"}, "--enable-prefix-caching"),
+        ([*EVENTS, "--ignore-salt"], [], {"salt": "fail", "events": "fail"}, "tenants see each other's cache"),
+        ([*EVENTS, "--tokenizer-shift", "1"], [], {"tokenizer": "fail"}, "--tokenizer FOLDER"),
+        ([*EVENTS, "--chat-template", OTHER_TEMPLATE], [], {"template": "fail"}, "--tokenizer"),
+        (EVENTS, ["--block-size", "24"], {"blocks": "warn"}, "--block-size 32"),
+        ([], [], {"events": "fail"}, "--kv-events-config"),
+        ([], ["--events", "none"], {"events": "warn"}, "--kv-events-config"),
+        (["--events", "tcp://*:E", *EVENTS[2:]], [], {"events": "fail"}, "tcp://127.0.0.1"),
+        (EVENTS[:2], [], {"replay": "warn"}, "replay_endpoint"),
+        ([*EVENTS, "--said-events", "tcp://127.0.0.1:1999"], [], {"events": "fail"}, "network namespace"),
+        (EVENTS, ["--events", "tcp://127.0.0.1:1999"], {"events": "fail", "replay": "warn"}, "leave out --events"),
+        (EVENTS, ["--events-exposed", "--events", "tcp://*:1999"], {"events": "fail", "replay": "warn"}, "leave out"),
+    ],
+)
+async def test_what_is_set_up_wrong_is_named(
+    folder: Path, options: list[str], asked: list[str], wrong: dict[str, str], mend: str
+) -> None:
+    async with engine(folder, *options) as url:
+        checks = await checks_of(url, *asked)
+    assert {name: check.status for name, check in checks.items() if check.status != "ok"} == wrong, checks
+    assert mend in checks[next(iter(wrong))].mend
+    assert verdict([*checks.values()])[0] == ("fail" in wrong.values())
+
+
+async def test_a_port_that_a_worker_has_leaves_the_replay_to_be_checked(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as worker:
+        events = f"tcp://127.0.0.1:{worker.getsockname()[1]}"
+        async with engine(folder, "--events", events, *EVENTS[2:]) as url:
+            checks = await checks_of(url)
+    assert (checks["events"].status, checks["replay"].status) == ("warn", "ok")
+    assert "end the worker" in checks["events"].mend
+
+
+async def test_templates_that_one_side_lacks(bundle: TokenizerBundle) -> None:
+    assert (await doctor.template({"ids": None})).status == "ok"
+    packed = base64.b64encode(pack(replace(bundle, chat_template=None))).decode()
+    assert (await doctor.template({"ids": [1], "bundle": packed})).status == "fail"
