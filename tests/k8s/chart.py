@@ -17,6 +17,7 @@ from tests.k8s.tools import CHART, DEST, call
 Document = dict[str, Any]
 Values = dict[str, Any]
 
+EXAMPLES: Final = CHART.parent / "examples"
 CUSTOM_APIS: Final = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.networking.k8s.io/v1")
 _MODEL: Final = {"name": "llama", "source": "/models/llama"}
 _ON: Final = {"enabled": True}
@@ -84,6 +85,31 @@ EVERYTHING_ON: Final[Values] = {
             "autoscaling": _ON,
             "gpu": {"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"},
         },
+        {
+            "name": "foreign",
+            "source": "example/foreign",
+            "servedName": "meta/llama",
+            "engine": "vllm",
+            "gpu": {"count": 8},
+            "dtype": "bfloat16",
+            "maxModelLen": 8192,
+            "huggingFaceToken": {"existingSecret": "hub"},
+            "volume": {"size": "200Gi"},
+            "drain": {"preStopSeconds": 5, "timeoutSeconds": 600},
+            "autoscaling": _ON,
+            "vllm": {
+                "image": {"repository": "registry.example/vllm", "digest": "sha256:" + "0" * 64},
+                "tensorParallelSize": 2,
+                "pipelineParallelSize": 2,
+                "dataParallelSize": 2,
+                "blockSize": 64,
+                "metrics": True,
+                "apiKey": {"existingSecret": "engine"},
+                "extraArgs": ["--max-num-seqs=256"],
+                "extraEnv": [{"name": "VLLM_LOGGING_LEVEL", "value": "WARNING"}],
+                "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+            },
+        },
     ],
     "worker": _MORE,
     "gateway": _MORE
@@ -133,7 +159,8 @@ MATRIX: Final[dict[str, Values]] = {
         "worker": {"podDisruptionBudget": _OFF, "volume": {"existingClaim": "models"}},
         "gateway": {"podDisruptionBudget": _OFF},
     },
-    "ipv6": {"ipFamily": "IPv6"},
+    "ipv6": {"ipFamily": "IPv6", "models": [_MODEL, {"name": "v", "source": "x/v", "engine": "vllm"}]},
+    "vllm-tensor-parallel": yaml.safe_load((EXAMPLES / "vllm-tensor-parallel.yaml").read_text()),
     "existing-secrets": {
         "clusterSecret": {"existingSecret": "ours", "key": "cluster"},
         "opsKey": _ON | {"existingSecret": "ours", "key": "ops"},

@@ -22,6 +22,7 @@ PRE_STOP = re.compile(r"time\.sleep\((\d+)\)")
 EXTERNAL = {
     "everything-on": {
         "Secret/hub",
+        "Secret/engine",
         "Secret/redis-tls",
         "Secret/gateway-tls",
         "Secret/worker-tls",
@@ -31,6 +32,7 @@ EXTERNAL = {
     "existing-secrets": {"Secret/ours", "Secret/ours-too", "Secret/public-tls"},
     "sentinel": {"Secret/redis"},
     "cluster-tls": {"Secret/redis", "Secret/redis-ca"},
+    "vllm-tensor-parallel": {"Secret/hugging-face"},
 }
 """Objects that a set of values expects from outside the chart."""
 
@@ -41,6 +43,16 @@ def selects(selector: Document, pod: Document) -> bool:
 
 def workloads(documents: list[Document]) -> list[tuple[str, Document]]:
     return [(name, pod) for name, pod in pod_templates(documents) if not name.endswith("-test")]
+
+
+def servers(pod: Document) -> Iterator[tuple[str, Document, Any]]:
+    """(gateway or worker, container, parsed command line) of every process of ours in a pod."""
+    parsers = {"gateway": gateway_config.parse, "worker": worker_config.parse}
+    for container in pod["spec"]["containers"]:
+        kind = container["name"].partition("-")[0]
+        if kind in parsers:
+            addressed = [word.replace("[$(POD_IP)]", "[fd00::1]") for word in container["args"]]
+            yield kind, container, parsers[kind]([word.replace("$(POD_IP)", "10.0.0.1") for word in addressed])
 
 
 @each_render
@@ -98,8 +110,11 @@ def test_routes_scalers_and_monitors_lead_somewhere(name: str) -> None:
         selected = [s for s in services.values() if selects(monitor["spec"]["selector"], s)]
         component = monitor["metadata"]["labels"]["app.kubernetes.io/component"]
         assert len(selected) == len([p for _, p in workloads(documents) if _component(p) == component])
-        for endpoint in monitor["spec"]["endpoints"]:
-            assert all(endpoint["port"] in {p["name"] for p in service["spec"]["ports"]} for service in selected)
+        scraped = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+        offered = [{port["name"] for port in service["spec"]["ports"]} for service in selected]
+        assert scraped <= set().union(*offered)
+        if not monitor["metadata"]["name"].endswith("-engine"):
+            assert all(names - {"engine-metrics"} <= scraped for names in offered)
     for workload in of_kind(documents, "StatefulSet"):
         assert workload["spec"]["serviceName"] in services
 
@@ -123,9 +138,10 @@ def test_network_policies_open_the_ports_that_are_served_and_called(name: str) -
             for peer in rule.get("to", []):
                 targets = [pod for _, pod in workloads(documents) if selects(peer["podSelector"], pod)]
                 assert targets, (own, peer)
-                for target in targets:
-                    served = {port["containerPort"] for c in containers(target) for port in c.get("ports", [])}
-                    assert {port["port"] for port in rule["ports"]} <= served
+                served = {port["containerPort"] for t in targets for c in containers(t) for port in c.get("ports", [])}
+                assert {port["port"] for port in rule["ports"]} == served - (
+                    {8001} if own.endswith("-test") else {8090}
+                )
         for rule in policy.get("ingress", []):
             for peer in rule.get("from", []):
                 if "podSelector" in peer:
@@ -135,8 +151,9 @@ def test_network_policies_open_the_ports_that_are_served_and_called(name: str) -
 @each_render
 def test_probes_ask_ports_that_exist(name: str) -> None:
     for _, pod in workloads(render(name)):
-        for container in pod["spec"]["containers"]:
-            ports = {port["name"] for port in container["ports"]}
+        sidecars = [c for c in pod["spec"].get("initContainers", []) if c.get("restartPolicy") == "Always"]
+        for container in [*sidecars, *pod["spec"]["containers"]]:
+            ports = {port["name"] for port in container.get("ports", [])}
             for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
                 probe = container[kind]
                 assert "initialDelaySeconds" not in probe
@@ -204,16 +221,15 @@ def test_mounts_have_volumes(name: str) -> None:
 
 
 @each_render
-def test_container_arguments_parse_with_the_real_command_lines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsers = {"gateway": gateway_config.parse, "worker": worker_config.parse}
+def test_container_arguments_parse_with_the_real_command_lines(name: str) -> None:
+    parsed = set()
     for _, pod in workloads(render(name)):
-        container = pod["spec"]["containers"][0]
-        if container["name"] in parsers:
-            arguments = [argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]]
-            config: Any = parsers[container["name"]](arguments)
+        for kind, container, config in servers(pod):
+            parsed.add(kind)
             assert config.cluster_secret_file == "/etc/headstart/cluster/secret"
             ports = {port["containerPort"] for port in container["ports"]}
-            assert ports == ({config.port, config.ops_port} if container["name"] == "gateway" else {config.port})
+            assert ports == ({config.port, config.ops_port} if kind == "gateway" else {config.port})
+    assert parsed == {"gateway", "worker"}
 
 
 def test_the_command_line_can_refuse() -> None:
@@ -259,20 +275,16 @@ def test_tls_is_spoken_by_all_or_by_none(name: str) -> None:
     documents = render(name)
     parsed: dict[str, list[Any]] = {"gateway": [], "worker": []}
     for _, pod in workloads(documents):
-        container = pod["spec"]["containers"][0]
-        if container["name"] not in parsed:
-            continue
-        parse = {"gateway": gateway_config.parse, "worker": worker_config.parse}[container["name"]]
-        config: Any = parse([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]])
-        parsed[container["name"]].append(config)
-        schemes = {
-            container[probe]["httpGet"].get("scheme", "HTTP")
-            for probe in ("startupProbe", "readinessProbe", "livenessProbe")
-        }
-        assert schemes == {"HTTP" if config.tls_cert is None else "HTTPS"}
-        if container["name"] == "gateway" and config.worker_ca is not None:
-            (ca,) = [v["secret"]["items"] for v in pod["spec"]["volumes"] if v["name"] == "worker-ca"]
-            assert [item["path"] for item in ca] == ["ca.crt"]
+        for kind, container, config in servers(pod):
+            parsed[kind].append(config)
+            schemes = {
+                container[probe]["httpGet"].get("scheme", "HTTP")
+                for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+            }
+            assert schemes == {"HTTP" if config.tls_cert is None else "HTTPS"}
+            if kind == "gateway" and config.worker_ca is not None:
+                (ca,) = [v["secret"]["items"] for v in pod["spec"]["volumes"] if v["name"] == "worker-ca"]
+                assert [item["path"] for item in ca] == ["ca.crt"]
     (gateway,) = parsed["gateway"]
     for worker in parsed["worker"]:
         assert (worker.tls_cert is None) == (gateway.worker_ca is None)
@@ -308,18 +320,14 @@ def test_the_way_to_the_collector_is_open(endpoint: str, port: int) -> None:
 
 def test_the_settings_of_the_values_reach_the_command_lines() -> None:
     for _, pod in workloads(render("everything-on")):
-        container = pod["spec"]["containers"][0]
-        if container["name"] not in ("gateway", "worker"):
-            continue
-        parse = {"gateway": gateway_config.parse, "worker": worker_config.parse}[container["name"]]
-        config: Any = parse(container["args"])
-        assert (config.log_level, config.log_format) == ("debug", "text")
-        assert config.otlp_endpoint == "http://collector.tracing:4318"
-        if container["name"] == "gateway":
-            assert config.access_log
-            assert config.ops_key_file == "/etc/headstart/ops/key"
-            assert config.worker_networks == ("100.64.0.0/10", "fd00::/8")
-            assert config.worker_tls_name == "workers.example"
+        for kind, _, config in servers(pod):
+            assert (config.log_level, config.log_format) == ("debug", "text")
+            assert config.otlp_endpoint == "http://collector.tracing:4318"
+            if kind == "gateway":
+                assert config.access_log
+                assert config.ops_key_file == "/etc/headstart/ops/key"
+                assert config.worker_networks == ("100.64.0.0/10", "fd00::/8")
+                assert config.worker_tls_name == "workers.example"
 
 
 @each_render
@@ -334,18 +342,14 @@ def test_variables_in_arguments_are_set(name: str) -> None:
 @each_render
 def test_the_grace_period_is_longer_than_pre_stop_and_drain(name: str) -> None:
     for _, pod in workloads(render(name)):
-        container = pod["spec"]["containers"][0]
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
-        if container["name"] in ("gateway", "worker"):
-            (drain,) = [
-                a.removeprefix("--drain-grace-s=") for a in container["args"] if a.startswith("--drain-grace-s=")
-            ]
+        for _, container, config in servers(pod):
             command = (
                 container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["time.sleep(0)"])
             )
             match = PRE_STOP.search(command[-1])
             assert match is not None
-            assert grace_s >= int(match[1]) + int(drain) + 10
+            assert grace_s >= int(match[1]) + config.drain_grace_s + 10
 
 
 @each_render
@@ -355,17 +359,15 @@ def test_gateways_know_every_model_and_the_registry(name: str) -> None:
     arguments = gateway["spec"]["containers"][0]["args"]
     config = gateway_config.parse(arguments)
     services = {service["metadata"]["name"] for service in of_kind(documents, "Service")}
-    workers = [own for own, pod in workloads(documents) if _component(pod) == "worker"]
-    assert sorted(config.workers) == sorted(f"dns:{own}:8100" for own in workers)
-    assert set(workers) <= services
-    for own, pod in workloads(documents):
-        if _component(pod) == "worker":
-            worker = worker_config.parse(pod["spec"]["containers"][0]["args"])
-            assert (worker.redis, worker.redis_prefix, worker.redis_shards) == (
-                config.redis,
-                config.redis_prefix,
-                config.redis_shards,
-            ), own
+    workers = [(own, c) for own, pod in workloads(documents) for kind, _, c in servers(pod) if kind == "worker"]
+    assert sorted(config.workers) == sorted(f"dns:{own}:{worker.port}" for own, worker in workers)
+    assert {own for own, _ in workers} <= services
+    for own, worker in workers:
+        assert (worker.redis, worker.redis_prefix, worker.redis_shards) == (
+            config.redis,
+            config.redis_prefix,
+            config.redis_shards,
+        ), own
 
 
 @each_render
@@ -398,7 +400,8 @@ def test_gpus_are_requested_as_they_are_limited() -> None:
         for _, pod in workloads(render("everything-on"))
         if _component(pod) == "worker"
     }
-    resources = {model: pod["spec"]["containers"][0]["resources"] for model, pod in pods.items()}
+    resources = {model: containers(pod)[0]["resources"] for model, pod in pods.items()}
+    assert resources["foreign"]["limits"]["nvidia.com/gpu"] == resources["foreign"]["requests"]["nvidia.com/gpu"] == 8
     assert resources["llama"]["limits"]["nvidia.com/gpu"] == resources["llama"]["requests"]["nvidia.com/gpu"] == 1
     assert resources["small"]["limits"]["nvidia.com/mig-1g.10gb"] == 1
     assert not any("nvidia" in key for key in resources["gated"]["limits"])

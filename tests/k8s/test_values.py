@@ -12,7 +12,7 @@ import pytest
 from tests.k8s import chart
 from tests.k8s.tools import CHART, HELM_VERSIONS, ROOT, succeed
 
-OPTIONAL = re.compile(r"\.resources\.(requests|limits)\.(cpu|memory|ephemeral-storage)$")
+OPTIONAL = re.compile(r"(\.r|R)esources\.(requests|limits)\.(cpu|memory|ephemeral-storage)$")
 
 
 def schema() -> dict[str, Any]:
@@ -168,6 +168,10 @@ def context_of(path: str) -> dict[str, Any]:
         put("worker.download", False)
     elif path == "worker.gpu.resourceName":
         put("worker.gpu.count", 1)
+    elif path.startswith("worker.vllm."):
+        put("worker.engine", "vllm")
+        if path == "worker.vllm.apiKey.key":
+            put(f"{parent}.existingSecret", "some")
     return values
 
 
@@ -207,7 +211,18 @@ REFUSED = [
     ({"gateway": {"resources": {"limits": {"memory": "lots"}}}}, "gateway.resources.limits.memory"),
     ({"gateway": {"service": {"port": 0}}}, "gateway.service.port"),
     ({"worker": {"gpu": {"count": 0.5}}}, "worker.gpu.count"),
-    ({"worker": {"gpu": {"count": 2}}}, "worker.gpu.count"),
+    ({"worker": {"gpu": {"count": 2}}}, "gpu.count"),
+    ({"worker": {"engine": "sglang"}}, "worker.engine"),
+    ({"worker": {"engine": "vllm", "gpu": {"count": 2}}}, "tensorParallelSize"),
+    ({"worker": {"vllm": {"dataParallelSize": 0}}}, "worker.vllm.dataParallelSize"),
+    ({"worker": {"vllm": {"dataParallelSize": 17}}}, "worker.vllm.dataParallelSize"),
+    ({"worker": {"vllm": {"quantization": "fp8"}}}, "quantization"),
+    ({"models": [{"name": "a", "source": "x/y", "vllm": {"devMode": False}}]}, "models.a.vllm"),
+    ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "maxNumSeqs": 9}]}, "models.a.maxNumSeqs"),
+    ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "image": {"tag": "b"}}]}, "models.a.image"),
+    ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["--host=0.0.0.0"]}}}, "--host is the chart's"),
+    ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["--api_key=hush"]}}}, "--api_key is the chart's"),
+    ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["-tp", "8"]}}}, "-tp is the chart's"),
     ({"worker": {"resources": {"limits": {"nvidia.com/gpu": 0.5}}}}, "nvidia.com/gpu"),
     ({"worker": {"kvCacheMemory": "most"}}, "worker.kvCacheMemory"),
     ({"worker": {"replicas": 0}}, "worker.replicas"),

@@ -28,13 +28,19 @@ from tools.values.terms import (
 )
 
 WORKER: Final[dict[str, Schema]] = {
+    "engine": choice(
+        "What computes: Headstart's own engine, or [vLLM](#vllm-as-the-engine), with adapters in front.",
+        "headstart",
+        "vllm",
+    ),
     "image": image("the workers", "Tag of the image; empty: the chart's appVersion and -cpu or -cuda."),
     "replicas": whole("Workers of a model.", 1),
     "servedName": text("The model's name in the API; empty: the entry's name."),
     "gpu": group(
         "The device.",
         count=whole(
-            "GPUs of a worker: 0 runs on the CPU, 1 on CUDA. A worker uses one GPU, whole or a MIG slice.", 0, 1
+            "GPUs of a pod: 0 runs on the CPU, 1 on CUDA, whole or a MIG slice. More need `engine: vllm`.",
+            0,
         ),
         resourceName=text("What the device plugin calls a GPU or a slice.", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$"),
     ),
@@ -54,6 +60,29 @@ WORKER: Final[dict[str, Schema]] = {
         existingSecret=name("Secret with the token; empty: none."),
         key=text("Its key in the Secret.", minLength=1),
     ),
+    "vllm": group(
+        "vLLM. `extraArgs`, `extraEnv` and `extraVolumeMounts` of the worker are for the adapters in front of it.",
+        image=image("vLLM", "Tag of the image."),
+        tensorParallelSize=whole("GPUs over which each layer is split.", 1, 64),
+        pipelineParallelSize=whole("Groups of them, each with a part of the layers.", 1, 64),
+        dataParallelSize=whole("Copies of the model in a pod; each has an adapter, and is a worker.", 1, 16),
+        blockSize=whole("Tokens in a block of the engine; 0: its own choice. It need not be `blockSize`.", 0),
+        devMode=flag(
+            "VLLM_SERVER_DEV_MODE, without which a worker cannot be purged. The engine is on the loopback alone."
+        ),
+        metrics=flag("Whether a further container relays the engine's own metrics to Prometheus."),
+        apiKey=group(
+            "A key that the engine asks for.",
+            existingSecret=name("Secret with the key; empty: none."),
+            key=text("Its key in the Secret.", minLength=1),
+        ),
+        adapterResources=resources("an adapter"),
+        extraArgs=array("Further options of `vllm serve`.", {"type": "string", "minLength": 1}),
+        extraEnv=array("Further environment variables of the engine.", {"type": "object", "required": ["name"]}),
+        extraVolumeMounts=array(
+            "Further mounts of the engine, of `extraVolumes`.", {"type": "object", "required": ["name", "mountPath"]}
+        ),
+    ),
     "volume": group(
         "Where models lie: at /models in the pod.",
         existingClaim=name(
@@ -70,8 +99,8 @@ WORKER: Final[dict[str, Schema]] = {
     ),
     "startupTimeoutSeconds": whole("How long a model may load before the pod is restarted.", 10, 86400),
     "drain": drain("a worker", "Not needed: a draining worker refuses, and gateways go elsewhere."),
-    "resources": resources("a worker"),
-    "shmSize": quantity("Size of /dev/shm; empty: the runtime's.", optional=True),
+    "resources": resources("a worker, or of vLLM"),
+    "shmSize": quantity("Size of /dev/shm; empty: the runtime's, and 8Gi for vLLM.", optional=True),
     "runtimeClassName": name("Runtime class of the pods."),
     **pod(),
     "autoscaling": autoscaling(

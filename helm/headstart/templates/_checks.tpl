@@ -15,6 +15,7 @@
 {{- if and $worker.volume.readOnly $worker.download -}}
 {{- fail (printf "models.%s.download: the volume is read only; set download: false" .name) -}}
 {{- end -}}
+{{- include "headstart.checkEngine" (dict "model" . "worker" $worker) -}}
 {{- end -}}
 {{- if eq .Values.apiKeys.key .Values.apiKeys.plainKey }}{{ fail "apiKeys.plainKey: gateways would be given the key itself; name another key than apiKeys.key" }}{{ end -}}
 {{- range $part, $tls := .Values.tls -}}
@@ -32,5 +33,30 @@
 {{- define "headstart.checkReplicas" -}}
 {{- if gt (int .scaling.minReplicas) (int .scaling.maxReplicas) -}}
 {{- fail (printf "%s.minReplicas: %d is more than maxReplicas %d" .key (int .scaling.minReplicas) (int .scaling.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "model" $entry "worker" $merged) */}}
+{{- define "headstart.checkEngine" -}}
+{{- $name := .model.name -}}
+{{- $count := int .worker.gpu.count -}}
+{{- if ne .worker.engine "vllm" -}}
+{{- if .model.vllm }}{{ fail (printf "models.%s.vllm: set engine: vllm" $name) }}{{ end -}}
+{{- if gt $count 1 }}{{ fail (printf "models.%s.gpu.count: Headstart's own engine uses one GPU; engine: vllm can use more" $name) }}{{ end -}}
+{{- else -}}
+{{- range list "image" "weights" "maxNumSeqs" "kvCacheMemory" "threads" "prefixCache" -}}
+{{- if hasKey $.model . }}{{ fail (printf "models.%s.%s: it is for Headstart's own engine; see the keys of vllm" $name .) }}{{ end -}}
+{{- end -}}
+{{- with .worker.vllm -}}
+{{- $size := mul .tensorParallelSize .pipelineParallelSize .dataParallelSize | int -}}
+{{- if and $count (ne $count $size) -}}
+{{- fail (printf "models.%s.gpu.count: it is %d, but tensorParallelSize x pipelineParallelSize x dataParallelSize is %d" $name $count $size) -}}
+{{- end -}}
+{{- range .extraArgs -}}
+{{- if regexMatch "^(--(host|port|uds|config|api[-_]key|kv[-_]events[-_]config|served[-_]model[-_]name|(tensor|pipeline|data)[-_]parallel[-_]size)|-(tp|pp|dp))([= ]|$)" . -}}
+{{- fail (printf "models.%s.vllm.extraArgs: %s is the chart's to set" $name (regexFind "^-+[^= ]+" .)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

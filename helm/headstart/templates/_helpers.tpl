@@ -72,6 +72,70 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- toYaml (mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy .model)) -}}
 {{- end -}}
 
+{{/* The workers of a pod: one, or one for each data-parallel rank of another engine. -> JSON */}}
+{{- define "headstart.ranks" -}}
+{{- $ranks := list (dict "number" 0 "name" "worker" "port" 8100 "suffix" "") -}}
+{{- if eq .engine "vllm" -}}
+{{- range $number := untilStep 1 (int .vllm.dataParallelSize) 1 -}}
+{{- $ranks = append $ranks (dict "number" $number "name" (printf "worker-%d" $number) "port" (add 8100 $number) "suffix" (printf ".%d" $number)) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $ranks -}}
+{{- end -}}
+
+{{/* The most workers that a pod of any model has. */}}
+{{- define "headstart.maxRanks" -}}
+{{- $most := 1 -}}
+{{- range .Values.models -}}
+{{- $worker := include "headstart.worker" (dict "root" $ "model" .) | fromYaml -}}
+{{- $most = max $most (include "headstart.ranks" $worker | fromJsonArray | len) -}}
+{{- end -}}
+{{- $most -}}
+{{- end -}}
+
+{{/* Where models are found and downloaded to: for every process that loads one, or its tokenizer. */}}
+{{- define "headstart.models.env" -}}
+- name: HF_HOME
+  value: /models/huggingface
+- name: HF_HUB_OFFLINE
+  value: {{ ternary "0" "1" .download | quote }}
+- name: HF_HUB_DISABLE_TELEMETRY
+  value: "1"
+{{- if .huggingFaceToken.existingSecret }}
+- name: HF_TOKEN_PATH
+  value: /etc/headstart/huggingface/token
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.models.mounts" -}}
+- name: models
+  mountPath: /models
+  {{- with .volume.subPath }}
+  subPath: {{ . }}
+  {{- end }}
+  {{- if .volume.readOnly }}
+  readOnly: true
+  {{- end }}
+{{- if .huggingFaceToken.existingSecret }}
+- name: huggingface-token
+  mountPath: /etc/headstart/huggingface
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* What computes, with its GPUs. */}}
+{{- define "headstart.worker.resources" -}}
+{{- range $part := list "requests" "limits" }}
+{{ $part }}:
+  {{- with index $.resources $part }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if $.gpu.count }}
+  {{ $.gpu.resourceName }}: {{ int $.gpu.count }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "headstart.listenHost" -}}
 {{- ternary "::" "0.0.0.0" (eq .Values.ipFamily "IPv6") -}}
 {{- end -}}
