@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-chart test-k8s test-faults test-browser test-clients check bench test-deep format clean
+.PHONY: install serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench test-deep format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,7 +31,7 @@ serve: install ## one gateway, two workers and Redis on this machine: http://127
 
 # In the order of the folders: xdist would begin with the files of most tests, and end with the few long ones on one core.
 test: install ## the test suite (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm" $(ARGS)
 
 test-chart: install ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
 	@$(BIN)/python tools/install_k8s_tools.py --chart
@@ -59,6 +59,10 @@ $(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund
 	@touch $@
+
+test-vllm: install ## two real vLLM engines behind a gateway, in an environment of their own (.venv-vllm, 3 GB; about 20 minutes)
+	@$(BIN)/python tools/install_vllm.py
+	@$(BIN)/python -m pytest -m vllm -rP tests/vllm $(ARGS)
 
 test-deep: install ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)

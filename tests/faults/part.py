@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
@@ -30,9 +31,13 @@ _context.set_forkserver_preload(["tests.faults.worker_process"])
 
 def get(url: str, timeout_s: float = 10.0) -> bytes:
     """Raises OSError, which an HTTP status of 400 and more is, too."""
-    with urllib.request.urlopen(url, timeout=timeout_s) as response:
-        body: bytes = response.read()
-        return body
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            body: bytes = response.read()
+            return body
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
 
 
 def metrics(url: str) -> dict[str, float]:

@@ -1,0 +1,30 @@
+"""One fleet for all tests: an engine takes minutes to start where it shares its cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.vllm.fleet import VllmFleet
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that end an engine come last."""
+    items.sort(key=lambda item: item.path.name == "test_engine_lost.py")
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+    capture: Any = request.config.pluginmanager.get_plugin("capturemanager")
+    folder = tmp_path_factory.mktemp("vllm")
+
+    def say(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(text, flush=True)
+
+    say(f"\nstarting two engines, for some minutes on two cores; their logs: {folder}/e*.log")
+    with VllmFleet(folder) as running:
+        say(f"ready: the engines took {' and '.join(f'{engine.start_s:.0f} s' for engine in running.engines)}")
+        yield running

@@ -1,0 +1,240 @@
+"""Two real vLLM engines with their adapters, Redis and one gateway with the keys of two tenants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgpack
+import zmq
+
+from server.auth.identity import digest_text
+from tests.e2e.serving import free_ports
+from tests.faults.part import ROOT, Gateway, Part, get, metrics
+from tests.redis_server import RedisServer, newest_redis
+from tests.server.sse_grammar import events
+from tests.vllm.engines import MODEL, START_S, Engine, Options
+from tests.waiting import HANG_S, wait_until
+
+LONG_S: Final = 5 * HANG_S
+"""Bound of one answer: two engines share the cores with whatever else runs."""
+TENANTS: Final = {"red": "red-key", "blue": "blue-key"}
+BLOCK_SIZE: Final = 32
+"""Tokens in a block of the engines."""
+OWN_BLOCK_SIZE: Final = 16
+"""Tokens in a block of the adapters."""
+NUM_BLOCKS: Final = 64
+
+
+class LossyProxy:
+    """Carries an engine's live batches to its adapter, but for those that `drops` names by their numbers.
+
+    The engine connects to `endpoint`, and the proxy to `target`, which the adapter binds. Replays go past it.
+    """
+
+    def __init__(self, endpoint: str, target: str) -> None:
+        self.endpoint = endpoint
+        self.target = target
+        self.num_seen = 0
+        """Batches that came from the engine since its start."""
+        self.dropped: list[tuple[int, float]] = []
+        """Numbers of those that were lost, and when."""
+        self.drop_every = 0
+        self.drop_next = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="lossy", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join(HANG_S)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.PUB) as pub:
+            for each in (sub, pub):
+                each.setsockopt(zmq.LINGER, 0)
+            pub.setsockopt(zmq.RECONNECT_IVL, 20)
+            sub.setsockopt(zmq.SUBSCRIBE, b"")
+            sub.bind(self.endpoint)
+            pub.connect(self.target)
+            while not self._is_closed:
+                if not sub.poll(50):
+                    continue
+                frames = sub.recv_multipart()
+                number = int.from_bytes(frames[1], "big")
+                self.num_seen = number + 1
+                if self.drop_next or (self.drop_every and number % self.drop_every == 0):
+                    self.drop_next = max(0, self.drop_next - 1)
+                    self.dropped.append((number, time.monotonic()))
+                    continue
+                pub.send_multipart(frames)
+
+
+class Adapter(Part):
+    """`headstart worker --engine vllm`."""
+
+    def __init__(self, name: str, port: int, log: Path, engine: Engine, redis: str, *args: str) -> None:
+        super().__init__(name, port, log)
+        self.engine = engine
+        self.args = ["--worker-id", name, "--port", str(port), "--redis", redis, *args]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "worker", "--engine", "vllm", "--engine-url", self.engine.url, *self.args]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return 0 if self._process is None else self._process.poll()
+
+    def is_ready(self) -> bool:
+        return bool(get(f"{self.url}/health/ready"))
+
+    def held(self) -> int:
+        """Return how many blocks of its engine it knows to be held."""
+        return int(json.loads(get(f"{self.url}/debug/state"))["blocks"]["held"])
+
+    def published(self) -> int:
+        """Return how many of its own blocks the index knows."""
+        return int(metrics(self.url)["headstart_worker_index_entries"])
+
+    def epoch(self) -> str:
+        """Return the epoch in which it publishes."""
+        found: str = msgpack.unpackb(get(f"{self.url}/state"))["member"]["epoch"]
+        return found
+
+    def counted(self, event: str) -> int:
+        """Return how often it has seen this of the engine's events."""
+        return int(metrics(self.url).get(f"headstart_worker_index_events_total{{engine_{event}}}", 0))
+
+    def purge(self) -> str:
+        """Empty the engine's cache; return the new epoch."""
+        answer = httpx.post(f"{self.url}/purge", timeout=HANG_S)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["epoch"])
+
+
+class VllmFleet:
+    """A context manager; ready when entered, gone when left. Engine and adapter of one number go together.
+
+    The first adapter takes its events from where the engine says; those of the second come through `proxy`.
+    """
+
+    def __init__(self, folder: Path, num_engines: int = 2) -> None:
+        binary = newest_redis()
+        ports = iter(free_ports(5 * num_engines + 4))
+        self.folder = folder
+        redis_port = next(ports)
+        self.redis = RedisServer(folder, binary, "--port", str(redis_port))
+        redis = f"redis://127.0.0.1:{redis_port}"
+        self.engines: list[Engine] = []
+        self.adapters: list[Adapter] = []
+        for number in range(num_engines):
+            events, replay = (f"tcp://127.0.0.1:{next(ports)}" for _ in range(2))
+            options = Options(events, replay, num_blocks=NUM_BLOCKS, max_model_len=1024, niceness=5)
+            engine = Engine(folder, options, f"e{number}")
+            args: list[str] = []
+            if number == num_engines - 1:
+                target = f"tcp://127.0.0.1:{next(ports)}"
+                self.proxy = LossyProxy(engine.options.events, target)
+                args = ["--events", target, "--events-replay", engine.options.replay]
+            self.engines.append(engine)
+            self.adapters.append(Adapter(f"w{number}", next(ports), folder / f"w{number}.log", engine, redis, *args))
+        keys = folder / "keys.toml"
+        entries = [
+            f'[[keys]]\ntenant = "{tenant}"\ndigest = "{digest_text(key.encode())}"\n'
+            for tenant, key in TENANTS.items()
+        ]
+        keys.write_text("".join(entries))
+        args = ["--redis", redis, "--api-keys", str(keys)]
+        self.gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", args)
+        self._client = httpx.Client(base_url=self.gateway.url, timeout=LONG_S)
+
+    def __enter__(self) -> VllmFleet:
+        try:
+            self.redis.start()
+            self.proxy.start()
+            for part in (*self.engines, *self.adapters, self.gateway):
+                part.start()
+            with ThreadPoolExecutor(len(self.engines)) as pool:
+                list(pool.map(Engine.wait_ready, self.engines))
+            self.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        for part in (self.gateway, *self.adapters, *self.engines):
+            part.stop()
+        self.proxy.close()
+        self.redis.kill()
+
+    def wait_ready(self) -> None:
+        """Wait until every adapter serves, and the gateway knows all of them."""
+
+        def ready() -> bool:
+            return all(a.is_ready() for a in self.adapters) and self.gateway.num_ready() == len(self.adapters)
+
+        wait_until(ready, START_S, "the fleet is ready")
+
+    def adapter_of(self, answer: httpx.Response) -> Adapter:
+        """Return the adapter that has served an answer."""
+        name = answer.headers["x-headstart-worker"]
+        return next(adapter for adapter in self.adapters if adapter.name == name)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {TENANTS[tenant]}"}
+
+    def post(self, path: str, body: dict[str, Any], *, tenant: str = "red") -> httpx.Response:
+        """Return the answer to a request, whatever its status."""
+        return self._client.post(path, json={"model": MODEL} | body, headers=self.headers(tenant))
+
+    def complete(self, body: dict[str, Any], *, tenant: str = "red") -> httpx.Response:
+        """Ask for chat if there are messages, else for a completion. It is greedy unless the body says otherwise."""
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        answer = self.post(path, {"temperature": 0, "max_tokens": 8} | body, tenant=tenant)
+        assert answer.status_code == 200, (answer.status_code, answer.text, self.gateway.tail())
+        return answer
+
+    def matched(self, body: dict[str, Any], adapter: Adapter, *, tenant: str = "red") -> int:
+        """Return how many tokens of this prompt are promised at an adapter; 0 for one that no request goes to."""
+        answer = self._client.post(
+            f"{self.gateway.ops_url}/route/explain", params={"tenant": tenant}, json={"model": MODEL} | body
+        )
+        assert answer.status_code == 200, answer.text
+        found = [worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name]
+        return int(found[0]["matched_tokens"]) if found else 0
+
+
+def hits(engine: Engine) -> int:
+    """Return how many prompt tokens the engine has found cached, by its own counter."""
+    return int(engine.metrics()[f"vllm:prefix_cache_hits_total{{0,{MODEL}}}"])
+
+
+def running(engine: Engine) -> int:
+    """Return how many requests the engine says that it has."""
+    samples = engine.metrics()
+    return int(sum(samples[f"vllm:num_requests_{state}{{0,{MODEL}}}"] for state in ("running", "waiting")))
+
+
+def promised(answer: httpx.Response) -> int:
+    """Return what the headers of a stream promise, which are sent before the engine tells what it has found."""
+    return int(answer.headers["x-headstart-cached-tokens"])
+
+
+def found(answer: httpx.Response) -> int:
+    """Return the cached tokens in the usage, which are those that the engine has found."""
+    usage = events(answer.content)[-2]["usage"] if answer.content.startswith(b"data:") else answer.json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])

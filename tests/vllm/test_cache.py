@@ -1,0 +1,190 @@
+"""A real vLLM finds what the index promises of it, through resets, restarts and lost events."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+import pytest
+
+from tests.server.sse_grammar import check_chat
+from tests.vllm.engines import MODEL, Engine
+from tests.vllm.fleet import BLOCK_SIZE, OWN_BLOCK_SIZE, Adapter, VllmFleet, found, hits, promised
+from tests.vllm.replay import held
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.vllm
+KNOWN_S: Final = 1.0
+"""A lost batch is known within this, also while the engine has nothing to do."""
+LOSSY_S: Final = 60.0
+DROP_EVERY: Final = 100
+STORY: Final = "It was a bright cold day in April, and the clocks were striking thirteen. " * 6
+
+
+def question(text: str = STORY) -> dict[str, Any]:
+    """Return a completion's body that no other test has asked."""
+    return {"prompt": f"{secrets.token_hex(8)} {text}", "max_tokens": 2}
+
+
+def remembered(fleet: VllmFleet, body: dict[str, Any]) -> Adapter:
+    """Ask, wait until the index promises the prompt, and return the adapter that has served it."""
+    adapter = fleet.adapter_of(fleet.complete(body))
+    wait_until(lambda: fleet.matched(body, adapter) >= BLOCK_SIZE, what="the index knows the prompt")
+    return adapter
+
+
+def is_whole(adapter: Adapter) -> bool:
+    """Say whether the adapter knows exactly what its engine holds, and publishes all of it."""
+    truth = held(adapter.engine.options.replay, OWN_BLOCK_SIZE)
+    return (adapter.held(), adapter.published()) == truth
+
+
+def test_four_turns(fleet: VllmFleet) -> None:
+    """Every turn goes to the same engine; promise, usage and the engine's own counter are equal."""
+    messages = [{"role": "user", "content": f"{secrets.token_hex(8)} {STORY} Who says that?"}]
+    adapter, counts = None, []
+    for _ in range(4):
+        before = [hits(engine) for engine in fleet.engines]
+        body = {"messages": messages, "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}}
+        answer = fleet.complete(body)
+        after = [hits(engine) for engine in fleet.engines]
+        adapter = fleet.adapter_of(answer) if adapter is None else adapter
+        assert fleet.adapter_of(answer) is adapter
+        counts.append((promised(answer), found(answer), sum(after) - sum(before)))
+        [text] = check_chat(answer.content, include_usage=True)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+        wait_until(partial(is_whole, adapter), what="the index is whole")
+    print(f"promised, found, counted by the engine: {counts}")
+    assert all(one == other == third for one, other, third in counts)
+    assert counts[0][0] < counts[1][0] < counts[2][0] < counts[3][0]
+
+
+def test_other_tenant_finds_nothing(fleet: VllmFleet) -> None:
+    body = question()
+    adapter = remembered(fleet, body)
+    assert all(fleet.matched(body, each, tenant="blue") == 0 for each in fleet.adapters)
+    before = sum(map(hits, fleet.engines))
+    assert found(fleet.complete(body, tenant="blue")) == 0
+    assert sum(map(hits, fleet.engines)) == before
+    again = fleet.complete(body)
+    assert fleet.adapter_of(again) is adapter
+    assert found(again) == sum(map(hits, fleet.engines)) - before > 0
+
+
+def test_reset_through_the_adapter(fleet: VllmFleet) -> None:
+    """Nothing is promised any more when the answer to the reset comes, and the engine finds nothing."""
+    body = question()
+    adapter = remembered(fleet, body)
+    epoch = adapter.purge()
+    begun_s = time.monotonic()
+    wait_until(lambda: fleet.matched(body, adapter) == 0)
+    print(f"no promise {time.monotonic() - begun_s:.3f} s after the reset")
+    assert adapter.epoch() == epoch
+    before = hits(adapter.engine)
+    ask(adapter.engine, body["prompt"])
+    assert hits(adapter.engine) == before
+    wait_until(lambda: is_whole(adapter), what="the index is whole")
+
+
+def test_reset_behind_the_adapter(fleet: VllmFleet) -> None:
+    """An idle engine says nothing of a reset; with its next step nothing is promised that is gone."""
+    body = question()
+    adapter = remembered(fleet, body)
+    epoch = adapter.epoch()
+    adapter.engine.request("/reset_prefix_cache", {})
+    ask(adapter.engine, f"{secrets.token_hex(8)} {STORY}")
+    begun_s = time.monotonic()
+    wait_until(lambda: fleet.matched(body, adapter) == 0)
+    print(f"no promise {time.monotonic() - begun_s:.3f} s after the engine's next step")
+    assert adapter.epoch() != epoch
+    wait_until(lambda: is_whole(adapter), what="the index is whole")
+
+
+def test_adapter_restarted(fleet: VllmFleet) -> None:
+    """A new adapter learns from the replay what the engine holds, prompts before its time included."""
+    body = question()
+    adapter = remembered(fleet, body)
+    before = fleet.matched(body, adapter)
+    adapter.kill()
+    adapter.start()
+    fleet.wait_ready()
+    begun_s = time.monotonic()
+    wait_until(lambda: fleet.matched(body, adapter) == before, what="the index promises as before")
+    print(f"{before} tokens promised again {time.monotonic() - begun_s:.3f} s after the restart")
+    wait_until(lambda: is_whole(adapter), what="the index is whole")
+    answer = fleet.complete(body)
+    assert fleet.adapter_of(answer) is adapter
+    assert found(answer) > 0
+
+
+def ask(engine: Engine, prompt: str) -> None:
+    """Compute a prompt at an engine, past gateway and adapter, under a root of its own."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "cache_salt": secrets.token_hex(16)}
+    engine.request("/v1/completions", body, timeout_s=600)
+
+
+class Follower:
+    """Looks all the time at how many batches an adapter has, and when."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._seen: list[tuple[float, int]] = []
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            num_batches = self._adapter.counted("batch")
+            self._seen.append((time.monotonic(), num_batches))
+            time.sleep(0.01)
+
+    def known_s(self, number: int) -> float:
+        """Wait until the adapter has the batch of this number; return when it was first seen to."""
+        wait_until(lambda: self._seen and self._seen[-1][1] > number, what=f"batch {number}")
+        return next(now_s for now_s, num_batches in self._seen if num_batches > number)
+
+
+def test_lost_batches(fleet: VllmFleet) -> None:
+    """One of a hundred batches is lost for a minute, or until there are two; then three times one of an idle engine."""
+    adapter, proxy = fleet.adapters[-1], fleet.proxy
+    engine = adapter.engine
+    first = proxy.num_seen
+    with Follower(adapter) as follower:
+        proxy.dropped, proxy.drop_every = [], DROP_EVERY
+        ends_s = time.monotonic() + LOSSY_S
+
+        def load(_: int) -> None:
+            while time.monotonic() < ends_s or len(proxy.dropped) < 2:
+                ask(engine, f"{secrets.token_hex(16)} the quick brown fox jumps over the lazy dog and runs away")
+
+        with ThreadPoolExecutor(4) as clients:
+            list(clients.map(load, range(4)))
+        proxy.drop_every = 0
+        busy_s = [follower.known_s(number) - lost_s for number, lost_s in proxy.dropped]
+        num_batches = proxy.num_seen - first
+        idle_s = []
+        for _ in range(3):
+            proxy.dropped, proxy.drop_next = [], 1
+            ask(engine, f"{secrets.token_hex(8)} {STORY}")
+            wait_until(lambda: proxy.dropped)
+            idle_s += [follower.known_s(number) - lost_s for number, lost_s in proxy.dropped]
+    known = ", ".join(f"{s:.2f}" for s in busy_s)
+    idle = ", ".join(f"{s:.2f}" for s in idle_s)
+    print(f"{len(busy_s)} of {num_batches} batches lost, known after {known} s; of an idle engine after {idle} s")
+    print(f"{adapter.counted('replay')} replays, {adapter.counted('unanswered')} without an answer")
+    assert min(busy_s) <= KNOWN_S, busy_s  # the best: the rest is the machine's load
+    assert min(idle_s) <= KNOWN_S, idle_s
+    assert adapter.counted("gap") == 0
+    wait_until(lambda: is_whole(adapter), what="the index is whole")
