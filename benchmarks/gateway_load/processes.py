@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -46,13 +47,24 @@ def make_bundle() -> tuple[TokenizerBundle, Tokenizer]:
     return bundle, tokenizer
 
 
+def write_tokenizer(bundle: TokenizerBundle, folder: Path) -> None:
+    """Write the files from which an adapter makes the same bundle."""
+    (folder / "tokenizer.json").write_bytes(bundle.tokenizer_json)
+    fields = {name: getattr(bundle, name) for name in ("chat_template", "bos_token", "eos_token")}
+    # Without the class, transformers takes LlamaTokenizer for a Llama, which splits text otherwise.
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": bundle.vocab_size}))
+
+
 @contextmanager
 def started(
-    command: Sequence[str], core: int, *, stdout: int | None = None, stderr: int | None = None
+    command: Sequence[str], core: int | None, *, stdout: int | None = None, stderr: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
-    os.sched_setaffinity(process.pid, {core})
+    if core is not None:
+        os.sched_setaffinity(process.pid, {core})
     with ended(process):
         yield process
 
@@ -74,10 +86,17 @@ def ended(process: subprocess.Popen[AnyStr]) -> Iterator[subprocess.Popen[AnyStr
 
 
 @contextmanager
-def stub_server(folder: Path, core: int, *, redis: str, pace_s: float = 0.0, num_workers: int = 1) -> Iterator[str]:
-    """The URL of the first of so many workers in one process, once they listen."""
+def stub_server(
+    folder: Path, core: int, *, redis: str | None, pace_s: float = 0.0, num_workers: int = 1, events: str | None = None
+) -> Iterator[str]:
+    """The URL of the first of so many workers in one process, once they listen.
+
+    Without `redis` it is an engine that an adapter stands in front of, which sends its cache events to `events`.
+    """
     command = [sys.executable, "-m", "benchmarks.gateway_load.stub", "--bundle", str(folder / "bundle")]
-    command += ["--redis", redis, "--pace-s", str(pace_s), "--num-workers", str(num_workers)]
+    command += ["--pace-s", str(pace_s), "--num-workers", str(num_workers)]
+    command += [] if redis is None else ["--redis", redis]
+    command += [] if events is None else ["--events", events]
     with started(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -90,13 +109,28 @@ def gateway_server(stub: str, core: int, redis: str) -> Iterator[str]:
 
 
 @contextmanager
-def gateway_process(stub: str, core: int, redis: str) -> Iterator[tuple[str, str, int]]:
+def gateway_process(stub: str, core: int | None, redis: str) -> Iterator[tuple[str, str, int]]:
     """Public URL, ops URL and process id."""
     port, ops_port = free_ports(2)
     command = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
     command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1"]
     with started(command, core) as process:
         yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", process.pid
+
+
+@contextmanager
+def adapter_process(engine: str, core: int | None, redis: str, *options: str) -> Iterator[tuple[str, int]]:
+    """URL and process id of an adapter in front of `engine`, once it serves. Raises SystemExit if it cannot."""
+    command = [sys.executable, "-m", "worker", "--engine", "vllm", "--engine-url", engine, "--port", "0"]
+    command += ["--redis", redis, "--log-level", "warning", "--drain-grace-s", "1", *options]
+    with started(command, core, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                yield event["url"], process.pid
+                return
+        raise SystemExit(f"the adapter of {engine} does not serve: see above")
 
 
 @contextmanager
@@ -129,6 +163,12 @@ async def until_ready(url: str, num_workers: int = 1) -> None:
                     if response.status == 200 and (await response.json())["workers"] == num_workers:
                         return
             await asyncio.sleep(0.05)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all threads of a process."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def rss_bytes(pid: int) -> int:

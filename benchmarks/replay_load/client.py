@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,17 @@ class AnswerError(Exception):
 class ChatClient:
     """Sends turns to one target. Owns its connections: use it as an async context manager."""
 
-    def __init__(self, target: Target, *, max_tokens: int, timeout_s: float, temperature: float = 0.0) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        temperature: float = 0.0,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`fields`: further ones of every request."""
+        self._fields = fields or {}
         self._target = target
         self._max_tokens = max_tokens
         self._temperature = temperature
@@ -116,6 +126,7 @@ class ChatClient:
             "temperature": self._temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._fields,
         }
         if turn.tools:
             body["tools"] = list(turn.tools)
