@@ -17,6 +17,8 @@ from tests.faults.part import ROOT
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e
+SHORT = ("--max-model-len", "512")
+"""The suite asks for answers of any length, and a random model writes to the end of its context."""
 ALIASES = ("gpt-6-astra", "gpt-3.5-turbo-instruct")
 OPENAI_SUITE = ROOT / "tests/third_party/openai_python"
 
@@ -25,8 +27,8 @@ OPENAI_SUITE = ROOT / "tests/third_party/openai_python"
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
     aliases = [word for alias in ALIASES for word in ("--alias", f"{alias}=tiny")]
     fleet = EngineFleet(tmp_path_factory.mktemp("mixed"), *aliases)
-    fleet.add_engine("other", tiny_model)
-    fleet.add_worker("own", "--model", str(tiny_model), "--served-model-name", "tiny", *SMALL_POOL.split())
+    fleet.add_engine("other", tiny_model, *SHORT)
+    fleet.add_worker("own", "--model", str(tiny_model), "--served-model-name", "tiny", *SHORT, *SMALL_POOL.split())
     with fleet:
         yield fleet
 
