@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import random
 import re
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, cast
 
 MAX_CACHED_BYTES: Final = 48 << 20
@@ -25,7 +25,7 @@ MAX_CHUNK_CHARS: Final = 48
 WINDOW_CHARS: Final = 8192
 """Length of one window of a long text: about a millisecond when every chunk is new."""
 _ENTRY_BYTES: Final = 200
-"""A string, the ids' bytes object and their place in the table; an id takes 4 more."""
+"""A string, a list and their place in the table; an id takes 40 more."""
 _BOUNDARY: Final = re.compile(r"\S(?= )")
 _SPLIT_PATTERNS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -56,8 +56,8 @@ class PretokenCache:
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
-        self._ids: dict[str, bytes] = {}
-        """Ids as native u32, which join quickly. Keys: of a space and a word, the word; else the chunk and a space."""
+        self._ids: dict[str, Sequence[int]] = {}
+        """Keys: of a space and a word, the word; of any other chunk, the chunk and a space."""
         self.num_bytes = 0
 
     def ids(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class PretokenCache:
         while (start := found.index(None, end)) < len(parts):
             end = start + 1
             while end < len(parts) and not _is_word(parts[end - 1]):
-                found[end] = b""
+                found[end] = ()
                 end += 1
             chunk = (" " if start else "") + " ".join(parts[start:end])
             is_one_word = start > 0 and end == start + 1 and _is_word(parts[start])
@@ -83,20 +83,18 @@ class PretokenCache:
         if unknown:
             fresh = self._encode([chunk for _, _, chunk in unknown])
             for (at, key, _), ids in zip(unknown, fresh, strict=True):
-                found[at] = packed = array("I", ids).tobytes()
-                self._keep(key, packed)
-        joined = array("I")
-        joined.frombytes(b"".join(cast(list[bytes], found)))
-        return joined.tolist()
+                found[at] = ids
+                self._keep(key, ids)
+        return list(chain.from_iterable(cast(list[Sequence[int]], found)))
 
-    def _keep(self, key: str, ids: bytes) -> None:
+    def _keep(self, key: str, ids: Sequence[int]) -> None:
         if len(key) > MAX_CHUNK_CHARS:
             return
         if self.num_bytes >= MAX_CACHED_BYTES:
             self._ids = {}
             self.num_bytes = 0
         self._ids[key] = ids
-        self.num_bytes += _ENTRY_BYTES + len(ids)
+        self.num_bytes += _ENTRY_BYTES + 40 * len(ids)
 
 
 def _is_word(part: str) -> bool:
