@@ -94,7 +94,7 @@ def test_lists_are_bounded_together_and_times_the_choices() -> None:
     def refused(n: int, num_allowed: int, num_biased: int) -> str | None:
         biases = tuple((token, 0.5) for token in whole[:num_biased])
         wire = generate([1], 4, n, logit_bias=biases, allowed_token_ids=whole[:num_allowed])
-        failed = refusal(wire, BatchLimits(), 1000, vocab_size)
+        failed = refusal(wire, 4096, 1000, vocab_size)
         return None if failed is None else failed.message
 
     assert refused(128, vocab_size, vocab_size) is None
