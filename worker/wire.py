@@ -248,7 +248,7 @@ class Failed(_Frame, frozen=True, tag=5):
 
 
 Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed
-_FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed)
+FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed)
 """By their tags."""
 
 
@@ -273,10 +273,7 @@ class TokenizerBundle:
 T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
-_POSITIONS_HEAD: Final = b"\x92\x03"
-"""An array of two: the tag of PromptLogprobs, and its positions."""
 _POSITIONS_AT_ONCE: Final = 256
-_BUFFER_BYTES: Final = 4096
 
 
 def pack(message: object) -> bytes:
@@ -358,103 +355,3 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-class _PositionsReader:
-    """Reads the positions of one PromptLogprobs, megabytes for a long prompt, as they arrive."""
-
-    __slots__ = ("_num_fed", "_num_missing", "_unpacker", "positions")
-
-    def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, use_list=False)
-        self._num_fed = 0
-        self._num_missing: int | None = None
-        self.positions = PackedPositions()
-
-    def feed(self, data: bytes) -> bytes | None:
-        """Return the bytes behind the frame; None while it is incomplete."""
-        self._num_fed += len(data)
-        if self._num_fed > MAX_FRAME_BYTES:
-            raise WireError("not a frame: PromptLogprobs without an end")
-        self._unpacker.feed(data)
-        found: list[Any] = []
-        try:
-            if self._num_missing is None:
-                self._num_missing = self._unpacker.read_array_header()
-            while len(found) < self._num_missing:
-                found.append(self._unpacker.unpack())
-        except msgpack.OutOfData:
-            pass
-        if found:
-            assert self._num_missing is not None
-            self._num_missing -= len(found)
-            self.positions.extend(msgspec.convert(found, list[TokenLogprobs | None]))
-        if self._num_missing != 0:
-            return None
-        return data[len(data) - (self._num_fed - self._unpacker.tell()) :]
-
-
-class FrameReader:
-    """Cuts a byte stream into frames."""
-
-    __slots__ = ("_idle", "_num_fed", "_positions", "_unpacker")
-
-    def __init__(self, idle: list[msgpack.Unpacker] | None = None) -> None:
-        """`idle` keeps one unpacker for all readers of a thread: a new one costs as much as twenty frames."""
-        self._idle = [] if idle is None else idle
-        self._unpacker: msgpack.Unpacker | None = None
-        """Only while a frame is incomplete: it takes 41 KB, and a thousand streams may be open."""
-        self._num_fed = 0
-        self._positions: _PositionsReader | None = None
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """Take the next bytes, and return the frames that are complete. Raises WireError."""
-        try:
-            frames: list[Frame] = []
-            if self._positions is not None:
-                rest = self._positions.feed(data)
-                if rest is None:
-                    return frames
-                frames.append(PromptLogprobs(self._positions.positions))
-                self._positions, data = None, rest
-            unpacker, end = self._unpacker, 0
-            if unpacker is None:
-                unpacker = self._idle.pop() if self._idle else _new_unpacker()
-                end = self._num_fed = unpacker.tell()
-            unpacker.feed(data)
-            self._num_fed += len(data)
-            for message in unpacker:
-                frames.append(_frame(message))
-                end = unpacker.tell()
-            begun = data[len(data) - (self._num_fed - end) :] if self._num_fed - end <= len(data) else b""
-            if begun.startswith(_POSITIONS_HEAD):
-                self._positions, self._unpacker = _PositionsReader(), None
-                self._positions.feed(begun[len(_POSITIONS_HEAD) :])
-                return frames
-        except WireError:
-            raise
-        except (ValueError, TypeError, LookupError, msgpack.UnpackException, RecursionError) as error:
-            raise WireError(f"not a frame: {error}") from error
-        if end != self._num_fed:
-            self._unpacker = unpacker
-            return frames
-        if self._unpacker is None and not self._idle and len(data) <= _BUFFER_BYTES:  # else its buffer has grown
-            self._idle.append(unpacker)
-        self._unpacker = None
-        return frames
-
-
-def _new_unpacker() -> msgpack.Unpacker:
-    return msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=_BUFFER_BYTES, use_list=False)
-
-
-def _frame(message: Any) -> Frame:
-    if type(message) is tuple and len(message) == 4 and message[0] == 1 and message[3] is None:  # the most frequent
-        _, choice, token_ids, _ = message
-        if type(choice) is int and type(token_ids) is tuple:
-            return Tokens(choice, token_ids)
-    match message:
-        case (int(tag), *_) if 0 <= tag < len(_FRAMES):
-            frame = msgspec.convert(message, _FRAMES[tag])
-            return PromptLogprobs(PackedPositions(frame.positions)) if type(frame) is PromptLogprobs else frame
-    raise WireError(f"not a frame: {message!r:.80}")

@@ -21,16 +21,8 @@ from server.workers.connection import (
     WorkerRefused,
     loop_time_timeout,
 )
-from worker.wire import (
-    Failed,
-    Frame,
-    FrameReader,
-    GenerateRequest,
-    TokenizerBundle,
-    WireError,
-    pack_request,
-    unpack,
-)
+from worker.common.frames import FrameReader
+from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle, WireError, pack_request, unpack
 
 MAX_REFUSAL_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 256 * 1024

@@ -18,6 +18,7 @@ from cache.types import Epoch, WorkerId
 from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
+from worker.common.frames import FrameReader
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.rates import PrefillRate
@@ -27,7 +28,7 @@ from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
-from worker.wire import FrameReader, GenerateRequest, TokenizerBundle, pack_request
+from worker.wire import GenerateRequest, TokenizerBundle, pack_request
 
 BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)
 

@@ -17,11 +17,11 @@ from cache.records import WorkerState
 from tests import smollm2
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S
+from worker.common.frames import FrameReader
 from worker.wire import (
     ChoiceState,
     End,
     Failed,
-    FrameReader,
     GenerateRequest,
     Grammar,
     PromptLogprobs,

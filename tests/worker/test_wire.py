@@ -6,6 +6,7 @@ import pytest
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from worker import wire
+from worker.common.frames import FrameReader
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
 REQUEST = GenerateRequest(
@@ -36,7 +37,7 @@ def test_request_round_trip() -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 10_000])
 def test_frames_survive_any_cut(cut: int) -> None:
     stream = b"".join(map(wire.pack_frame, FRAMES))
-    reader = wire.FrameReader()
+    reader = FrameReader()
     got = [frame for i in range(0, len(stream), cut) for frame in reader.feed(stream[i : i + cut])]
     assert got == FRAMES
     assert reader._unpacker is None, "between frames a stream takes no memory"
@@ -64,7 +65,7 @@ def test_another_protocol_is_refused_by_name(protocol: int | None) -> None:
 
 
 def test_a_frame_without_end_is_refused() -> None:
-    unending, piece = wire.FrameReader(), b"x" * (1 << 20)
+    unending, piece = FrameReader(), b"x" * (1 << 20)
     unending.feed(b"\x94\x05\xdb\xff\xff\xff\xff")
     for _ in range(wire.MAX_FRAME_BYTES // len(piece) - 1):
         unending.feed(piece)
@@ -86,7 +87,7 @@ def test_a_frame_without_end_is_refused() -> None:
 )
 def test_frame_reader_refuses(data: bytes) -> None:
     with pytest.raises(wire.WireError):
-        list(wire.FrameReader().feed(data))
+        list(FrameReader().feed(data))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_fields_of_a_newer_peer_are_ignored() -> None:
     assert wire.unpack_request(msgpack.packb(message)) == REQUEST
     for frame in FRAMES:
         longer = [*msgpack.unpackb(wire.pack_frame(frame)), *([None] * 4)]
-        assert wire.FrameReader().feed(msgpack.packb(longer)) == [frame], frame
+        assert FrameReader().feed(msgpack.packb(longer)) == [frame], frame
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, 1 << 20])
@@ -127,5 +128,5 @@ def test_invalid_prompt_logprobs_are_refused(rest: bytes, size: int) -> None:
 
 def read(data: bytes, size: int) -> list[wire.Frame]:
     """Read data that arrives in pieces of `size` bytes."""
-    reader = wire.FrameReader()
+    reader = FrameReader()
     return [frame for start in range(0, len(data), size) for frame in reader.feed(data[start : start + size])]

@@ -11,12 +11,12 @@ from tests.waiting import until
 from worker.adapter.api import Chunk
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
+from worker.common.frames import FrameReader
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import RequestKey
 from worker.wire import (
     ChoiceState,
     End,
-    FrameReader,
     GenerateRequest,
     PromptLogprobs,
     SamplingParams,

@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.worker.scheduler.engine import generate
+from worker.common.frames import FrameReader
 from worker.engine.protocol import RequestKey
 from worker.engine.rates import StartInterval
 from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimits, Stream
-from worker.wire import Failed, FrameReader, Tokens, pack_frame
+from worker.wire import Failed, Tokens, pack_frame
 
 
 async def test_a_slow_reader_gets_every_frame_in_order() -> None:
