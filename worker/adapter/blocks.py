@@ -87,6 +87,11 @@ class EngineBlocks:
         self._has_lost_events = False
 
     @property
+    def matches_requests(self) -> bool:
+        """`expect` says whose blocks are whose."""
+        return self._claims is not None
+
+    @property
     def num_held_blocks(self) -> int:
         """The engine's blocks that are known to be held, of any kind."""
         return self._num_held

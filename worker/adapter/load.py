@@ -15,6 +15,7 @@ from typing import Final
 from cache.records import WorkerLoad
 from cache.types import GatewayId
 from worker.adapter.api import EngineLoad
+from worker.engine.protocol import RequestKey
 from worker.engine.rates import PrefillRate, StartInterval
 
 MIN_MEASURED_TOKENS: Final = 32
@@ -25,6 +26,7 @@ MIN_MEASURED_TOKENS: Final = 32
 class Prefill:
     """A request without a first token."""
 
+    key: RequestKey
     gateway_id: GatewayId
     num_tokens: int
     """Tokens to compute: the prompt without what the engine holds."""
@@ -54,9 +56,9 @@ class LoadAccount:
         if self.rate.tokens_per_s == 0.0 and engine.prefill_s > 0.0:
             self.rate = PrefillRate(int(engine.prefill_tokens), engine.prefill_s)
 
-    def send(self, gateway_id: str, num_tokens: int) -> Prefill:
+    def send(self, key: RequestKey, gateway_id: str, num_tokens: int) -> Prefill:
         """Count a request that is sent to the engine now."""
-        prefill = Prefill(GatewayId(gateway_id), num_tokens, time.monotonic())
+        prefill = Prefill(key, GatewayId(gateway_id), num_tokens, time.monotonic())
         self._prefills[prefill] = None
         self._assigned_s += self.rate.seconds(num_tokens)
         return prefill

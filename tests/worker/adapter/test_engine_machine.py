@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tests.worker.adapter.rig import Call, Rig, ScriptedApi, check_order, finishes, make_request
-from worker.adapter import engine as engine_module
+from worker.adapter import requests as requests_module
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError
-from worker.adapter.engine import _ActiveRequest
+from worker.adapter.requests import ActiveRequest
 from worker.engine.protocol import RequestKey
 from worker.engine.rates import PrefillRate
 from worker.wire import End, Failed, Started, Tokens
@@ -30,15 +30,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._patch = patch.object(engine_module, "SUSPECT_NOTICE_S", 0)
+        self._patch = patch.object(requests_module, "SUSPECT_NOTICE_S", 0)
         self._patch.start()
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda loop, context: self.trouble.append(context))
         self.trouble: list[object] = []
         self.api = ScriptedApi()
         self.rig = Rig(self.api)
-        self.rig.engine._account.rate = PrefillRate(1000, 1.0)
-        self.rig.engine._deliver, self.rig.engine._listener = self.rig.deliver, self.rig
+        self.rig.engine._requests.account.rate = PrefillRate(1000, 1.0)
+        self.rig.engine._requests.deliver, self.rig.engine._listener = self.rig.deliver, self.rig
         self.requests: dict[RequestKey, int] = {}
 
     def turn(self, is_settled: bool = True) -> None:
@@ -112,9 +112,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.turn()
-        assert self.rig.engine._account.num_open == len(self.api.open_calls)
+        assert self.rig.engine._requests.account.num_open == len(self.api.open_calls)
         self.rig.engine._report()
-        waiting = [active.request.gateway_id for active in self.rig.engine._active.values() if not has_tokens(active)]
+        active = self.rig.engine._requests.active.values()
+        waiting = [each.request.gateway_id for each in active if not has_tokens(each)]
         assert set(self.rig.load.queued_prefill_s) <= set(waiting)
 
     def teardown(self) -> None:
@@ -125,7 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for call in self.api.open_calls:
                     call.end()
                 self.turn()
-            assert not self.rig.engine._active
+            assert not self.rig.engine._requests.active
             for key in self.requests:
                 frames = self.rig.frames[key]
                 kinds = Counter(type(frame) for frame in frames)
@@ -141,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._patch.stop()
 
 
-def has_tokens(active: _ActiveRequest) -> bool:
+def has_tokens(active: ActiveRequest) -> bool:
     return active.first_token_s is not None
 
 

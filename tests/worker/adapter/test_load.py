@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from worker.adapter import load as load_module
 from worker.adapter.api import EngineLoad
 from worker.adapter.load import LoadAccount, Prefill
+from worker.engine.protocol import RequestKey
 from worker.engine.rates import PrefillRate
+
+KEY = RequestKey(0)
 
 
 class Clock:
@@ -29,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_rate_is_measured_from_token_to_token(clock: Clock) -> None:
     account = LoadAccount()
-    first, second = account.send("g", 1000), account.send("h", 500)
+    first, second = account.send(KEY, "g", 1000), account.send(KEY, "h", 500)
     assert account.started() is first
     assert account.started() is None, "once"
     clock.now_s += 2.0
@@ -45,7 +48,7 @@ def test_the_rate_is_measured_from_token_to_token(clock: Clock) -> None:
 
 def test_small_prefills_measure_nothing(clock: Clock) -> None:
     account = LoadAccount()
-    prefill = account.send("g", load_module.MIN_MEASURED_TOKENS - 1)
+    prefill = account.send(KEY, "g", load_module.MIN_MEASURED_TOKENS - 1)
     account.started()
     clock.now_s += 1.0
     account.first_token(prefill)
@@ -54,7 +57,7 @@ def test_small_prefills_measure_nothing(clock: Clock) -> None:
 
 def test_a_token_out_of_turn_measures_nothing(clock: Clock) -> None:
     account = LoadAccount()
-    first, second = account.send("g", 1000), account.send("g", 1000)
+    first, second = account.send(KEY, "g", 1000), account.send(KEY, "g", 1000)
     account.started()
     clock.now_s += 1.0
     account.first_token(second)
@@ -75,7 +78,7 @@ def test_the_engines_totals_are_a_beginning() -> None:
 def test_load_in_blocks_of_this_worker() -> None:
     account = LoadAccount()
     account.rate = PrefillRate(1000, 1.0)
-    account.send("g", 500)
+    account.send(KEY, "g", 500)
     account.num_open = 3
     load = account.current(EngineLoad(1.0, 7, 0, 100, 32, 0.25), 16, True)
     assert (load.num_blocks, load.num_free_blocks) == (200, 150)
@@ -95,7 +98,7 @@ def test_every_ending_empties_the_books(steps: list[tuple[str, int]]) -> None:
     for kind, number in steps:
         match kind:
             case "send":
-                waiting.append(account.send(f"g{number % 3}", 10 * number))
+                waiting.append(account.send(KEY, f"g{number % 3}", 10 * number))
             case "start":
                 account.started()
             case _ if waiting:

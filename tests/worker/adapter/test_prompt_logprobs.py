@@ -50,7 +50,7 @@ async def test_prompt_logprobs_are_packed() -> None:
     member = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "vllm", 16, 512, 1)
     engine: Any = AdapterEngine(Api(), EngineBlocks(16, max_names=8), None, BUNDLE, member, WorkerMetrics())
     outputs: list[Any] = []
-    engine._deliver = outputs.extend
+    engine._requests.deliver = outputs.extend
     try:
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=1)
         request = GenerateRequest("r", "g", "", bytes(16), (1, 7, 8), (ChoiceState(0, 0),), sampling)

@@ -1,0 +1,350 @@
+"""The requests at another engine: one task each, from the first frame to the last.
+
+A request is sent to the engine as its choices: the first one, and after its first token the others, which find its
+prompt cached. Whatever ends a request, it gets one last frame, and its books are closed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from cache.events import BlockEvent
+from cache.hashing import hash_chain
+from cache.types import BlockHash
+from worker.adapter.api import Chunk, EngineApi, EngineLostError, EngineRefusedError
+from worker.adapter.blocks import EngineBlocks
+from worker.adapter.load import LoadAccount, Prefill
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.protocol import EngineOutput, RequestKey, StepLog
+from worker.wire import ChoiceState, End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, Tokens
+
+logger = logging.getLogger(__name__)
+
+SUSPECT_NOTICE_S: Final = 0.02
+"""Time for Started to reach the gateway before a prefill that the engine may not survive."""
+
+
+class ActiveRequest:
+    """One request at the engine: a task for all of it, and one for each choice."""
+
+    __slots__ = (
+        "aborted",
+        "begun_s",
+        "choices",
+        "ended",
+        "first_token_s",
+        "is_over",
+        "is_started",
+        "key",
+        "num_cached",
+        "request",
+        "steps",
+        "task",
+    )
+
+    def __init__(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
+        self.key = key
+        self.request = request
+        self.steps = steps
+        self.begun_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.is_started = False
+        self.is_over = False
+        """It has got its last frame."""
+        self.num_cached: int | None = None
+        """Prompt tokens that the engine has found cached, as it says at the end."""
+        self.task: asyncio.Task[None] | None = None
+        self.choices: dict[int, asyncio.Task[None]] = {}
+        """The choices at the engine, by index."""
+        self.aborted: set[int] = set()
+        self.ended: set[int] = set()
+        """Choices that have got their Finished."""
+
+
+class EngineRequests:
+    """Sends requests to the engine and delivers their frames. Owned by the event loop."""
+
+    def __init__(
+        self,
+        api: EngineApi,
+        blocks: EngineBlocks,
+        block_size: int,
+        name: str,
+        metrics: WorkerMetrics,
+        report: Callable[[Sequence[BlockEvent]], None],
+    ) -> None:
+        """`name` begins the ids of requests at the engine. `report` takes events of blocks, and reads the load."""
+        self.account = LoadAccount()
+        self.active: dict[RequestKey, ActiveRequest] = {}
+        self.deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
+        self.output_s = time.monotonic()
+        """When the engine last gave a token, or had nothing to do."""
+        self.has_prompts = False
+        """A prompt of more than a block of the engine has come."""
+        self._api = api
+        self._blocks = blocks
+        self._block_size = block_size
+        self._name = name
+        self._metrics = metrics
+        self._report = report
+        self._suspects = asyncio.Lock()
+
+    def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
+        """Begin a request. `steps` receives its trace."""
+        if not self.active:
+            self.output_s = time.monotonic()
+        self._metrics.requests.inc()
+        active = self.active[key] = ActiveRequest(key, request, steps)
+        active.task = asyncio.get_running_loop().create_task(self._serve(active))
+        active.task.add_done_callback(lambda _: self.active.pop(key, None))  # cancelled before its first step
+
+    def abort(self, key: RequestKey, choice: int | None) -> None:
+        """End a request, or one choice of it. Ignores unknown keys."""
+        active = self.active.get(key)
+        if active is None:
+            return
+        if choice is None:
+            unended = [state.index for state in active.request.choices if state.index not in active.ended]
+            self._end(active, *(Finished(index, "abort") for index in unended), End(0.0, 0.0, 0.0))
+        elif choice not in active.ended:
+            active.aborted.add(choice)
+            if (task := active.choices.get(choice)) is not None:
+                task.cancel()
+
+    def fail_all(self, failed: Failed) -> None:
+        """End every request with this frame."""
+        for active in self.active.values():
+            self._end(active, failed)
+
+    async def close(self) -> None:
+        """End every request without a frame."""
+        tasks = [active.task for active in self.active.values() if active.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the requests as JSON values."""
+        return [
+            {
+                "request_id": active.request.request_id,
+                "gateway_id": active.request.gateway_id,
+                "choices": sorted(active.choices),
+                "num_prompt_tokens": len(active.request.prompt_ids),
+                "is_started": active.is_started,
+            }
+            for active in self.active.values()
+        ]
+
+    def _end(self, active: ActiveRequest, *last: Frame) -> None:
+        """Deliver the last frames, and leave the engine."""
+        assert active.task is not None
+        self._emit(active, *last)
+        active.task.cancel()
+
+    async def _serve(self, active: ActiveRequest) -> None:
+        """Run one request to its end, and deliver its last frame."""
+        last: End | Failed | None = None
+        try:
+            try:
+                last = await self._run(active)
+            except BaseExceptionGroup as group:  # of the tasks of its choices: the first failure is the cause
+                raise group.exceptions[0] from None
+        except EngineLostError as error:
+            last = Failed("worker_lost", str(error), retryable=True)
+        except EngineRefusedError as error:
+            last = _failed(error)
+        except TimeoutError:
+            last = Failed("deadline", "it waited too long", retryable=False)
+        except asyncio.CancelledError:
+            pass  # it has got its last frame
+        except Exception as error:  # one request must not end the others
+            logger.exception("request %s failed", active.request.request_id)
+            last = Failed("internal", f"{type(error).__name__}: {error}", retryable=True)
+        finally:
+            self.active.pop(active.key)
+            if last is not None:
+                self._emit(active, last)
+            self._report(())
+
+    async def _run(self, active: ActiveRequest) -> End:
+        request = active.request
+        num_cached = self._num_matched_tokens(request)
+        suspects = self._suspects if request.is_suspect else contextlib.nullcontext()
+        async with contextlib.AsyncExitStack() as until_first_token:
+            deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
+            await until_first_token.enter_async_context(asyncio.timeout(deadline_s))
+            await until_first_token.enter_async_context(suspects)
+            if request.is_suspect:
+                self._start(active, num_cached)
+                await asyncio.sleep(SUSPECT_NOTICE_S)
+            self.has_prompts = self.has_prompts or len(request.prompt_ids) > self._blocks.engine_block_size
+            prefill = self.account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_cached)
+            self._report(self._blocks.expect(BlockHash(request.root), request.prompt_ids))
+            try:
+                if request.sampling.prompt_logprobs is not None:
+                    positions = await self._api.prompt_logprobs(request)
+                    self._start(active, num_cached)
+                    self._emit(active, PromptLogprobs(positions))
+                self._start_first()
+                await self._run_choices(active, prefill, num_cached, until_first_token)
+            finally:
+                self.account.drop(prefill)
+                self._start_first()
+        ended_s = time.monotonic()
+        first_s = active.first_token_s or ended_s
+        started_s = active.begun_s if prefill.started_s is None else prefill.started_s
+        return End(
+            max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
+        )
+
+    async def _run_choices(
+        self, active: ActiveRequest, prefill: Prefill, num_cached: int, until_first_token: contextlib.AsyncExitStack
+    ) -> None:
+        """Run the first choice up to its first token, then the others, which find its prompt cached."""
+        request = active.request
+        first_token = asyncio.Event()
+
+        def begin() -> None:
+            self._start(active, num_cached)
+            self.account.first_token(prefill)
+            active.first_token_s = time.monotonic()
+            if active.steps is not None:
+                active.steps.first_token_s = active.first_token_s
+            first_token.set()
+            self._start_first()
+
+        async def follow(choice: ChoiceState) -> None:
+            output_ids = list(choice.output_ids)
+            try:
+                async for chunk in self._chunks(active, choice):
+                    if not first_token.is_set():
+                        begin()
+                    if active.steps is not None:
+                        active.steps.decode.num_steps += 1
+                    output_ids += chunk.token_ids
+                    self._emit_chunk(active, choice.index, chunk)
+            finally:
+                if self._blocks.matches_requests:
+                    self._report(self._blocks.expect(BlockHash(request.root), [*request.prompt_ids, *output_ids]))
+
+        async with asyncio.TaskGroup() as group:
+            for number, choice in enumerate(request.choices):
+                task = group.create_task(self._follow_choice(active, choice, follow))
+                if number == 0:
+                    await _either(first_token.wait(), task)
+                    await until_first_token.aclose()
+
+    async def _follow_choice(
+        self, active: ActiveRequest, choice: ChoiceState, follow: Callable[[ChoiceState], Awaitable[None]]
+    ) -> None:
+        """Run one choice; an aborted one ends with `abort`, and the others go on."""
+        task = asyncio.current_task()
+        assert task is not None
+        assert active.task is not None
+        active.choices[choice.index] = task
+        self.account.num_open += 1
+        try:
+            if choice.index not in active.aborted:  # it may be, while it waited for the first one's token
+                await follow(choice)
+        except asyncio.CancelledError:
+            if choice.index not in active.aborted or active.task.cancelling():
+                raise
+        finally:
+            self.account.num_open -= 1
+            del active.choices[choice.index]
+        if choice.index in active.aborted:
+            active.ended.add(choice.index)
+            self._emit(active, Finished(choice.index, "abort"))
+
+    async def _chunks(self, active: ActiveRequest, choice: ChoiceState) -> AsyncIterator[Chunk]:
+        """Yield the chunks of one choice up to its reason. Raises EngineLostError without one."""
+        reason = None
+        request_id = f"{self._name}-{active.key}-{choice.index}"
+        stream = self._api.generate(active.request, choice, request_id)
+        try:
+            async with contextlib.aclosing(stream):  # type: ignore[type-var]
+                async for chunk in stream:
+                    self.output_s = time.monotonic()
+                    if chunk.num_cached_tokens is not None and choice is active.request.choices[0]:
+                        # Of a resumed choice, the output so far is a part of the engine's prompt.
+                        active.num_cached = min(chunk.num_cached_tokens, len(active.request.prompt_ids))
+                    if reason is None and (chunk.token_ids or chunk.reason is not None):
+                        reason = chunk.reason
+                        yield chunk
+        except EngineLostError:
+            if reason is None:  # else only the count of cached tokens is missing
+                raise
+        if reason is None:
+            raise EngineLostError("the answer has no end")
+
+    def _emit_chunk(self, active: ActiveRequest, index: int, chunk: Chunk) -> None:
+        frames: list[Frame] = []
+        if chunk.token_ids:
+            frames.append(Tokens(index, chunk.token_ids, chunk.logprobs))
+        match chunk.reason:
+            case None:
+                pass
+            case "stop":
+                frames.append(Finished(index, "stop", chunk.stop_token_id))
+                active.ended.add(index)
+            case "length":
+                frames.append(Finished(index, "length"))
+                active.ended.add(index)
+            case reason:
+                raise EngineLostError(f"the engine ended the request: {reason}")
+        self._emit(active, *frames)
+
+    def _emit(self, active: ActiveRequest, *frames: Frame) -> None:
+        """Deliver frames of a request, none behind its last one."""
+        if active.is_over:
+            return
+        active.is_over = any(isinstance(frame, (End, Failed)) for frame in frames)
+        outputs = [EngineOutput(active.key, frame) for frame in frames]
+        self._metrics.count_outputs(outputs)
+        self.deliver(outputs)
+
+    def _start(self, active: ActiveRequest, num_cached: int) -> None:
+        """Deliver Started, once."""
+        if not active.is_started:
+            active.is_started = True
+            if active.steps is not None:
+                active.steps.begun_s, active.steps.num_cached_tokens = time.monotonic(), num_cached
+            self._metrics.prompt_tokens.inc(len(active.request.prompt_ids))
+            self._metrics.cached_tokens.inc(num_cached)
+            self._metrics.queue_s.observe(time.monotonic() - active.begun_s)
+            self._emit(active, Started(num_cached))
+
+    def _start_first(self) -> None:
+        """Start the request whose prefill the engine has reached."""
+        prefill = self.account.started()
+        if prefill is not None and (active := self.active.get(prefill.key)) is not None:
+            self._start(active, len(active.request.prompt_ids) - prefill.num_tokens)
+
+    def _num_matched_tokens(self, request: GenerateRequest) -> int:
+        """Return the prompt tokens that the engine should find cached."""
+        chain = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size)
+        return self._blocks.num_matched_tokens(chain, len(request.prompt_ids))
+
+
+def _failed(error: EngineRefusedError) -> Failed:
+    """Return what an error of the engine means to the gateway."""
+    if error.status in (429, 503):
+        return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
+    if error.status in (400, 413, 422):
+        return Failed("invalid_request", error.message, retryable=False)
+    return Failed("worker_lost", str(error), retryable=True)
+
+
+async def _either(wait: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:
+    """Wait for the first of both. Leaves `task` alone, and ends the wait."""
+    waiting = asyncio.ensure_future(wait)
+    try:
+        await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
