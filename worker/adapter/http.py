@@ -1,4 +1,4 @@
-"""The adapter's HTTP client for one engine: JSON calls, and streams of server-sent events."""
+"""An engine's server over HTTP: JSON calls, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.adapter.api import EngineLostError, EngineModel, EngineRefusedError
 
 CALL_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -20,8 +20,11 @@ _READ_BYTES: Final = 1 << 20
 _JSON: Final = {"content-type": "application/json"}
 
 
-class EngineHttp:
-    """Owned by the event loop. Every call raises EngineLostError, and EngineRefusedError for a status but 200."""
+class EngineServer:
+    """One engine's server, with the calls that vLLM and SGLang answer alike. Owned by the event loop.
+
+    Every call raises EngineLostError, and EngineRefusedError for a status but 200.
+    """
 
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
         """`headers` are sent with every request, `key` as a bearer token."""
@@ -84,6 +87,23 @@ class EngineHttp:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error) from error
         raise EngineLostError("the answer broke off")
+
+    async def model(self) -> EngineModel:
+        """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
+        listed = (await self.json("GET", "/v1/models"))["data"]
+        base = [model for model in listed if not model.get("parent")]
+        if not base:
+            raise EngineRefusedError(404, "it lists no model")
+        adapters = tuple(sorted(model["id"] for model in listed if model.get("parent")))
+        return EngineModel(base[0]["id"], str(base[0].get("root") or ""), int(base[0]["max_model_len"]), adapters)
+
+    async def is_healthy(self) -> bool:
+        status, _ = await self.call("GET", "/health")
+        return status == 200
+
+    async def tokenize(self, text: str) -> list[int]:
+        answer = await self.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        return [int(token_id) for token_id in answer["tokens"]]
 
     async def close(self) -> None:
         """Close every connection."""

@@ -10,6 +10,7 @@ import json
 import re
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +24,7 @@ from worker.adapter.api import (
     resumed_seed,
     stream_error,
 )
-from worker.adapter.http import EngineHttp
+from worker.adapter.http import EngineServer
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
 UNSUPPORTED: Final = (
@@ -62,7 +63,7 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class SglangApi:
+class SglangApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of an SGLang server."""
 
     kind = "sglang"
@@ -70,7 +71,7 @@ class SglangApi:
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, where the engine has several."""
-        self._http = EngineHttp(url, key, tls, {})
+        super().__init__(url, key, tls, {})
         self._rank = rank
         self._decode = msgspec.json.Decoder(_Event).decode
 
@@ -78,19 +79,13 @@ class SglangApi:
         return str((await self._info()).get("version", "unknown"))
 
     async def model(self) -> EngineModel:
-        listed = (await self._http.json("GET", "/v1/models"))["data"]
-        base = [model for model in listed if not model.get("parent")]
-        if not base:
-            raise EngineRefusedError(404, "it lists no model")
-        info = await self._http.json("GET", "/get_model_info")
-        adapters = tuple(sorted(model["id"] for model in listed if model.get("parent")))
-        source = str(info.get("tokenizer_path") or info.get("model_path") or "")
-        return EngineModel(base[0]["id"], source, int(base[0]["max_model_len"]), adapters)
+        info = await self.json("GET", "/get_model_info")
+        return replace(await super().model(), source=str(info.get("tokenizer_path") or info.get("model_path") or ""))
 
     async def load(self) -> EngineLoad:
         info = await self._info()
         block_size = int(info.get("page_size") or 1)
-        status, text = await self._http.call("GET", "/metrics")
+        status, text = await self.call("GET", "/metrics")
         values = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0, "token_usage": 0.0}
         if status == 200:  # with --enable-metrics
             for name, labels, value in _SAMPLE.findall(text.decode(errors="replace")):
@@ -104,14 +99,6 @@ class SglangApi:
             block_size=block_size,
             usage=values["token_usage"],
         )
-
-    async def is_healthy(self) -> bool:
-        status, _ = await self._http.call("GET", "/health")
-        return status == 200
-
-    async def tokenize(self, text: str) -> list[int]:
-        answer = await self._http.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        return [int(token_id) for token_id in answer["tokens"]]
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise EngineRefusedError(404, "SGLang's /tokenize takes no messages")
@@ -131,13 +118,13 @@ class SglangApi:
         )
 
     async def reset(self) -> None:
-        status, answer = await self._http.call("POST", "/flush_cache", timeout_s=30.0)
+        status, answer = await self.call("POST", "/flush_cache", timeout_s=30.0)
         if status != 200:
             raise EngineRefusedError(status, f"its cache is in use: {answer[:300].decode(errors='replace')}")
 
     async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
         num_seen = 0
-        async for data in self._http.events("/generate", generate_body(request, choice, request_id, self._rank)):
+        async for data in self.events("/generate", generate_body(request, choice, request_id, self._rank)):
             event = self._decode(data)
             if event.error is not None:
                 raise stream_error(event.error)
@@ -149,11 +136,8 @@ class SglangApi:
     async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
         raise EngineRefusedError(400, "prompt_logprobs: not served here")
 
-    async def close(self) -> None:
-        await self._http.close()
-
     async def _info(self) -> dict[str, Any]:
-        info = await self._http.json("GET", "/get_server_info")
+        info = await self.json("GET", "/get_server_info")
         return info if isinstance(info, dict) else {}
 
 

@@ -18,13 +18,12 @@ from worker.adapter.api import (
     Chunk,
     EngineLoad,
     EngineLostError,
-    EngineModel,
     EngineRefusedError,
     EventSource,
     resumed_seed,
     stream_error,
 )
-from worker.adapter.http import EngineHttp
+from worker.adapter.http import EngineServer
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
 UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
@@ -76,47 +75,31 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class VllmApi:
+class VllmApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, where the engine has several."""
-        self._http = EngineHttp(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
+        super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
         self._decode = msgspec.json.Decoder(_Event).decode
         self._has_token_api = True
         self.unsupported: tuple[str, ...] = UNSUPPORTED
 
     async def version(self) -> str:
-        status, _ = await self._http.call("GET", "/inference/v1/generate")
+        status, _ = await self.call("GET", "/inference/v1/generate")
         self._has_token_api = status == 405
         self.unsupported = UNSUPPORTED if self._has_token_api else (*UNSUPPORTED, "logprobs", "prompt_logprobs")
-        return str((await self._http.json("GET", "/version"))["version"])
-
-    async def model(self) -> EngineModel:
-        listed = (await self._http.json("GET", "/v1/models"))["data"]
-        base = [model for model in listed if not model.get("parent")]
-        if not base:
-            raise EngineRefusedError(404, "it lists no model")
-        adapters = tuple(sorted(model["id"] for model in listed if model.get("parent")))
-        return EngineModel(base[0]["id"], str(base[0].get("root") or ""), int(base[0]["max_model_len"]), adapters)
+        return str((await self.json("GET", "/version"))["version"])
 
     async def load(self) -> EngineLoad:
-        _, body = await self._http.call("GET", "/metrics")
+        _, body = await self.call("GET", "/metrics")
         return parse_load(body, self._rank)
 
-    async def is_healthy(self) -> bool:
-        status, _ = await self._http.call("GET", "/health")
-        return status == 200
-
-    async def tokenize(self, text: str) -> list[int]:
-        answer = await self._http.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        return [int(token_id) for token_id in answer["tokens"]]
-
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        answer = await self._http.json("POST", "/tokenize", {"messages": messages, "add_generation_prompt": True})
+        answer = await self.json("POST", "/tokenize", {"messages": messages, "add_generation_prompt": True})
         return [int(token_id) for token_id in answer["tokens"]]
 
     async def ranks(self) -> tuple[int, ...]:
@@ -131,13 +114,13 @@ class VllmApi:
     async def _event_sources(self) -> dict[str, Any]:
         """Return what each rank says of its events; nothing from a version without this call."""
         try:
-            return await self._http.json("GET", "/kv_event_sources") or {}
+            return await self.json("GET", "/kv_event_sources") or {}
         except EngineRefusedError:
             return {}
 
     async def reset(self) -> None:
         try:
-            answer = await self._http.json(
+            answer = await self.json(
                 "POST", "/reset_prefix_cache?reset_running_requests=true", timeout_s=_RESET_TIMEOUT_S
             )
         except EngineRefusedError as error:
@@ -153,7 +136,7 @@ class VllmApi:
         else:
             path, body = "/v1/completions", completion_body(request, choice)
         num_logprobs = request.sampling.logprobs
-        async for data in self._http.events(path, body):
+        async for data in self.events(path, body):
             event = self._decode(data)
             if event.error is not None:  # a refusal too comes as an event, with status 200
                 raise stream_error(event.error)
@@ -167,7 +150,7 @@ class VllmApi:
         sampling = {"max_tokens": 1, "prompt_logprobs": min(num_top, MAX_LOGPROBS)}
         body: dict[str, Any] = {"token_ids": list(request.prompt_ids), "cache_salt": request.root.hex()}
         body |= {"sampling_params": sampling} | ({"model": request.adapter} if request.adapter else {})
-        answer = await self._http.json("POST", "/inference/v1/generate", body, timeout_s=None)
+        answer = await self.json("POST", "/inference/v1/generate", body, timeout_s=None)
         positions: list[TokenLogprobs | None] = []
         for token_id, found in zip(request.prompt_ids, answer["prompt_logprobs"], strict=True):
             if found is None:
@@ -177,9 +160,6 @@ class VllmApi:
             top = tuple((id_, logprob) for logprob, id_ in ranked[:num_top])
             positions.append(TokenLogprobs(found[str(token_id)]["logprob"], top))
         return positions
-
-    async def close(self) -> None:
-        await self._http.close()
 
 
 def token_body(request: GenerateRequest, choice: ChoiceState, request_id: str) -> dict[str, Any]:

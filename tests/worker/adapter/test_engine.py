@@ -9,9 +9,21 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.waiting import until
-from tests.worker.adapter.rig import Rig, ScriptedApi, check_order, finishes, make_request, running, token_ids
+from tests.worker.adapter.rig import (
+    BLOCK,
+    OTHER_ROOT,
+    Rig,
+    ScriptedApi,
+    check_order,
+    finishes,
+    make_request,
+    running,
+    token_ids,
+)
 from worker.adapter import engine as engine_module
 from worker.adapter.api import Chunk, EngineLoad, EngineLostError, EngineRefusedError
+from worker.adapter.kv_events import BlockStored, EventBatch
+from worker.engine.protocol import RequestKey, StepLog
 from worker.wire import ChoiceState, End, Failed, Finished, Grammar, PromptLogprobs, Started, TokenLogprobs, Tokens
 
 
@@ -45,6 +57,35 @@ async def test_frames_of_a_plain_stream(api: ScriptedApi, rig: Rig) -> None:
     assert isinstance(end, End)
     assert end.num_cached_tokens == 64
     assert min(end.queue_s, end.prefill_s, end.decode_s) >= 0.0
+
+
+async def test_an_answers_blocks_are_its_tenants_without_salted_events(api: ScriptedApi) -> None:
+    """The next turn's prompt is this prompt with its answer, so the answer's blocks must count too."""
+    async with running(Rig(api, unsalted=True)) as rig:
+        prompt_ids, output_ids = tuple(range(100, 100 + 2 * BLOCK)), tuple(range(500, 500 + BLOCK))
+        hashes = [1, 2, 3]
+        stored = BlockStored(hashes, None, (*prompt_ids, *output_ids), BLOCK, medium="GPU")
+        key = rig.submit(make_request(prompt_ids, max_tokens=BLOCK))
+        call = await api.call()
+        rig.engine._on_batch(EventBatch(1.0, (stored,), 0))
+        call.say(Chunk(output_ids, None, "length"), None)
+        await until(lambda: rig.is_over(key))
+        assert rig.num_published(make_request((*prompt_ids, *output_ids))) == 3 * BLOCK
+        assert rig.num_published(make_request((*prompt_ids, *output_ids), root=OTHER_ROOT)) == 0
+
+
+async def test_a_traced_request_has_its_times(api: ScriptedApi, rig: Rig) -> None:
+    steps = StepLog()
+    request = make_request()
+    rig.engine.submit(RequestKey(99), request, None, steps)
+    call = await api.call()
+    call.token()
+    call.end()
+    await until(lambda: rig.is_over(RequestKey(99)))
+    assert steps.begun_s is not None
+    assert steps.first_token_s is not None
+    assert steps.begun_s <= steps.first_token_s
+    assert steps.decode.num_steps == 2
 
 
 async def test_other_choices_wait_for_the_first_ones_token(api: ScriptedApi, rig: Rig) -> None:

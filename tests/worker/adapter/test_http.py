@@ -15,7 +15,7 @@ from tests.e2e.serving import free_ports
 from tests.running import listening as raw_listening
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
 from worker.adapter.api import EngineLostError, EngineRefusedError
-from worker.adapter.http import EngineHttp
+from worker.adapter.http import EngineServer
 
 GENERATE = "POST /generate"
 
@@ -26,18 +26,18 @@ def server() -> ScriptedHttp:
 
 
 @pytest.fixture
-async def http(server: ScriptedHttp) -> AsyncIterator[EngineHttp]:
+async def http(server: ScriptedHttp) -> AsyncIterator[EngineServer]:
     async with scripted_http(server) as url:
-        client = EngineHttp(f"{url}/", "sk-secret", None, {"x-data-parallel-rank": "1"})
+        client = EngineServer(f"{url}/", "sk-secret", None, {"x-data-parallel-rank": "1"})
         yield client
         await client.close()
 
 
-async def read(http: EngineHttp) -> list[bytes]:
+async def read(http: EngineServer) -> list[bytes]:
     return [data async for data in http.events("/generate", {"prompt": 1})]
 
 
-async def test_events(server: ScriptedHttp, http: EngineHttp) -> None:
+async def test_events(server: ScriptedHttp, http: EngineServer) -> None:
     server.answers[GENERATE] = sse({"a": 1}, b": a comment\n\nevent: x\ndata:{}\n\n", b"data: {}\r\n\r\n")
     assert await read(http) == [b'{"a": 1}', b"{}", b"{}"]
     assert server.bodies == [{"prompt": 1}]
@@ -56,7 +56,7 @@ def test_events_cut_anywhere(cuts: list[int]) -> None:
         server = ScriptedHttp()
         server.answers[GENERATE] = sse(*parts)
         async with scripted_http(server) as url:
-            http = EngineHttp(url, "", None, {})
+            http = EngineServer(url, "", None, {})
             try:
                 return await read(http)
             finally:
@@ -79,7 +79,7 @@ def test_events_cut_anywhere(cuts: list[int]) -> None:
     ],
 )
 async def test_errors_are_in_the_engines_words(
-    server: ScriptedHttp, http: EngineHttp, answer: Response, message: str
+    server: ScriptedHttp, http: EngineServer, answer: Response, message: str
 ) -> None:
     server.answers[GENERATE] = server.answers["GET /state"] = answer
     with pytest.raises(EngineRefusedError) as caught:
@@ -90,7 +90,7 @@ async def test_errors_are_in_the_engines_words(
     assert caught.value.status == answer.status_code
 
 
-async def test_json(server: ScriptedHttp, http: EngineHttp) -> None:
+async def test_json(server: ScriptedHttp, http: EngineServer) -> None:
     server.answers |= {"GET /empty": Response(), "GET /none": Response(b"<html>"), "GET /one": JSONResponse([1])}
     assert await http.json("GET", "/empty") is None
     assert await http.json("GET", "/one") == [1]
@@ -98,7 +98,7 @@ async def test_json(server: ScriptedHttp, http: EngineHttp) -> None:
         await http.json("GET", "/none")
 
 
-async def test_a_stream_without_an_end(server: ScriptedHttp, http: EngineHttp) -> None:
+async def test_a_stream_without_an_end(server: ScriptedHttp, http: EngineServer) -> None:
     server.answers[GENERATE] = sse({"a": 1}, done=False)
     with pytest.raises(EngineLostError, match="broke off"):
         await read(http)
@@ -113,7 +113,7 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
         writer.write(said)
 
     async with raw_listening(serve) as port:
-        http = EngineHttp(f"http://127.0.0.1:{port}", "", None, {})
+        http = EngineServer(f"http://127.0.0.1:{port}", "", None, {})
         with pytest.raises(EngineLostError) as caught:
             await read(http)
         assert not caught.value.gone, "something listens"
@@ -124,7 +124,7 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
 
 async def test_nothing_listens() -> None:
     [port] = free_ports(1)
-    http = EngineHttp(f"http://127.0.0.1:{port}", "", None, {})
+    http = EngineServer(f"http://127.0.0.1:{port}", "", None, {})
     with pytest.raises(EngineLostError) as caught:
         await http.json("GET", "/state")
     assert caught.value.gone
@@ -136,7 +136,7 @@ async def test_a_call_that_takes_too_long() -> None:
         await asyncio.Event().wait()
 
     async with raw_listening(serve) as port:
-        http = EngineHttp(f"http://127.0.0.1:{port}", "", None, {})
+        http = EngineServer(f"http://127.0.0.1:{port}", "", None, {})
         with pytest.raises(EngineLostError, match="Timeout") as caught:
             await http.json("GET", "/state", timeout_s=0.05)
         assert not caught.value.gone
