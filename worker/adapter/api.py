@@ -88,7 +88,10 @@ class EngineApi(Protocol):
     """Features of requests that this engine cannot serve (see `worker.wire.required_features`)."""
 
     async def version(self) -> str:
-        """Return the engine's version, for the numerics class, and learn what this version has. Call it first."""
+        """Return the engine's version, and learn what this version has. Call it first."""
+
+    async def number_format(self) -> str:
+        """Return dtype and quantisation, for the numerics class; empty if the engine does not say."""
 
     async def model(self) -> EngineModel:
         """Return the model that the engine serves."""

@@ -44,8 +44,10 @@ async def connect(
     api = open_api(config)
     try:
         return await _connect(api, config, url, worker_id, metrics, report)
-    except BaseException:
+    except BaseException as error:
         await api.close()
+        if isinstance(error, (EngineLostError, EngineRefusedError)):
+            raise OSError(f"--engine-url: {error}") from error
         raise
 
 
@@ -81,7 +83,7 @@ async def _connect(
         url=url,
         model=bundle.model,
         namespace=Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint,
-        numerics=f"{api.kind}-{version}",
+        numerics=f"{api.kind}-{version}/{await api.number_format() or 'unknown'}",
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
         protocol=PROTOCOL_VERSION,

@@ -82,6 +82,10 @@ class SglangApi(EngineServer):
         info = await self.json("GET", "/get_model_info")
         return replace(await super().model(), source=str(info.get("tokenizer_path") or info.get("model_path") or ""))
 
+    async def number_format(self) -> str:
+        info = await self._info()
+        return f"{info.get('dtype', 'auto')}/{info.get('quantization') or 'dense'}"
+
     async def load(self) -> EngineLoad:
         info = await self._info()
         block_size = int(info.get("page_size") or 1)

@@ -30,7 +30,8 @@ UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:gramm
 """Bad words are texts there, and the grammar's dialect is the engine's. A grammar or penalty is lost on resume."""
 MAX_LOGPROBS: Final = 20
 """--max-logprobs of vLLM, unless the operator has raised it."""
-_RESET_TIMEOUT_S: Final = 30.0
+_SLOW_TIMEOUT_S: Final = 30.0
+"""For calls that wait for the engine's core, or collect much."""
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 _WANTED: Final = (
@@ -94,6 +95,16 @@ class VllmApi(EngineServer):
         self.unsupported = UNSUPPORTED if self._has_token_api else (*UNSUPPORTED, "logprobs", "prompt_logprobs")
         return str((await self.json("GET", "/version"))["version"])
 
+    async def number_format(self) -> str:
+        status, body = await self.call("GET", "/server_info?config_format=json", timeout_s=_SLOW_TIMEOUT_S)
+        if status != 200:  # not in development mode
+            return ""
+        try:
+            config = json.loads(body)["vllm_config"]["model_config"]
+            return f"{config['dtype'].removeprefix('torch.')}/{config['quantization'] or 'dense'}"
+        except (ValueError, KeyError, TypeError, AttributeError):  # a version that says it otherwise
+            return ""
+
     async def load(self) -> EngineLoad:
         _, body = await self.call("GET", "/metrics")
         return parse_load(body, self._rank)
@@ -121,7 +132,7 @@ class VllmApi(EngineServer):
     async def reset(self) -> None:
         try:
             answer = await self.json(
-                "POST", "/reset_prefix_cache?reset_running_requests=true", timeout_s=_RESET_TIMEOUT_S
+                "POST", "/reset_prefix_cache?reset_running_requests=true", timeout_s=_SLOW_TIMEOUT_S
             )
         except EngineRefusedError as error:
             if error.status != 404:

@@ -216,6 +216,9 @@ class ScriptedApi:
     async def version(self) -> str:
         return "0"
 
+    async def number_format(self) -> str:
+        return ""
+
     async def model(self) -> EngineModel:
         return EngineModel("tiny", "tiny", 4096, self.adapters)
 

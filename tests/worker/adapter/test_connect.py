@@ -31,7 +31,7 @@ async def test_what_is_registered(engine_folder: Path) -> None:
     async with fake_engine(engine_folder, "--lora", "pirate", "--lora", "lawyer", "--version", "9.9") as (_, url):
         engine = await connected(config(url, revision="r7"))
         member, bundle = engine.member, engine.bundle
-        assert (member.model, member.numerics, member.prefill_order) == ("tiny", "vllm-9.9", "fifo")
+        assert (member.model, member.numerics, member.prefill_order) == ("tiny", "vllm-9.9/unknown", "fifo")
         assert member.adapters == ("lawyer", "pirate")
         assert {"typical_p", "bad_words"} <= set(member.unsupported)
         assert (bundle.revision, bundle.max_model_len, bundle.vocab_size) == ("r7", 4096, 32_000)

@@ -14,7 +14,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tests.worker.adapter.rig import make_request
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, EventSource, resumed_seed
+from worker.adapter.connect import connect
 from worker.adapter.vllm import UNSUPPORTED, VllmApi, completion_body, parse_load, token_body
+from worker.config import WorkerConfig
+from worker.engine.metrics import WorkerMetrics
 from worker.wire import ChoiceState, Grammar, TokenLogprobs, required_features
 
 METRICS = b"""\
@@ -246,3 +249,35 @@ def test_sampling_parameters() -> None:
 )
 def test_what_it_cannot_do_is_listed(fields: dict[str, Any]) -> None:
     assert set(required_features(make_request(**fields))) & set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            JSONResponse({"vllm_config": {"model_config": {"dtype": "torch.float32", "quantization": None}}}),
+            "float32/dense",
+        ),
+        (
+            JSONResponse({"vllm_config": {"model_config": {"dtype": "torch.bfloat16", "quantization": "fp8"}}}),
+            "bfloat16/fp8",
+        ),
+        (Response(status_code=404), ""),
+        (JSONResponse({"vllm_config": "model='m', dtype=torch.float32"}), ""),
+        (PlainTextResponse("<html>"), ""),
+    ],
+)
+async def test_the_number_format_is_known_or_not(
+    server: ScriptedHttp, api: VllmApi, answer: Response, expected: str
+) -> None:
+    """Engines of another dtype or quantisation must not continue each other's streams."""
+    server.answers["GET /server_info"] = answer
+    assert await api.number_format() == expected
+
+
+async def test_an_engine_that_breaks_off_at_the_start_is_an_error_of_its_url(server: ScriptedHttp) -> None:
+    server.answers["GET /metrics"] = PlainTextResponse("nothing")
+    async with scripted_http(server) as url:
+        config = WorkerConfig(engine="vllm", engine_url=url)
+        with pytest.raises(OSError, match=r"--engine-url: /metrics is not vLLM's"):
+            await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None)
