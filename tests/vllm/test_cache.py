@@ -184,7 +184,7 @@ def test_lost_batches(fleet: VllmFleet) -> None:
     idle = ", ".join(f"{s:.2f}" for s in idle_s)
     print(f"{len(busy_s)} of {num_batches} batches lost, known after {known} s; of an idle engine after {idle} s")
     print(f"{adapter.counted('replay')} replays, {adapter.counted('unanswered')} without an answer")
-    assert min(busy_s) <= KNOWN_S, busy_s  # the best: the rest is the machine's load
-    assert min(idle_s) <= KNOWN_S, idle_s
+    assert max(busy_s) <= KNOWN_S, busy_s
+    assert max(idle_s) <= KNOWN_S, idle_s
     assert adapter.counted("gap") == 0
     wait_until(lambda: is_whole(adapter), what="the index is whole")

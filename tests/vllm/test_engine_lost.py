@@ -43,7 +43,7 @@ def stream(fleet: VllmFleet, body: dict[str, Any]) -> Any:
 
 
 def test_leaving_client(fleet: VllmFleet) -> None:
-    """An answer that no client reads is aborted in the engine; the best of three, as the rest is the machine's load."""
+    """An answer that no client reads is aborted in the engine within a second."""
     took_s = []
     for _ in range(3):
         with stream(fleet, question() | {"max_tokens": 500}) as response:
@@ -54,7 +54,7 @@ def test_leaving_client(fleet: VllmFleet) -> None:
         wait_until(lambda engine=engine: running(engine) == 0)  # type: ignore[misc]
         took_s.append(time.monotonic() - left_s)
     print(f"aborted {', '.join(f'{s:.2f}' for s in took_s)} s after the client had left")
-    assert min(took_s) <= ABORT_S, took_s
+    assert max(took_s) <= ABORT_S, took_s
 
 
 def test_killed_engine(fleet: VllmFleet) -> None:
