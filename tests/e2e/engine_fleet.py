@@ -97,6 +97,8 @@ class EngineFleet(Fleet):
         gateway = Gateway("g0", port, ops_port, folder / "g0.log", ["--redis", redis.url, *gateway_args])
         super().__init__(redis, [], [gateway])
         self.engines: dict[str, FakeEngine] = {}
+        self.headers: dict[str, str] = {}
+        """Of every `post`."""
 
     def add_engine(self, name: str, model: Path, *options: str, num_ranks: int = 1) -> FakeEngine:
         engine = FakeEngine(name, self.folder, model, self.redis.url, *options, num_ranks=num_ranks)
@@ -138,7 +140,7 @@ class EngineFleet(Fleet):
         return self.engines[worker.rpartition("-")[0]]
 
     def post(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=HANG_S)
+        return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=HANG_S)
 
     def num_held(self, adapter: Program) -> int:
         """The engine's blocks, as its adapter knows them."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from server.auth.identity import digest_text
 from tests.e2e.engine_fleet import EngineFleet, FakeEngine
 from tests.faults.part import get, metrics
 from tests.waiting import HANG_S, wait_until
@@ -20,17 +23,34 @@ MODEL = "tiny"
 LORAS = ("--lora", "pirate", "--lora", "lawyer")
 NUM_PROMPT_TOKENS = 330
 """Ten blocks of an engine, and a rest."""
+KEY, OTHER_KEY, PIRATE_KEY = (f"sk-{secrets.token_hex(16)}" for _ in range(3))
 _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
-    """An engine of two ranks with a key and events as maps, and an older one with arrays and no API for tokens."""
-    fleet = EngineFleet(tmp_path_factory.mktemp("engines"))
+    """An engine of two ranks with a key and events as maps, and an older one with arrays and no API for tokens.
+
+    Three API keys: of one tenant, of another, and of the first for one LoRA adapter alone.
+    """
+    folder = tmp_path_factory.mktemp("engines")
+    keys = {
+        KEY: 'tenant = "first"',
+        OTHER_KEY: 'tenant = "second"',
+        PIRATE_KEY: 'tenant = "first"\nmodels = ["pirate"]',
+    }
+    entries = [f'[[keys]]\ndigest = "{digest_text(key.encode())}"\n{fields}\n' for key, fields in keys.items()]
+    (folder / "keys.toml").write_text("\n".join(entries))
+    fleet = EngineFleet(folder, "--api-keys", str(folder / "keys.toml"))
+    fleet.headers = bearer(KEY)
     fleet.add_engine("new", tiny_model, "--api-key", "sk-secret", "--token-s", "0.003", *LORAS, num_ranks=2)
     fleet.add_engine("old", tiny_model, "--layout", "arrays", "--no-token-api", "--token-s", "0.003", *LORAS)
     with fleet:
         yield fleet
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 def new_prompt(num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
@@ -51,10 +71,14 @@ class Answer:
         self.worker, self.promised, self.found, self.token_ids = worker, promised, found, token_ids
 
 
-def ask(fleet: EngineFleet, body: dict[str, Any]) -> Answer:
+def stream(fleet: EngineFleet, body: dict[str, Any], key: str = KEY) -> AbstractContextManager[httpx.Response]:
+    return httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=bearer(key), timeout=HANG_S)
+
+
+def ask(fleet: EngineFleet, body: dict[str, Any], key: str = KEY) -> Answer:
     """Stream, so that the header tells what was promised before the engine had looked."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body | options, timeout=HANG_S) as response:
+    with stream(fleet, body | options, key) as response:
         assert response.status_code == 200, response.read()
         token_ids: list[int] = []
         found = -1
@@ -76,6 +100,20 @@ def is_promised(fleet: EngineFleet, prompt: list[int], num_tokens: int) -> bool:
     answer = ask(fleet, completion(prompt, max_tokens=1))
     assert answer.promised <= answer.found, "never more than is there"
     return answer.promised == num_tokens
+
+
+def promising(fleet: EngineFleet, prompt: list[int]) -> set[str]:
+    """Return the workers that promise the prompt's whole blocks. Sends nothing to an engine."""
+    url = f"{fleet.gateway.ops_url}/route/explain?tenant=first"
+    answer = httpx.post(url, json=completion(prompt), timeout=HANG_S)
+    return {view["worker"] for view in answer.json()["workers"] if view["index_tokens"] == 320}
+
+
+def compute(fleet: EngineFleet, prompt: list[int]) -> str:
+    """Have one worker compute the prompt, and no other. Return it as soon as it promises the prompt."""
+    worker = ask(fleet, completion(prompt)).worker
+    wait_until(lambda: promising(fleet, prompt) == {worker})
+    return worker
 
 
 def test_chat_and_completions(fleet: EngineFleet) -> None:
@@ -106,13 +144,32 @@ def test_four_turns_stay_on_one_engine_and_find_what_was_promised(fleet: EngineF
         fleet.wait_settled()
     assert len(workers) == 1
     assert promises == [0, 352, 448, 544]
-    other = ask(fleet, completion(prompt, cache_salt="other"))
-    assert (other.promised, other.found) == (0, 0)
+    salted = ask(fleet, completion(prompt, cache_salt="other"))
+    assert (salted.promised, salted.found) == (0, 0)
+    other = ask(fleet, completion(prompt), OTHER_KEY)
+    assert (other.promised, other.found) == (0, 0), "another tenant's"
+
+
+def models(fleet: EngineFleet, key: str) -> dict[str, str | None]:
+    """Return each listed model's parent."""
+    listed = httpx.get(f"{fleet.url}/v1/models", headers=bearer(key), timeout=HANG_S).json()["data"]
+    return {card["id"]: card["parent"] for card in listed}
+
+
+def test_a_key_for_one_adapter(fleet: EngineFleet) -> None:
+    assert models(fleet, PIRATE_KEY) == {"pirate": MODEL}
+    for model, status in (("pirate", 200), (MODEL, 403), ("lawyer", 403)):
+        answer = httpx.post(
+            f"{fleet.url}/v1/completions",
+            json=completion(new_prompt(), model=model),
+            headers=bearer(PIRATE_KEY),
+            timeout=HANG_S,
+        )
+        assert answer.status_code == status, answer.text
 
 
 def test_adapters_of_the_model(fleet: EngineFleet) -> None:
-    names = {card["id"]: card["parent"] for card in httpx.get(f"{fleet.url}/v1/models").json()["data"]}
-    assert names == {MODEL: None, "lawyer": MODEL, "pirate": MODEL}
+    assert models(fleet, KEY) == {MODEL: None, "lawyer": MODEL, "pirate": MODEL}
     prompt = new_prompt()
     ask(fleet, completion(prompt))
     assert ask(fleet, completion(prompt, model="pirate")).found == 0, "shares nothing with the model"
@@ -153,19 +210,15 @@ def test_lost_batches(fleet: EngineFleet, loss: float) -> None:
 
 def test_purge_is_known_at_once(fleet: EngineFleet) -> None:
     prompt = new_prompt()
-    worker = ask(fleet, completion(prompt)).worker
-    wait_until(lambda: is_promised(fleet, prompt, 320))
+    worker = compute(fleet, prompt)
     answer = httpx.post(f"{fleet.gateway.ops_url}/workers/{worker}/purge", timeout=HANG_S)
-    if answer.status_code == 404:
-        answer = httpx.post(f"{fleet.adapter(worker).url}/purge", timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     assert ask(fleet, completion(prompt)).found == 0
 
 
 def test_a_reset_behind_its_back(fleet: EngineFleet) -> None:
     prompt = new_prompt()
-    worker = ask(fleet, completion(prompt)).worker
-    wait_until(lambda: is_promised(fleet, prompt, 320))
+    worker = compute(fleet, prompt)
     epoch = epochs(fleet)[worker]
     fleet.engine_of(worker).tell("/reset_prefix_cache")
     assert ask(fleet, completion(prompt)).found == 0, "promised, as nothing told of it"
@@ -175,8 +228,7 @@ def test_a_reset_behind_its_back(fleet: EngineFleet) -> None:
 
 def test_an_adapter_that_restarts_learns_its_index_again(fleet: EngineFleet) -> None:
     prompt = new_prompt()
-    worker = ask(fleet, completion(prompt)).worker
-    wait_until(lambda: is_promised(fleet, prompt, 320))
+    worker = compute(fleet, prompt)
     adapter = fleet.adapter(worker)
     num_held = fleet.num_held(adapter)
     adapter.kill()
@@ -190,7 +242,7 @@ def test_an_adapter_that_restarts_learns_its_index_again(fleet: EngineFleet) -> 
 def test_a_client_that_leaves(fleet: EngineFleet) -> None:
     before = sum(engine.num_aborted() for engine in fleet.engines.values())
     body = completion(new_prompt(), max_tokens=3000, stream=True)
-    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=HANG_S) as response:
+    with stream(fleet, body) as response:
         next(response.iter_lines())
     wait_until(lambda: sum(engine.num_aborted() for engine in fleet.engines.values()) == before + 1)
     fleet.wait_settled()
@@ -200,9 +252,9 @@ def test_an_engine_that_dies_in_mid_stream(fleet: EngineFleet) -> None:
     """Its stream goes on at the other engine, and nothing of it is promised any more, nor when it is back."""
     prompt = new_prompt()
     expected = ask(fleet, completion(prompt, max_tokens=400))
-    wait_until(lambda: is_promised(fleet, prompt, 320))
+    wait_until(lambda: expected.worker in promising(fleet, prompt))
     body = completion(prompt, max_tokens=400, stream=True)
-    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=HANG_S) as response:
+    with stream(fleet, body) as response:
         engine = fleet.engine_of(response.headers["x-headstart-worker"])
         token_ids: list[int] = []
         for line in response.iter_lines():
@@ -224,8 +276,7 @@ def test_an_engine_that_dies_in_mid_stream(fleet: EngineFleet) -> None:
 
 def test_an_engine_that_restarts(fleet: EngineFleet) -> None:
     prompt = new_prompt()
-    worker = ask(fleet, completion(prompt)).worker
-    wait_until(lambda: is_promised(fleet, prompt, 320))
+    worker = compute(fleet, prompt)
     engine, epoch = fleet.engine_of(worker), epochs(fleet)[worker]
     engine.kill()
     engine.start()
