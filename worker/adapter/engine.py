@@ -42,6 +42,8 @@ LOST_AFTER: Final = 3
 STRANGERS_AFTER: Final = 3
 """Counts in a row with more requests in the engine than this adapter has sent."""
 WARN_AGAIN_S: Final = 60.0
+REPORT_S: Final = 0.005
+"""Within so long of what changes it, the load is reported: once for a request, its blocks and its first token."""
 MAX_SILENT_S: Final = 120.0
 """An engine that has given no token of any request for so long hangs."""
 
@@ -91,6 +93,8 @@ class AdapterEngine:
         self._num_strange = 0
         self._warned_s = 0.0
         self._load = WorkerLoad()
+        self._unreported: list[BlockEvent] = []
+        self._report_timer: asyncio.TimerHandle | None = None
 
     @property
     def load(self) -> WorkerLoad:
@@ -154,7 +158,7 @@ class AdapterEngine:
 
     def drain(self) -> None:
         self._draining = True
-        self._report()
+        self._publish()
 
     def fail_all(self, failed: Failed) -> Future[None]:
         self._requests.fail_all(failed)
@@ -219,6 +223,7 @@ class AdapterEngine:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""
         if held is None:
             self._blocks.clear()
+        self._unreported = []
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._requests.account.begin_epoch()
         if self._listener is not None:
@@ -226,7 +231,17 @@ class AdapterEngine:
         self._report(held or ())
 
     def _report(self, events: Sequence[BlockEvent] = ()) -> None:
-        """Publish what the engine has stored and removed, with the load."""
+        """Publish soon what the engine has stored and removed, with the load of then."""
+        self._unreported += events
+        if self._report_timer is None:
+            self._report_timer = asyncio.get_running_loop().call_later(REPORT_S, self._publish)
+
+    def _publish(self) -> None:
+        """Publish it now."""
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_timer = None
+        events, self._unreported = self._unreported, []
         is_away = self._draining or self._problem is not None
         load = self._load = self._requests.account.current(self._counts, self.member.block_size, is_away)
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.num_held_blocks, 0, 0, 0, 0)
@@ -297,7 +312,7 @@ class AdapterEngine:
             if self._subscriber is not None:
                 self._subscriber.resync()
         self._problem = why
-        self._report()
+        self._publish()
 
 
 def _as_future(work: Coroutine[Any, Any, T]) -> Future[T]:

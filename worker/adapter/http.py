@@ -33,6 +33,7 @@ class EngineServer:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def call(

@@ -107,7 +107,7 @@ class EventSubscriber:
         """The batch before `_next`, None if none came since the last start of the engine."""
         self._heard_s = time.monotonic()
         self._context: zmq.asyncio.Context | None = None
-        self._live: zmq.asyncio.Socket | None = None
+        self._live: zmq.Socket[bytes] | None = None
         self._replay: zmq.asyncio.Socket | None = None
         self._following: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -122,7 +122,8 @@ class EventSubscriber:
         if self._live is not None:
             return
         self._context = zmq.asyncio.Context()
-        live = self._live = self._context.socket(zmq.SUB)
+        # Not an asyncio socket: its two futures for each message cost more than to read it.
+        live = self._live = zmq.Socket(self._context, zmq.SUB)
         live.setsockopt(zmq.IPV6, 1)
         live.setsockopt(zmq.LINGER, 0)
         live.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
@@ -159,18 +160,46 @@ class EventSubscriber:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
+        if self._live is not None:
+            self._live.close(linger=0)
         if self._context is not None:
             self._context.destroy(linger=0)
         self._context = self._live = self._replay = None
 
     async def _follow(self) -> None:
-        assert self._live is not None
         await self._fetch()
         while not self._is_closed:
-            if not await self._live.poll(round(1000 * self._idle_s)):
+            if (frames := self._received()) is not None:
+                await self._take_live(frames)
+                await asyncio.sleep(0)  # many may wait: streams come between them
+            elif not await self._has_arrived():
                 await self._fetch()
-                continue
-            await self._take_live(await self._live.recv_multipart())
+
+    def _received(self) -> list[bytes] | None:
+        """Return the next message of the live socket, or None if there is none yet."""
+        assert self._live is not None
+        try:
+            return self._live.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    async def _has_arrived(self) -> bool:
+        """Wait for a message at the drained live socket; False: none came for `idle_s`."""
+        assert self._live is not None
+        loop, descriptor = asyncio.get_running_loop(), self._live.fileno()
+        arrived: asyncio.Future[bool] = loop.create_future()
+
+        def wake(has_arrived: bool) -> None:
+            if not arrived.done():
+                arrived.set_result(has_arrived)
+
+        idle = loop.call_later(self._idle_s, wake, False)
+        loop.add_reader(descriptor, wake, True)
+        try:
+            return await arrived
+        finally:
+            idle.cancel()
+            loop.remove_reader(descriptor)
 
     async def _take_live(self, frames: list[bytes]) -> None:
         """Deliver a live batch, after those before it that did not come."""

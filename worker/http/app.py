@@ -142,6 +142,8 @@ class GenerateEndpoint:
         watch = asyncio.create_task(_disconnected(receive))
         watch.add_done_callback(lambda _: stream.close())
         try:
+            for _ in range(2):  # until an idle engine has the request: its Started leaves with the head
+                await asyncio.sleep(0)
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             while data := await stream.take():
                 await send({"type": "http.response.body", "body": data, "more_body": True})

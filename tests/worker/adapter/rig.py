@@ -130,7 +130,7 @@ class Rig:
         """Say whether nothing is left in the books, after what is due has run."""
         await asyncio.sleep(0)
         state = self.engine.debug_state().result()
-        self.engine._report()
+        self.engine._publish()
         return state["num_requests"] == 0 and not sum(self.load.queued_prefill_s.values())
 
 

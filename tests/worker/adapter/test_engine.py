@@ -287,7 +287,7 @@ async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig:
     keys = [rig.submit(make_request(gateway=f"g{number}")) for number in range(3)]
     await until(lambda: len(api.calls) == 3)
     assert [len(rig.frames[key]) for key in keys] == [1, 0, 0]
-    assert rig.load.num_waiting == 2
+    await until(lambda: rig.load.num_waiting == 2)
     api.calls[0].token()
     await until(lambda: rig.frames[keys[1]])
     assert [len(rig.frames[key]) for key in keys] == [2, 1, 0]

@@ -113,7 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.turn()
         assert self.rig.engine._requests.account.num_open == len(self.api.open_calls)
-        self.rig.engine._report()
+        self.rig.engine._publish()
         active = self.rig.engine._requests.active.values()
         waiting = [each.request.gateway_id for each in active if not has_tokens(each)]
         assert set(self.rig.load.queued_prefill_s) <= set(waiting)
@@ -132,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
                 kinds = Counter(type(frame) for frame in frames)
                 assert kinds[End] + kinds[Failed] == 1
                 assert kinds[Started] == 1 or not kinds[Tokens]
-            self.rig.engine._report()
+            self.rig.engine._publish()
             assert self.rig.load.queued_prefill_s == {}
             assert self.rig.load.num_running == self.rig.load.num_waiting == 0
             assert self.trouble == []
