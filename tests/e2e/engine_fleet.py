@@ -98,7 +98,7 @@ class EngineFleet(Fleet):
         super().__init__(redis, [], [gateway])
         self.engines: dict[str, FakeEngine] = {}
         self.headers: dict[str, str] = {}
-        """Of every `post`."""
+        """Headers of every `post`."""
 
     def add_engine(self, name: str, model: Path, *options: str, num_ranks: int = 1) -> FakeEngine:
         engine = FakeEngine(name, self.folder, model, self.redis.url, *options, num_ranks=num_ranks)
