@@ -16,7 +16,7 @@ from tests import smollm2 as reference_source
 from tests.e2e.serving import Serve, trace_path
 
 pytestmark = pytest.mark.e2e
-SIZES = ((8, 1000), (50, 1500))
+SIZES = ((6, 800), (50, 1500))
 """Prompts, and the tokens of the longest: in the suite, and in the deep run."""
 MAX_TOKENS = 12
 OTHERS = 0.4

@@ -233,7 +233,7 @@ def test_the_redis_index_equals_the_model(redis_server: RedisServer) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=15, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=8, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
