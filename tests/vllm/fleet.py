@@ -210,12 +210,19 @@ class VllmFleet:
 
     def matched(self, body: dict[str, Any], adapter: Adapter, *, tenant: str = "red") -> int:
         """Return how many tokens of this prompt are promised at an adapter; 0 for one that no request goes to."""
+        return self._explained(body, adapter, tenant, "matched_tokens")
+
+    def indexed(self, body: dict[str, Any], adapter: Adapter, *, tenant: str = "red") -> int:
+        """Return how many of them the index knows, without those of requests that end just now."""
+        return self._explained(body, adapter, tenant, "index_tokens")
+
+    def _explained(self, body: dict[str, Any], adapter: Adapter, tenant: str, field: str) -> int:
         answer = self._client.post(
             f"{self.gateway.ops_url}/route/explain", params={"tenant": tenant}, json={"model": MODEL} | body
         )
         assert answer.status_code == 200, answer.text
         found = [worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name]
-        return int(found[0]["matched_tokens"]) if found else 0
+        return int(found[0][field]) if found else 0
 
 
 def hits(engine: Engine) -> int:

@@ -33,7 +33,7 @@ def question(text: str = STORY) -> dict[str, Any]:
 def remembered(fleet: VllmFleet, body: dict[str, Any]) -> Adapter:
     """Ask, wait until the index promises the prompt, and return the adapter that has served it."""
     adapter = fleet.adapter_of(fleet.complete(body))
-    wait_until(lambda: fleet.matched(body, adapter) >= BLOCK_SIZE, what="the index knows the prompt")
+    wait_until(lambda: fleet.indexed(body, adapter) >= BLOCK_SIZE, what="the index knows the prompt")
     return adapter
 
 
@@ -108,12 +108,12 @@ def test_adapter_restarted(fleet: VllmFleet) -> None:
     """A new adapter learns from the replay what the engine holds, prompts before its time included."""
     body = question()
     adapter = remembered(fleet, body)
-    before = fleet.matched(body, adapter)
+    before = fleet.indexed(body, adapter)
     adapter.kill()
     adapter.start()
     fleet.wait_ready()
     begun_s = time.monotonic()
-    wait_until(lambda: fleet.matched(body, adapter) == before, what="the index promises as before")
+    wait_until(lambda: fleet.indexed(body, adapter) == before, what="the index promises as before")
     print(f"{before} tokens promised again {time.monotonic() - begun_s:.3f} s after the restart")
     wait_until(lambda: is_whole(adapter), what="the index is whole")
     answer = fleet.complete(body)
