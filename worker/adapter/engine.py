@@ -43,7 +43,7 @@ STRANGERS_AFTER: Final = 3
 """Counts in a row with more requests in the engine than this adapter has sent."""
 WARN_AGAIN_S: Final = 60.0
 REPORT_S: Final = 0.005
-"""Within so long of what changes it, the load is reported: once for a request, its blocks and its first token."""
+"""The delay of a report. The start of a request, its blocks and its first token share one on a fast engine."""
 MAX_SILENT_S: Final = 120.0
 """An engine that has given no token of any request for so long hangs."""
 
@@ -131,6 +131,8 @@ class AdapterEngine:
         await self._requests.close()
         if self._subscriber is not None:
             self._subscriber.close()
+        if self._report_timer is not None:
+            self._report_timer.cancel()
         await self._api.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ class AdapterEngine:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""
         if held is None:
             self._blocks.clear()
-        self._unreported = []
+        self._unreported = []  # these are of the epoch that ends
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._requests.account.begin_epoch()
         if self._listener is not None:
