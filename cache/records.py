@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from cache.types import BlockHash, Epoch, GatewayId, WorkerId
+from cache.types import BlockHash, Epoch, GatewayId, Tier, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -39,6 +39,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draining: bool = False
     start_interval_s: _Seconds = 0.0
     """Mean time between two requests that leave the queue while others wait; 0.0 while none has waited."""
+    tier_tokens_per_s: tuple[_Seconds, ...] = ()
+    """Measured rate at which blocks of each of `WorkerMember.tiers` come into the pool; 0.0: do not count on it."""
+    fetch_tokens_per_s: _Seconds = 0.0
+    """Measured rate at which blocks of another worker come into the pool; 0.0: it fetches none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,10 @@ class WorkerMember:
     """Features of requests that it cannot serve (`worker.wire.required_features`); none at our own engine."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it serves, by name."""
+    layout: str = ""
+    """`RecordFormat.fingerprint`: blocks move only between workers that have the same. Empty: it moves none."""
+    tiers: tuple[Tier, ...] = ()
+    """Its stores below the pool, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +122,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     member: WorkerMember
     load: WorkerLoad
     matched_blocks: int
-    """Length of the prompt's prefix in the worker's published set, in blocks."""
+    """Length of the prompt's prefix in the worker's pool, in blocks."""
     load_age_s: float = 0.0
+    tier_blocks: tuple[int, ...] = ()
+    """For each of `member.tiers`, the length of the prefix that it and all places before it hold together."""
 
 
 class PrefixIndex(Protocol):

@@ -1,25 +1,60 @@
-"""The seam for blocks outside of block tables: a worker's pool, and whatever lies below it.
+"""The contract of a store of blocks below the pool: host memory, or disk.
 
-`HashAllocator` is the one store so far, with its blocks in the pool. Host memory, disk and peers come behind the same
-protocol: any doubt about a block is a miss.
+A store is a hint, as the index is: any doubt about a block is a miss. The pool is no store: its blocks are read in
+place (see `cache.allocators`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from cache.types import BlockHash, BlockId
+from cache.events import BlockEvent
+from cache.types import BlockHash, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """A full block and its place in its chain."""
+
+    block_hash: BlockHash
+    parent: BlockHash
+    """The root, at depth 0."""
+    depth: int
+    """Blocks before it."""
 
 
 class BlockStore(Protocol):
-    """Blocks by their hashes, in the order of a chain. Owned by the engine thread."""
+    """Blocks by their hashes. What it holds is prefix-closed. Any thread may call it; only `read` and `write` do I/O.
 
-    def find_blocks(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """Return the blocks of the longest prefix of `hashes` that the store has."""
+    A block is `num_bytes` of the KV of all layers, as `worker.attention.kv_cache` lays it out.
+    """
 
-    def hold(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
-        """Load the blocks `found` and take `num_new` others, all held for one block table; None: they do not fit."""
+    tier: Tier
 
-    def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """Keep held and written blocks findable under these hashes, parents first."""
+    def __len__(self) -> int:
+        """Return the number of blocks held."""
+
+    def __contains__(self, block_hash: BlockHash) -> bool: ...
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        """Return how many of `hashes`, a chain or the rest of one, are held from the first on."""
+
+    def read(self, link: ChainLink, payload: memoryview) -> bool:
+        """Fill `payload` with the block. False: a miss, and `payload` is undefined; a damaged block is dropped."""
+
+    def write(self, link: ChainLink, payload: memoryview) -> bool:
+        """Keep the block, and evict others for it. False: not kept (no room, no parent here, or the device fails)."""
+
+    def clear(self) -> None:
+        """Drop and delete every block, also one that is being written. Emits no events: a new epoch begins."""
+
+    def close(self) -> None:
+        """Release the store. Blocks on disk stay there."""
+
+    def cached_hashes(self) -> Iterator[BlockHash]:
+        """Return every hash held, parents before children."""
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return the events since the last call, in order. The blocks found at the start are Stored."""

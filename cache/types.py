@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NewType
+from typing import Final, Literal, NewType
 
 BlockId = NewType("BlockId", int)
 """Index of a physical block in the KV pool. Block 0 is the null block and is never handed out."""
@@ -21,6 +21,9 @@ WorkerIncarnation = tuple[WorkerId, Epoch]
 """A worker in one of its epochs."""
 
 GatewayId = NewType("GatewayId", str)
+
+Tier = Literal["host", "disk"]
+"""A store of blocks below the pool: pinned host memory, or files."""
 
 NULL_BLOCK: Final = BlockId(0)
 HASH_BYTES: Final = 16

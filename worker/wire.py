@@ -162,6 +162,14 @@ class ChoiceState(Struct, frozen=True):
     output_ids: tuple[int, ...] = ()
 
 
+class BlockSource(Struct, frozen=True):
+    """A worker that holds the first blocks of a prompt, for another one that does not."""
+
+    url: str
+    epoch: str
+    num_blocks: _U32
+
+
 class GenerateRequest(Struct, frozen=True):
     """A prompt with its choices, and how to sample them."""
 
@@ -186,6 +194,8 @@ class GenerateRequest(Struct, frozen=True):
     """A worker was lost after it accepted the request, before a token: prefill no other suspect with it."""
     adapter: str = ""
     """The LoRA adapter, by the name that the worker's engine has for it; empty: the base model."""
+    source: BlockSource | None = None
+    """Where the worker may fetch blocks that it does not hold, if that is faster than to compute them."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):
@@ -203,6 +213,8 @@ class Started(_Frame, frozen=True, tag=0):
     """The request left the queue and its prefill begins. Sent once, first."""
 
     num_cached_tokens: int
+    loaded_tokens: dict[str, int] | None = None
+    """Those of the cached tokens that came into the pool for this request, by place: host, disk, peer."""
 
 
 class Tokens(_Frame, frozen=True, tag=1):
@@ -323,6 +335,8 @@ def pack_frame(frame: Frame) -> bytes:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     if type(frame) is End and frame.num_cached_tokens is None:
         return _encode((End.__struct_config__.tag, frame.queue_s, frame.prefill_s, frame.decode_s))
+    if type(frame) is Started and not frame.loaded_tokens:
+        return _encode((Started.__struct_config__.tag, frame.num_cached_tokens))
     return _encode(frame)
 
 

@@ -15,7 +15,6 @@ from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
 from cache.events import Removed, Stored
 from cache.hashing import extend_chain, hash_chain
-from cache.store import BlockStore
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
@@ -87,6 +86,7 @@ class HashAllocator(Allocator):
         return hashes[:-1] if len(hashes) * self.block_size == len(token_ids) else hashes
 
     def find_blocks(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the blocks of the longest prefix of `hashes` that the pool has."""
         cached = self._cached
         if not hashes or hashes[0] not in cached:
             return []
@@ -95,6 +95,7 @@ class HashAllocator(Allocator):
         return cast(list[BlockId], found[:num_found])
 
     def hold(self, found: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        """Hold the blocks `found` and take `num_new` others, for one block table; None: they do not fit."""
         # The blocks `found` leave the queue first, so a request never evicts its own prefix.
         refs = self._refs
         unheld = [block_id for block_id in found if refs[block_id] <= 0]
@@ -128,6 +129,7 @@ class HashAllocator(Allocator):
         self._free.extend(freed)
 
     def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """Keep held and written blocks findable under these hashes, parents first."""
         own_hashes, cached = self._hashes, self._cached
         stored = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -187,7 +189,7 @@ class HashAllocator(Allocator):
 class HashAllocation(Allocation):
     """One sequence's blocks. The first `_num_stored` are findable under the first of `_hashes`."""
 
-    __slots__ = ("_hashes", "_num_stored", "_root", "_store")
+    __slots__ = ("_chains", "_hashes", "_num_stored", "_root")
 
     def __init__(
         self, allocator: HashAllocator, root: BlockHash, chain: list[BlockHash], block_ids: list[BlockId], num_hit: int
@@ -195,7 +197,7 @@ class HashAllocation(Allocation):
         """Take over the hold on `block_ids`."""
         super().__init__(allocator, block_ids, num_hit * allocator.block_size)
         self._root = root
-        self._store: BlockStore = allocator
+        self._chains = allocator
         self._hashes = chain
         self._num_stored = num_hit
 
@@ -209,5 +211,5 @@ class HashAllocation(Allocation):
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
-        self._store.store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self._chains.store(self._block_ids[first:num_full], self._hashes[first:num_full])
         self._num_stored = num_full

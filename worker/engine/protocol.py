@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, NewType, Protocol
 
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
-from cache.types import Epoch
+from cache.types import Epoch, Tier
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 MAX_RECORDED_STEPS: Final = 64
@@ -83,6 +83,9 @@ class EventPublisher(Protocol):
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
         """Take the events since the last call, in order, and the current load."""
+
+    def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
+        """Take the events of a store below the pool since the last call, in order."""
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""

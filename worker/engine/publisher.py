@@ -24,7 +24,7 @@ from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, WriterSettings
-from cache.types import IndexEntry
+from cache.types import IndexEntry, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,9 @@ class Publisher:
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
         self._put((events, load))
+
+    def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
+        raise NotImplementedError  # with the tiers' sets in the index
 
     def begin_epoch(self, member: WorkerMember) -> None:
         self._put(member)
