@@ -45,14 +45,14 @@ class Namespace:
     @property
     def fingerprint(self) -> str:
         """32 hex digits, which a worker announces and a gateway compares with its own."""
-        return blake2b(_canonical(self._fields()), digest_size=HASH_BYTES, person=_FINGERPRINT_PERSON).hexdigest()
+        return blake2b(encode_fields(self._fields()), digest_size=HASH_BYTES, person=_FINGERPRINT_PERSON).hexdigest()
 
     def root(self, *, salt: bytes, adapter: str = "") -> BlockHash:
         """Return the parent of every first block of one tenant; `salt` is a secret of the server side."""
         fields = self._fields()
         fields[b"adapter"] = adapter.encode()
         fields[b"salt"] = salt
-        return BlockHash(blake2b(_canonical(fields), digest_size=HASH_BYTES, person=_ROOT_PERSON).digest())
+        return BlockHash(blake2b(encode_fields(fields), digest_size=HASH_BYTES, person=_ROOT_PERSON).digest())
 
     def _fields(self) -> dict[bytes, bytes]:
         return {
@@ -64,7 +64,7 @@ class Namespace:
         }
 
 
-def _canonical(fields: dict[bytes, bytes]) -> bytes:
+def encode_fields(fields: dict[bytes, bytes]) -> bytes:
     """Encode tags and values, each behind its length: no two field sets share an encoding."""
     return b"".join(len(part).to_bytes(4, "little") + part for field in fields.items() for part in field)
 

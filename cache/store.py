@@ -44,8 +44,15 @@ class BlockStore(Protocol):
     def read(self, link: ChainLink, payload: memoryview) -> bool:
         """Fill `payload` with the block. False: a miss, and `payload` is undefined; a damaged block is dropped."""
 
-    def write(self, link: ChainLink, payload: memoryview) -> bool:
-        """Keep the block, and evict others for it. False: not kept (no room, no parent here, or the device fails)."""
+    def write(self, link: ChainLink, payload: memoryview, generation: int) -> bool:
+        """Keep the block, and evict others for it. False: not kept.
+
+        There is no room, its parent is not here, the device fails, or `clear` was called after `generation` was read.
+        """
+
+    @property
+    def generation(self) -> int:
+        """Changes with every `clear`."""
 
     def clear(self) -> None:
         """Drop and delete every block, also one that is being written. Emits no events: a new epoch begins."""

@@ -1,0 +1,100 @@
+"""The record of a block, as it lies on disk and travels between workers: a header and the block's KV.
+
+    magic | version | fingerprint | block hash | parent | depth | payload bytes | digest  | payload
+    4     | u32     | 16          | 16         | 16     | u32   | u32           | 16      | ...
+
+Integers are little-endian. The digest is BLAKE2b over all of the header before it and the payload. With a cluster
+secret it is a MAC: whoever can write to the disk or the network cannot make a worker take KV of their own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+import sys
+from hashlib import blake2b
+from typing import Final
+
+from cache.hashing import encode_fields
+from cache.store import ChainLink
+from cache.types import HASH_BYTES, BlockHash
+
+FORMAT_VERSION: Final = 1
+_MAGIC: Final = b"HSKV"
+_FIELDS: Final = struct.Struct("<4sI16s16s16sII")
+_DIGEST_BYTES: Final = 16
+HEADER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES
+MAX_PAYLOAD_BYTES: Final = 1 << 30
+"""One system call moves a whole record; Linux moves 2 GiB at most."""
+_DIGEST_PERSON: Final = b"headstart-record"
+_LAYOUT_PERSON: Final = b"headstart-layout"
+_FORMAT_PERSON: Final = b"headstart-format"
+
+
+def layout_fingerprint(
+    *, namespace: str, numerics: str, dtype: str, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> bytes:
+    """Return 16 bytes that are equal only where the bytes of a block mean the same KV.
+
+    `namespace` is `Namespace.fingerprint`. The byte order is this machine's.
+    """
+    layout = {
+        b"namespace": namespace.encode(),
+        b"numerics": numerics.encode(),
+        b"dtype": dtype.encode(),
+        b"shape": struct.pack("<4Q", num_layers, num_kv_heads, head_dim, block_size),
+        b"byte_order": sys.byteorder.encode(),
+    }
+    return blake2b(encode_fields(layout), digest_size=HASH_BYTES, person=_LAYOUT_PERSON).digest()
+
+
+class RecordFormat:
+    """Makes and verifies the headers of one layout. Any thread may use it; payloads are hashed without the GIL."""
+
+    def __init__(self, layout: bytes, payload_bytes: int, cluster_secret: bytes = b"") -> None:
+        """`layout`: see `layout_fingerprint`. Without a secret the digest shows damage alone. Raises ValueError."""
+        if not 1 <= payload_bytes <= MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a block has 1 to {MAX_PAYLOAD_BYTES:,} bytes of KV, got {payload_bytes:,}")
+        self.payload_bytes = payload_bytes
+        self.record_bytes = HEADER_BYTES + payload_bytes
+        key = hmac.digest(cluster_secret, b"headstart block record\0", "sha256") if cluster_secret else b""
+        self._digest = blake2b(digest_size=_DIGEST_BYTES, key=key, person=_DIGEST_PERSON)
+        # Keyed too: records under another secret are recognised without reading their payloads.
+        fields = {b"version": bytes([FORMAT_VERSION]), b"layout": layout, b"payload": str(payload_bytes).encode()}
+        fingerprint = blake2b(encode_fields(fields), digest_size=HASH_BYTES, key=key, person=_FORMAT_PERSON)
+        self._fingerprint = fingerprint.digest()
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits, equal only where workers can use each other's records."""
+        return self._fingerprint.hex()
+
+    def header(self, link: ChainLink, payload: memoryview) -> bytes:
+        """Return the HEADER_BYTES that go before the payload."""
+        fields = self._fields(link)
+        return fields + self._digest_of(fields, payload)
+
+    def verifies(self, header: bytes | bytearray, link: ChainLink, payload: memoryview) -> bool:
+        """Return whether header and payload are those of this very block, undamaged."""
+        fields = self._fields(link)
+        if len(header) != HEADER_BYTES or header[: _FIELDS.size] != fields or payload.nbytes != self.payload_bytes:
+            return False
+        return hmac.compare_digest(header[_FIELDS.size :], self._digest_of(fields, payload))
+
+    def find_link(self, header: bytes) -> ChainLink | None:
+        """Return the block that a header claims to be of, or None: it is of another format. Verifies nothing."""
+        if len(header) != HEADER_BYTES:
+            return None
+        *_, block_hash, parent, depth, _ = _FIELDS.unpack_from(header)
+        link = ChainLink(BlockHash(block_hash), BlockHash(parent), depth)
+        return link if header.startswith(self._fields(link)) else None
+
+    def _fields(self, link: ChainLink) -> bytes:
+        hashes = (self._fingerprint, link.block_hash, link.parent)
+        return _FIELDS.pack(_MAGIC, FORMAT_VERSION, *hashes, link.depth, self.payload_bytes)
+
+    def _digest_of(self, fields: bytes, payload: memoryview) -> bytes:
+        digest = self._digest.copy()
+        digest.update(fields)
+        digest.update(payload)
+        return digest.digest()

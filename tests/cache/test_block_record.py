@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.block_record import HEADER_BYTES, RecordFormat, layout_fingerprint
+from cache.store import ChainLink
+from cache.types import BlockHash
+
+LAYOUT = layout_fingerprint(
+    namespace="0e60788967df6511e0ec98df046d1783",
+    numerics="cpu-float32",
+    dtype="float32",
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    block_size=16,
+)
+LINK = ChainLink(BlockHash(b"h" * 16), BlockHash(b"p" * 16), 7)
+PAYLOAD = memoryview(bytes(range(64)))
+FORMAT = RecordFormat(LAYOUT, 64, b"secret")
+
+
+def test_golden_vectors() -> None:
+    """Files and other workers hold these bytes: a change needs another FORMAT_VERSION."""
+    assert LAYOUT.hex() == "06437d5d086bd9772a9ed9b6ea0969a8"
+    assert FORMAT.fingerprint == "a301e452b516ec14790cfc74ef0f9fef"
+    assert RecordFormat(LAYOUT, 64).fingerprint == "7ee703ed3fe278e885f4f555a426f87a"
+    header = FORMAT.header(LINK, PAYLOAD)
+    assert len(header) == HEADER_BYTES
+    assert header[-16:].hex() == "972ac47dc6b88f38a2e47778d06f9239"
+    assert RecordFormat(LAYOUT, 64).header(LINK, PAYLOAD)[-16:].hex() == "de3142373b1ef516fcf33b669ea9502a"
+
+
+@given(st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16), st.integers(0, 2**32 - 1), st.binary())
+def test_a_record_verifies_and_names_its_block(block_hash: bytes, parent: bytes, depth: int, secret: bytes) -> None:
+    record = RecordFormat(LAYOUT, 64, secret)
+    link = ChainLink(BlockHash(block_hash), BlockHash(parent), depth)
+    header = record.header(link, PAYLOAD)
+    assert record.verifies(header, link, PAYLOAD)
+    assert record.find_link(header) == link
+
+
+@pytest.mark.parametrize("secret", [b"", b"secret"])
+def test_every_flipped_bit_shows(secret: bytes) -> None:
+    record = RecordFormat(LAYOUT, 64, secret)
+    whole = record.header(LINK, PAYLOAD) + PAYLOAD
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert not record.verifies(changed[:HEADER_BYTES], LINK, memoryview(changed)[HEADER_BYTES:]), f"bit {bit}"
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 16, HEADER_BYTES - 1, HEADER_BYTES + 1])
+def test_a_header_of_another_length_is_none(length: int) -> None:
+    header = (FORMAT.header(LINK, PAYLOAD) + b"x")[:length]
+    assert not FORMAT.verifies(header, LINK, PAYLOAD)
+    assert FORMAT.find_link(header) is None
+
+
+def test_a_payload_of_another_length_is_none() -> None:
+    assert not FORMAT.verifies(FORMAT.header(LINK, PAYLOAD), LINK, PAYLOAD[:-1])
+
+
+def test_a_record_is_no_other_blocks() -> None:
+    header = FORMAT.header(LINK, PAYLOAD)
+    other = BlockHash(b"o" * 16)
+    for link in (
+        ChainLink(other, LINK.parent, LINK.depth),
+        ChainLink(LINK.block_hash, other, LINK.depth),
+        ChainLink(LINK.block_hash, LINK.parent, 0),
+    ):
+        assert not FORMAT.verifies(header, link, PAYLOAD)
+
+
+FOREIGN = {
+    "another secret": RecordFormat(LAYOUT, 64, b"other"),
+    "no secret": RecordFormat(LAYOUT, 64),
+    "another layout": RecordFormat(bytes(16), 64, b"secret"),
+    "another size": RecordFormat(LAYOUT, 63, b"secret"),
+}
+
+
+@pytest.mark.parametrize("foreign", FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_record_is_none(foreign: RecordFormat) -> None:
+    payload = PAYLOAD[: foreign.payload_bytes]
+    header = foreign.header(LINK, payload)
+    assert foreign.fingerprint != FORMAT.fingerprint
+    assert not FORMAT.verifies(header, LINK, payload)
+    assert FORMAT.find_link(header) is None
+
+
+def test_with_a_secret_the_digest_is_a_mac() -> None:
+    """Knowing the format and every field, but not the secret, is not enough to make a record."""
+    plain = RecordFormat(LAYOUT, 64).header(LINK, PAYLOAD)
+    forged = FORMAT.header(LINK, PAYLOAD)[:-16] + plain[-16:]
+    assert not FORMAT.verifies(forged, LINK, PAYLOAD)
+
+
+def test_every_part_of_the_layout_counts() -> None:
+    values: dict[str, str | int] = {
+        "namespace": "n",
+        "numerics": "c",
+        "dtype": "float32",
+        "num_layers": 2,
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "block_size": 5,
+    }
+    make: Callable[..., bytes] = layout_fingerprint
+    prints = {make(**values)}
+    for name, value in values.items():
+        prints.add(make(**{**values, name: value + 1 if isinstance(value, int) else value + "x"}))
+    assert len(prints) == 1 + len(values)
+
+
+@pytest.mark.parametrize("payload_bytes", [0, -1, (1 << 30) + 1])
+def test_a_payload_that_no_call_can_move_is_refused(payload_bytes: int) -> None:
+    with pytest.raises(ValueError, match="bytes of KV"):
+        RecordFormat(LAYOUT, payload_bytes)
+
+
+def test_random_headers_are_none() -> None:
+    source = random.Random(1)
+    for _ in range(1_000):
+        header = source.randbytes(HEADER_BYTES)
+        assert FORMAT.find_link(header) is None
+        assert not FORMAT.verifies(header, LINK, PAYLOAD)
