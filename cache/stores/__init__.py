@@ -1,0 +1,1 @@
+"""The stores of blocks below the pool."""

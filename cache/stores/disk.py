@@ -1,0 +1,235 @@
+"""Blocks on disk, which outlive the process.
+
+    DIR/<n>/<fingerprint>-<number>.blocks     records of one size (see `cache.block_record`), one in each slot
+
+A slot is overwritten in place when its block is evicted. A torn record fails its digest, so it is a miss: nothing needs
+fsync, and the account of what is where is only in memory. A start rebuilds it from the headers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from cache.block_record import HEADER_BYTES, RecordFormat
+from cache.store import ChainLink
+from cache.stores.folder import ClaimedFolder
+from cache.stores.slot_store import SlotStore
+from cache.types import Tier
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES: Final = 256 << 20
+WRITE_PAUSE_S: Final = 30.0
+"""After a failed write: a full or failing disk gets no load, and costs no block per attempt."""
+_NUM_SCANNERS: Final = 8
+"""Threads that read headers at the start: one alone waits for the disk most of the time."""
+_SEGMENT_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9]{1,18})\.blocks")
+_GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+class DiskStore(SlotStore):
+    """A `BlockStore` in files of one folder, which it claims among those in a directory.
+
+    Slot s is record s % n of segment s // n, where a segment holds at most n. Numbers of segments are used once, so a
+    write that began before `clear` finds no file of its segment.
+    """
+
+    tier: Tier = "disk"
+
+    def __init__(
+        self, directory: Path, record: RecordFormat, max_bytes: int, *, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """Find the blocks of an earlier process; files of other formats are deleted. Raises ValueError."""
+        super().__init__(record.payload_bytes)
+        self._record = record
+        self._max_slots = max_bytes // record.record_bytes
+        if self._max_slots < 1:
+            raise ValueError(f"a disk store of {max_bytes:,} bytes holds no block of {record.record_bytes:,} bytes")
+        self._slots_per_segment = max(1, segment_bytes // record.record_bytes)
+        self._segments: dict[int, int] = {}
+        """The slots in use of each segment, by its number; slots after these are not used yet."""
+        self._next_segment = 0
+        self._paused_until_s = 0.0
+        self._failing = False
+        self._claim = ClaimedFolder(directory)
+        self._folder = self._claim.path
+        try:
+            self._recover()
+        except OSError as error:
+            self._claim.release()
+            raise ValueError(f"{self._folder} cannot be read: {error.strerror}") from error
+
+    def clear(self) -> None:
+        with self._lock:
+            segments = list(self._segments)
+            self._forget_all()
+        for number in segments:
+            _delete(self._path(number))
+
+    def close(self) -> None:
+        super().close()
+        self._claim.release()
+
+    def _fill(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+        segment, offset = self._locate(slot)
+        header = bytearray(HEADER_BYTES)
+        try:
+            file = os.open(self._path(segment), os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                num_read = os.preadv(file, [header, payload], offset)
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._report(error, segment)
+            return False
+        return num_read == self._record.record_bytes and self._record.verifies(header, link, payload)
+
+    def _keep(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+        segment, offset = self._locate(slot)
+        header = self._record.header(link, payload)
+        try:
+            file = os.open(self._path(segment), os.O_WRONLY | os.O_NOFOLLOW)  # never made here: `clear` may have passed
+            try:
+                num_written = os.pwritev(file, [header, payload], offset)
+            finally:
+                os.close(file)
+            if num_written != self._record.record_bytes:
+                raise OSError(f"{num_written:,} of {self._record.record_bytes:,} bytes were written")
+        except OSError as error:
+            self._report(error, segment)
+            if not isinstance(error, _GONE):
+                self._pause(error)
+            return False
+        if self._failing:
+            self._failing = False
+            logger.info("blocks are written to %s again", self._folder)
+        return True
+
+    def _report(self, error: OSError, segment: int) -> None:
+        """Drop a segment whose file was removed or replaced, so that another takes its room."""
+        logger.debug("segment %d in %s: %s", segment, self._folder, error)
+        if isinstance(error, _GONE):
+            with self._lock:
+                self._segments.pop(segment, None)
+                lost = self._chains.forget(lambda held: self._locate(held.slot)[0] == segment)
+                self._free = [*self._usable(self._free), *self._usable(lost)]
+
+    def _pause(self, error: OSError) -> None:
+        self._paused_until_s = monotonic() + WRITE_PAUSE_S
+        if not self._failing:
+            self._failing = True
+            logger.warning(
+                "no block can be written to %s: %s; tried again every %.0f s", self._folder, error, WRITE_PAUSE_S
+            )
+
+    def _take_slot(self, link: ChainLink) -> int | None:
+        return None if monotonic() < self._paused_until_s else super()._take_slot(link)
+
+    def _grow(self) -> None:
+        """Add a slot to the last segment, or begin another.
+
+        Its file is made under the lock, once in 256 MB, so that `clear` knows of every file.
+        """
+        if sum(self._segments.values()) >= self._max_slots:
+            return
+        number = next(reversed(self._segments), -1)
+        if self._segments.get(number, self._slots_per_segment) >= self._slots_per_segment:
+            number = self._next_segment
+            self._next_segment += 1
+            try:
+                os.close(os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            except OSError as error:
+                self._pause(error)
+                return
+            self._segments[number] = 0
+        self._free.append(number * self._slots_per_segment + self._segments[number])
+        self._segments[number] += 1
+
+    def _usable(self, slots: Sequence[int]) -> Sequence[int]:
+        return [slot for slot in slots if self._locate(slot)[0] in self._segments]
+
+    def _reset_slots(self) -> None:
+        self._segments.clear()
+        self._free = []
+
+    def _locate(self, slot: int) -> tuple[int, int]:
+        """Return the number of a slot's segment and its offset there."""
+        segment, index = divmod(slot, self._slots_per_segment)
+        return segment, index * self._record.record_bytes
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{self._record.fingerprint}-{segment}.blocks"
+
+    def _recover(self) -> None:
+        """Rebuild the account from the headers. Payloads are verified when they are read.
+
+        A damaged header is a free slot. So is a copy, which the block of a forgotten chain leaves when written again.
+        """
+        room = self._max_slots
+        for number in sorted(self._own_segments()):
+            self._next_segment = number + 1
+            path = self._path(number)
+            num_slots = min(path.stat().st_size // self._record.record_bytes, self._slots_per_segment, room)
+            if num_slots == 0:
+                _delete(path)
+                continue
+            os.truncate(path, num_slots * self._record.record_bytes)
+            self._segments[number] = num_slots
+            room -= num_slots
+        with ThreadPoolExecutor(_NUM_SCANNERS) as scanners:
+            found = [record for records in scanners.map(self._scan, self._segments) for record in records]
+        found.sort(key=lambda record: record[1].depth if record[1] else 0)
+        for slot, link in found:
+            if link is not None and self._chains.accepts(link):
+                self._chains.add(link, slot)
+            else:
+                self._free.append(slot)
+        if found:
+            logger.info("%s holds %d blocks of an earlier process", self._folder, len(self._chains))
+
+    def _own_segments(self) -> Iterator[int]:
+        """Return the numbers of the segments in the folder; delete those of other formats."""
+        for entry in self._folder.iterdir():
+            name = _SEGMENT_NAME.fullmatch(entry.name)
+            if name is None or not stat.S_ISREG(entry.lstat().st_mode):
+                continue
+            if name[1] == self._record.fingerprint:
+                yield int(name[2])
+            else:
+                _delete(entry)
+
+    def _scan(self, segment: int) -> list[tuple[int, ChainLink | None]]:
+        """Return each slot of a segment with the block that its header names."""
+        first, size = segment * self._slots_per_segment, self._record.record_bytes
+        links: list[ChainLink | None] = [None] * self._segments[segment]
+        try:
+            file = os.open(self._path(segment), os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payloads
+                for index in range(len(links)):
+                    links[index] = self._record.find_link(os.pread(file, HEADER_BYTES, index * size))
+            finally:
+                os.close(file)
+        except OSError as error:
+            logger.warning("segment %d in %s: %s", segment, self._folder, error)
+        return list(enumerate(links, first))
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, or at least what is in it."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.error("%s cannot be deleted: %s", path, error)
+        try:
+            os.truncate(path, 0)
+        except OSError:
+            logger.error("%s keeps its blocks: delete it by hand", path)

@@ -1,0 +1,135 @@
+"""The common part of the stores: blocks in slots of one size, of which a `ChainLRU` keeps account."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from cache.events import BlockEvent
+from cache.store import ChainLink
+from cache.stores.chain_lru import ChainLRU
+from cache.types import BlockHash, Tier
+
+
+class SlotStore(ABC):
+    """A `BlockStore` over slots; subclasses know what a slot is.
+
+    The lock guards the account, and is never held while a slot is read or written: a slot may be overwritten while it
+    is read. Its block is then no longer held, so `read` looks again after it has read.
+    """
+
+    tier: Tier
+
+    def __init__(self, payload_bytes: int) -> None:
+        self._payload_bytes = payload_bytes
+        self._lock = threading.Lock()
+        self._chains = ChainLRU()
+        self._free: list[int] = []
+        """Slots that hold no block and that no write is filling; the last is taken first."""
+        self._writing: set[int] = set()
+        self._generation = 0
+        self._closed = False
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    # The engine thread asks these for every request. They take no lock: a dict changes by whole operations.
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._chains
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        return self._chains.match(hashes)
+
+    def read(self, link: ChainLink, payload: memoryview) -> bool:
+        assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
+        with self._lock:
+            block = self._chains.get(link.block_hash)
+        if block is None or block.link != link:
+            return False
+        is_exact = self._fill(payload, link, block.slot)
+        with self._lock:
+            if self._chains.get(link.block_hash) is not block:
+                return False
+            if is_exact:
+                self._chains.touch(block)
+            else:
+                self._free += self._chains.forget(lambda held: held is block)
+        return is_exact
+
+    def write(self, link: ChainLink, payload: memoryview, generation: int) -> bool:
+        assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
+        with self._lock:
+            if self._closed or generation != self._generation:
+                return False
+            if (held := self._chains.get(link.block_hash)) is not None:
+                self._chains.touch(held)
+                return True
+            slot = self._take_slot(link)
+            if slot is None:
+                return False
+            self._writing.add(slot)
+        is_written = self._keep(payload, link, slot)
+        with self._lock:
+            self._writing.discard(slot)
+            # While the lock was open the parent may have left, or another thread have written this block.
+            if is_written and generation == self._generation and self._chains.accepts(link):
+                self._chains.add(link, slot)
+            else:
+                self._free += self._usable([slot])
+            return generation == self._generation and link.block_hash in self._chains
+
+    def clear(self) -> None:
+        with self._lock:
+            self._forget_all()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._forget_all()
+
+    def cached_hashes(self) -> Iterator[BlockHash]:
+        with self._lock:
+            return iter(list(self._chains))
+
+    def take_events(self) -> list[BlockEvent]:
+        with self._lock:
+            return self._chains.take_events()
+
+    def _forget_all(self) -> None:
+        """Begin another generation, without blocks. The lock is held."""
+        self._generation += 1
+        self._chains = ChainLRU()
+        self._reset_slots()
+
+    def _take_slot(self, link: ChainLink) -> int | None:
+        if not self._chains.accepts(link):
+            return None
+        if not self._free:
+            self._grow()
+        return self._free.pop() if self._free else self._chains.evict(spared=link.parent)
+
+    @abstractmethod
+    def _fill(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+        """Read a slot. False: it does not hold this block whole."""
+
+    @abstractmethod
+    def _keep(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+        """Write a slot."""
+
+    @abstractmethod
+    def _grow(self) -> None:
+        """Add slots to `_free`, if there may be more. The lock is held."""
+
+    @abstractmethod
+    def _usable(self, slots: Sequence[int]) -> Sequence[int]:
+        """Return those of the slots that still exist. The lock is held."""
+
+    @abstractmethod
+    def _reset_slots(self) -> None:
+        """Free all slots, except those that are being written. The lock is held."""

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.store import ChainLink
+from cache.stores.chain_lru import ChainLRU
+from cache.types import BlockHash
+from tests.block_events import replay
+from tests.cache.stores.store_parts import chain, tree
+
+LINKS = tree(3)
+STEPS = st.lists(st.tuples(st.sampled_from(("add", "add", "add", "touch", "evict", "forget")), st.integers(0, 27)))
+
+
+@given(STEPS)
+def test_any_history_is_that_of_a_plain_list(steps: list[tuple[str, int]]) -> None:
+    """Compare with a list in order of use, which is searched for the first leaf."""
+    lru = ChainLRU()
+    used: list[ChainLink] = []
+    slots: dict[BlockHash, int] = {}
+    published: set[BlockHash] = set()
+    for number, (what, at) in enumerate(steps):
+        link = LINKS[at % len(LINKS)]
+        has_parent = link.depth == 0 or link.parent in slots
+        assert lru.accepts(link) == (has_parent and link.block_hash not in slots)
+        match what:
+            case "add" if lru.accepts(link):
+                lru.add(link, number)
+                slots[link.block_hash] = number
+                used.append(link)
+            case "touch" if (held := lru.get(link.block_hash)) is not None:
+                assert (held.link, held.slot) == (link, slots[link.block_hash])
+                lru.touch(held)
+                used.remove(link)
+                used.append(link)
+            case "evict":
+                parents = {link.parent for link in used}
+                leaves = [leaf for leaf in used if leaf.block_hash not in parents | {link.block_hash}]
+                expected = slots.pop(leaves[0].block_hash) if leaves else None
+                assert lru.evict(spared=link.block_hash) == expected
+                used = [link for link in used if link.block_hash in slots]
+            case "forget":
+                lost = [BlockHash(link.block_hash)] if link.block_hash in slots else []
+                for held_link in LINKS:
+                    if held_link.parent in lost and held_link.block_hash in slots:
+                        lost.append(held_link.block_hash)
+                found = lru.forget(lambda held, link=link: held.link == link)  # type: ignore[misc]
+                assert sorted(found) == sorted(slots.pop(block_hash) for block_hash in lost)
+                used = [link for link in used if link.block_hash in slots]
+        before = set(published)
+        events = lru.take_events()
+        replay(events, published)
+        assert published == set(lru) == set(slots)
+        assert len(events) == len(published ^ before), "an event changed nothing"
+        order = {block_hash: place for place, block_hash in enumerate(lru)}
+        assert all(link.depth == 0 or order[link.parent] < order[link.block_hash] for link in used)
+        assert len(lru._leaves) <= len(lru), "the queue of leaves grows without bound"
+
+
+def test_a_chain_leaves_whole_before_one_that_was_used_later() -> None:
+    old, new = chain([0, 0, 0]), chain([1, 1, 1])
+    lru = ChainLRU()
+    for slot, link in enumerate([*new, *old]):
+        lru.add(link, slot)
+    for link in new:
+        held = lru.get(link.block_hash)
+        assert held is not None
+        lru.touch(held)
+    assert [lru.evict(spared=BlockHash(b"")) for _ in range(7)] == [5, 4, 3, 2, 1, 0, None]
+
+
+def test_match_ends_at_the_first_block_that_is_missing() -> None:
+    links = chain([0, 1, 0])
+    lru = ChainLRU()
+    for slot, link in enumerate(links[:2]):
+        lru.add(link, slot)
+    hashes = [link.block_hash for link in links]
+    assert [lru.match(hashes), lru.match(hashes[1:]), lru.match(hashes[2:]), lru.match([])] == [2, 1, 0, 0]
+    assert lru.match(hashes[:2]) == 2
+
+
+def test_a_block_without_its_parent_is_a_broken_invariant() -> None:
+    with pytest.raises(AssertionError, match="not held"):
+        ChainLRU().add(chain([0, 1])[1], 0)
+
+
+def test_a_parent_at_another_depth_is_no_parent() -> None:
+    links = chain([0, 1])
+    lru = ChainLRU()
+    lru.add(links[0], 0)
+    assert not lru.accepts(ChainLink(links[1].block_hash, links[1].parent, 2))
