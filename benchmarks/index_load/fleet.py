@@ -21,7 +21,7 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex
 from cache.redis_index.client import RedisClient
 from cache.redis_index.schema import Keys, Signer, encode_member, encode_state
-from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, WorkerId
+from cache.types import BlockHash, Epoch, GatewayId, IndexEntry, Tier, WorkerId
 from worker.wire import PROTOCOL_VERSION
 
 PATTERNS: Final = ("three", "head", "shared", "deep")
@@ -57,7 +57,7 @@ def entries(length: int) -> list[IndexEntry]:
     return [IndexEntry(os.urandom(8)) for _ in range(length)]
 
 
-def member_of(number: int) -> WorkerMember:
+def member_of(number: int, tiers: tuple[Tier, ...] = ()) -> WorkerMember:
     name = f"worker-{number:04}"
     return WorkerMember(
         WorkerId(name),
@@ -69,6 +69,7 @@ def member_of(number: int) -> WorkerMember:
         16,
         131072,
         PROTOCOL_VERSION,
+        tiers=tiers,
     )
 
 
@@ -78,16 +79,23 @@ def state_of(member: WorkerMember, batch: int) -> bytes:
     return SIGNER.sign_state(member.worker_id, state)
 
 
-async def populate(client: RedisClient, hashes: Sequence[BlockHash], num_workers: int, pattern: str) -> None:
-    """A registry of live workers, each with its set, as their writers leave it."""
+async def populate(
+    client: RedisClient, hashes: Sequence[BlockHash], num_workers: int, pattern: str, on_disk: str = ""
+) -> None:
+    """A registry of live workers, each with its set, as their writers leave it; `on_disk` is the pattern of a tier."""
     rng = random.Random(0)
     keys = Keys(READER.prefix, 0)
     await client.call(("FLUSHALL",), timeout_s=30)
     for number in range(num_workers):
-        member = member_of(number)
-        held = [index_entry(h) for h in hashes[: depth(pattern, number, len(hashes), num_workers, rng)]]
+        member = member_of(number, ("disk",) if on_disk else ())
+        tiers: list[tuple[Tier | None, str]] = [(None, pattern)]
+        if on_disk:
+            tiers.append(("disk", on_disk))
+        for tier, kind in tiers:
+            held = [index_entry(h) for h in hashes[: depth(kind, number, len(hashes), num_workers, rng)]]
+            key = keys.blocks(member.worker_id, member.epoch, 1, tier)
+            await client.call(("SADD", key, *held, *entries(OTHER_BLOCKS)), timeout_s=30)
         await client.call(
-            ("SADD", keys.blocks(member.worker_id, member.epoch, 1), *held, *entries(OTHER_BLOCKS)),
             ("HSET", keys.members, member.worker_id, SIGNER.sign_member(member.worker_id, encode_member(member))),
             ("HSET", keys.states, member.worker_id, state_of(member, 1)),
             timeout_s=30,

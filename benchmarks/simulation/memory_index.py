@@ -6,12 +6,12 @@ It has the epochs, leases and prefix-closed sets of the shared index, and none o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.types import BlockHash, IndexEntry, WorkerId
+from cache.types import BlockHash, IndexEntry, Tier, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,8 @@ class _Entry:
     load: WorkerLoad
     deadline_s: float
     written_s: float
-    held: set[IndexEntry] = field(default_factory=set)
+    held: set[IndexEntry]
+    held_in_tiers: list[set[IndexEntry]]
 
 
 class MemoryIndex:
@@ -32,11 +33,18 @@ class MemoryIndex:
         self._lease_s = lease_s
         self._entries: dict[WorkerId, _Entry] = {}
 
-    def register(self, member: WorkerMember, held: Iterable[BlockHash] = (), load: WorkerLoad | None = None) -> None:
+    def register(
+        self,
+        member: WorkerMember,
+        held: Iterable[BlockHash] = (),
+        load: WorkerLoad | None = None,
+        held_in_tiers: Mapping[Tier, Iterable[BlockHash]] | None = None,
+    ) -> None:
         """Begin an epoch or a generation of a worker, which holds `held` and nothing from before."""
         now = self._clock()
         blocks = {index_entry(block_hash) for block_hash in held}
-        self._entries[member.worker_id] = _Entry(member, load or WorkerLoad(), now + self._lease_s, now, blocks)
+        below = [{index_entry(h) for h in (held_in_tiers or {}).get(tier, ())} for tier in member.tiers]
+        self._entries[member.worker_id] = _Entry(member, load or WorkerLoad(), now + self._lease_s, now, blocks, below)
 
     def publish(
         self,
@@ -68,13 +76,19 @@ class MemoryIndex:
     def match(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate]:
         """Return every live worker and the length of its match."""
         now = self._clock()
-        return [
-            Candidate(entry.member, entry.load, num_matched(entry.held, hashes), now - entry.written_s)
-            for entry in self._entries.values()
-            if entry.deadline_s > now and (model is None or entry.member.model == model)
-        ]
+        candidates = []
+        for entry in self._entries.values():
+            if entry.deadline_s > now and (model is None or entry.member.model == model):
+                lengths = [num_matched(entry.held, hashes)]
+                for held in entry.held_in_tiers:
+                    lengths.append(num_matched(held, hashes, lengths[-1]))
+                age_s = now - entry.written_s
+                candidates.append(Candidate(entry.member, entry.load, lengths[0], age_s, tuple(lengths[1:])))
+        return candidates
 
 
-def num_matched(held: set[IndexEntry], hashes: Sequence[BlockHash]) -> int:
-    """Return the length of the prefix of `hashes` in the prefix-closed set `held`."""
-    return bisect_left(hashes, True, key=lambda block_hash: index_entry(block_hash) not in held)
+def num_matched(held: set[IndexEntry], hashes: Sequence[BlockHash], base: int = 0) -> int:
+    """Return the length of the prefix of `hashes` that is in the prefix-closed `held`, or held already: `base`."""
+    if base < len(hashes) and index_entry(hashes[base]) not in held:
+        return base
+    return bisect_left(hashes, True, base, key=lambda block_hash: index_entry(block_hash) not in held)

@@ -1,7 +1,7 @@
 """The prefix index in Redis: the only package that talks to it.
 
 lookup.RedisIndex     gateway: one round trip per decision      registry     the workers of one shard as last read
-writer.IndexWriter    worker: its own set and entry             script       the read-only script of a lookup
+writer.IndexWriter    worker: its own sets and entry            script       the read-only script of a lookup
 client.RedisClient    one pipelined connection, one owner task  connection   unix, TLS, Sentinel, Cluster
 schema                keys and signed records, untrusted when read
 """
@@ -11,7 +11,7 @@ from cache.redis_index.connection import ClientSettings, check_url
 from cache.redis_index.lookup import ReaderSettings, RedisIndex
 from cache.redis_index.registry import RegistryEntry
 from cache.redis_index.schema import check_key_part
-from cache.redis_index.writer import IndexWriter, WriterSettings
+from cache.redis_index.writer import IndexWriter, SetChange, WriterSettings
 
 __all__ = [
     "ClientSettings",
@@ -20,6 +20,7 @@ __all__ = [
     "RedisDownError",
     "RedisIndex",
     "RegistryEntry",
+    "SetChange",
     "WriterSettings",
     "check_key_part",
     "check_url",

@@ -122,6 +122,21 @@ class _Query:
     workers: tuple[KnownWorker, ...]
     head: bytes
     tail: bytes
+    links: tuple[int, ...]
+    """For each set of a tier, the place among the matches of the one that it continues."""
+    places: tuple[tuple[int, ...], ...]
+    """For each worker, the places of its tiers' matches."""
+
+    def split(self, matches: list[int], num_blocks: int) -> tuple[list[int], Sequence[tuple[int, ...]]]:
+        """Return each worker's match in its pool, and those in its tiers. Raises ReplyError, and what others raise."""
+        num_pools, num_tiers = len(self.workers), len(self.links)
+        if len(matches) != num_pools + num_tiers or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
+            raise ReplyError(f"{brief(matches)} for {num_pools} workers, {num_tiers} tiers and {num_blocks} blocks")
+        if not num_tiers:
+            return matches, self.places
+        if any(matches[link] > match for link, match in zip(self.links, matches[num_pools:], strict=True)):
+            raise ReplyError(f"a match in a tier ends before the one that it continues: {brief(matches)}")
+        return matches[:num_pools], [tuple([matches[at] for at in places]) for places in self.places]
 
 
 class Shard:
@@ -206,20 +221,29 @@ class Shard:
             self.registry.complain(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
         sets = [self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.generation) for w in workers]
+        places = [[at] for at in range(len(workers))]
+        links = []
+        # All first tiers, then all second ones: the neighbour's answer is the search hint.
+        for depth in range(max((len(w.member.tiers) for w in workers), default=0)):
+            for w, own in zip(workers, places, strict=True):
+                for tier in w.member.tiers[depth : depth + 1]:
+                    links.append(own[-1])
+                    own.append(len(sets))
+                    sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.generation, tier))
         keys = [self._keys.states, self._keys.version, *sets]
         # A name costs more than a state of no use here. But foreign values may be of any size and number.
         by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
         ids = [w.member.worker_id for w in workers] if by_name else [ALL_STATES]
-        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", *ids]
-        head, tail = pack([command]).split(b"$1\r\n\0")  # the place of the hashes: no other argument has a zero byte
-        return _Query(tuple(workers), head, tail)
+        packed_links = b"".join(link.to_bytes(2, "big") for link in links)
+        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, *ids]
+        head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place of the hashes: no key has a zero byte
+        return _Query(tuple(workers), head, tail, tuple(links), tuple(tuple(own[1:]) for own in places))
 
     def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
         try:
             version, now, matches, states = reply
             now_ms = schema.decode_time_ms(now)
-            if len(matches) != len(query.workers) or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
-                raise ReplyError(f"{brief(matches)} for {len(query.workers)} workers and {num_blocks} blocks")
+            matched, tier_matched = query.split(matches, num_blocks)
             if isinstance(states, ResponseError):  # their key has another type, or an ACL forbids HVALS
                 if self._hvals_refused:
                     self.registry.complain(b"states", f"the states cannot be read: {states}")
@@ -228,7 +252,7 @@ class Shard:
                 states = []
             if not isinstance(states, list):
                 raise ReplyError(f"states are {brief(states)}")
-            candidates = self.registry.candidates(query.workers, matches, states, now_ms)
+            candidates = self.registry.candidates(query.workers, matched, tier_matched, states, now_ms)
         except Exception as error:  # anything that such a reply may raise
             raise self._malformed(f"a lookup gave {brief(reply)}", error) from error
         self._seen_version = version if type(version) is bytes else b""

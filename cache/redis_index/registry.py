@@ -17,7 +17,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Reply
 from cache.redis_index.schema import RegistryError, Signer, State, verifies_state
-from cache.types import WorkerId
+from cache.types import Tier, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,16 @@ class KnownWorker:
     def entry(self, now_ms: int) -> RegistryEntry:
         state = self.state
         lease_left_s, age_s = (state.deadline_ms - now_ms) * 1e-3, (now_ms - state.written_ms) * 1e-3
-        return RegistryEntry(self.member, state.load, state.num_entries, state.generation, lease_left_s, age_s)
+        in_tiers = state.num_tier_entries if isinstance(state.num_tier_entries, tuple) else ()
+        return RegistryEntry(
+            self.member,
+            state.load,
+            state.num_entries,
+            dict(zip(self.member.tiers, in_tiers, strict=False)),
+            state.generation,
+            lease_left_s,
+            age_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class RegistryEntry:
     member: WorkerMember
     load: WorkerLoad
     num_entries: int
+    num_tier_entries: dict[Tier, int]
     generation: int
     lease_left_s: float
     age_s: float
@@ -110,7 +120,12 @@ class Registry:
         self.has_changed = True
 
     def candidates(
-        self, workers: Sequence[KnownWorker], matches: Sequence[int], states: Iterable[Reply], now_ms: int
+        self,
+        workers: Sequence[KnownWorker],
+        matched: Sequence[int],
+        tier_matched: Sequence[tuple[int, ...]],
+        states: Iterable[Reply],
+        now_ms: int,
     ) -> list[Candidate]:
         """Return the live ones of `workers`. `states` come in any order, perhaps with those of others.
 
@@ -131,12 +146,20 @@ class Registry:
                 found.add(worker)
         if switched:  # their matches are those of old sets
             self.has_changed = True
-            matches = [0 if worker in switched else n for worker, n in zip(workers, matches, strict=True)]
+            matched = [0 if worker in switched else n for worker, n in zip(workers, matched, strict=True)]
+            tier_matched = [
+                (0,) * len(tiers) if worker in switched else tiers
+                for worker, tiers in zip(workers, tier_matched, strict=True)
+            ]
         return [
             Candidate(
-                worker.member, state.load, matched, (now_ms - at) * 1e-3 if now_ms > (at := state.written_ms) else 0.0
+                worker.member,
+                state.load,
+                in_pool,
+                (now_ms - at) * 1e-3 if now_ms > (at := state.written_ms) else 0.0,
+                in_tiers,
             )
-            for worker, matched in zip(workers, matches, strict=True)
+            for worker, in_pool, in_tiers in zip(workers, matched, tier_matched, strict=True)
             if (state := worker.state).deadline_ms > now_ms and (remembers or worker in found)
         ]
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from cache.records import Count, WorkerLoad, WorkerMember
-from cache.types import WorkerId
+from cache.types import Tier, WorkerId
 
 MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
@@ -50,6 +50,8 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     written_ms: Count
     num_entries: Count
     load: WorkerLoad
+    num_tier_entries: tuple[Count, ...] | bytes = ()
+    """For each of the member's tiers. Bytes: a worker of a version without tiers has its signature here."""
 
 
 _decode_state: Final = msgspec.msgpack.Decoder(State).decode
@@ -63,7 +65,8 @@ class Keys:
     {prefix:shard}:members    HASH, worker id -> member
     {prefix:shard}:states     HASH, worker id -> state
     {prefix:shard}:version    STRING, random, changes with `members`
-    {prefix:shard}:b:<worker id>:<epoch>:<generation>       SET of 8-byte entries, with a TTL
+    {prefix:shard}:b:<worker id>:<epoch>:<generation>           SET of 8-byte entries of the pool, with a TTL
+    {prefix:shard}:b:<worker id>:<epoch>:<generation>:<tier>    the same of a store below it
     """
 
     __slots__ = ("_tag", "members", "states", "version")
@@ -74,8 +77,10 @@ class Keys:
         self.states = f"{self._tag}:states".encode()
         self.version = f"{self._tag}:version".encode()
 
-    def blocks(self, worker_id: str, epoch: str, generation: int) -> bytes:
-        return f"{self._tag}:b:{worker_id}:{epoch}:{generation}".encode()
+    def blocks(self, worker_id: str, epoch: str, generation: int, tier: Tier | None = None) -> bytes:
+        """Return the key of the pool's set, or of a tier's."""
+        end = "" if tier is None else f":{tier}"
+        return f"{self._tag}:b:{worker_id}:{epoch}:{generation}{end}".encode()
 
 
 class Signer:
@@ -164,6 +169,8 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if member.worker_id.encode() != worker_id:
         raise RegistryError(f"member calls itself {member.worker_id!r}")
+    if len(set(member.tiers)) < len(member.tiers):
+        raise RegistryError(f"member names a tier twice: {member.tiers!s:.80}")
     is_sized = 0 < member.block_size < 2**31 and 0 < member.max_model_len < 2**31
     if not is_sized or not member.url.startswith(("http://", "https://")):
         sizes = f"block_size {member.block_size!s:.20}, max_model_len {member.max_model_len!s:.20}"
@@ -171,9 +178,12 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
     return member
 
 
-def encode_state(member: WorkerMember, load: WorkerLoad, **numbers: int) -> bytes:
+def encode_state(
+    member: WorkerMember, load: WorkerLoad, num_tier_entries: tuple[int, ...] = (), **numbers: int
+) -> bytes:
     """Encode a `State`; `numbers` are its other fields."""
-    return msgspec.msgpack.encode(State(format=_STATE_FORMAT, epoch=member.epoch, load=load, **numbers))
+    state = State(format=_STATE_FORMAT, epoch=member.epoch, load=load, num_tier_entries=num_tier_entries, **numbers)
+    return msgspec.msgpack.encode(state)
 
 
 def decode_state(data: Any) -> State:

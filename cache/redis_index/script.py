@@ -10,27 +10,51 @@ from __future__ import annotations
 from hashlib import sha1
 from typing import Final
 
-# KEYS: states, version, then one block set per worker. ARGV: the prompt's 16-byte block hashes in one string (the first
-# 8 bytes of each are its entry), then ids of workers, or `*` for all: their states are returned.
+# KEYS: states, version, then the set of each worker's pool, then the sets of tiers. ARGV: the prompt's 16-byte block
+# hashes in one string (the first 8 bytes of each are its entry); for each set of a tier, in two bytes, the place in
+# `matched`, from 0 on, of the match that it continues; then ids of workers, or `*` for all: their states are returned.
 #
 # A set is prefix-closed, so the match ends where membership flips from yes to no. The previous worker's answer is the
 # search hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block at the
 # hint and for the next one, or the next two while neighbours have not agreed. If the flip is not there, the search
 # gallops away from it and then bisects.
+#
+# A tier's match begins where the one before it ends. So its call also asks for the block after that: most often the
+# tier does not go on there. Its hint is the end of the last match that a tier has continued.
 LOOKUP: Final = """
-local pcall, sub, floor = redis.pcall, string.sub, math.floor
-local blob = ARGV[1]
+local pcall, sub, byte, floor = redis.pcall, string.sub, string.byte, math.floor
+local blob, links = ARGV[1], ARGV[2]
+local last_pool = #KEYS - #links / 2
 local num_blocks = #blob / 16
 local entries = setmetatable({}, {__index = function(known, at)
   local entry = sub(blob, at * 16 - 15, at * 16 - 8)
   known[at] = entry
   return entry
 end})
+local function search(key, held, missing, up, step)  -- the match is at least held, and less than missing
+  while missing - held > 1 do
+    local at = step > 0 and (up and held + step or missing - step) or 0
+    if at <= held or at >= missing then
+      step = 0
+      at = floor((held + missing) / 2)
+    else
+      step = step * 2
+    end
+    if pcall('SISMEMBER', key, entries[at]) == 1 then
+      held = at
+      if not up then step = 0 end
+    else
+      missing = at
+      if up then step = 0 end
+    end
+  end
+  return held
+end
 local matched = {}
 local hint, agreed = 0, true
-for i = 3, #KEYS do
+for i = 3, last_pool do
   local key = KEYS[i]
-  local held, missing = 0, num_blocks + 1  -- the match is at least held, and less than missing
+  local held, missing = 0, num_blocks + 1
   local up, step = true, 1
   if hint > 0 and hint < num_blocks then
     local found
@@ -54,31 +78,43 @@ for i = 3, #KEYS do
     local at = hint > 0 and hint or 1
     if pcall('SISMEMBER', key, entries[at]) == 1 then held = at else missing, up = at, false end
   end
-  while missing - held > 1 do
-    local at = step > 0 and (up and held + step or missing - step) or 0
-    if at <= held or at >= missing then
-      step = 0
-      at = floor((held + missing) / 2)
-    else
-      step = step * 2
-    end
-    if pcall('SISMEMBER', key, entries[at]) == 1 then
-      held = at
-      if not up then step = 0 end
-    else
-      missing = at
-      if up then step = 0 end
-    end
-  end
+  if missing - held > 1 then held = search(key, held, missing, up, step) end
   agreed = held == hint
   hint = held
   matched[i - 2] = held
 end
+hint = 0
+for i = last_pool + 1, #KEYS do
+  local key = KEYS[i]
+  local high, low = byte(links, 2 * (i - last_pool) - 1, 2 * (i - last_pool))
+  local base = matched[256 * high + low + 1]
+  local held, missing, up = base, num_blocks + 1, true
+  if base < num_blocks then
+    if hint <= base then
+      if pcall('SISMEMBER', key, entries[base + 1]) == 1 then held = base + 1 else missing = base + 1 end
+    else
+      local after = hint < num_blocks and hint + 1 or hint
+      local found = pcall('SMISMEMBER', key, entries[base + 1], entries[hint], entries[after])
+      if found[1] ~= 1 then
+        missing = base + 1
+      elseif found[2] ~= 1 then
+        held, missing, up = base + 1, hint, false
+      elseif found[3] ~= 1 then
+        held, missing = hint, after
+      else
+        held = after
+      end
+    end
+    if missing - held > 1 then held = search(key, held, missing, up, 1) end
+  end
+  if held > base then hint = held end
+  matched[i - 2] = held
+end
 local states = {}
-if ARGV[2] == '*' then
+if ARGV[3] == '*' then
   states = pcall('HVALS', KEYS[1])
-elseif #ARGV > 1 then
-  states = pcall('HMGET', KEYS[1], unpack(ARGV, 2))
+elseif #ARGV > 2 then
+  states = pcall('HMGET', KEYS[1], unpack(ARGV, 3))
 end
 local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- of any size
 if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user without that right

@@ -1,8 +1,9 @@
-"""The worker's side of the shared index: its own set of blocks and its own registry entry, nothing else.
+"""The worker's side of the shared index: its own sets of blocks and its own registry entry, nothing else.
 
-Every publish is one MULTI that also reads back. After any doubt about its set, the worker writes a new generation,
-switches its state to it, and unlinks the old one. Doubts are an error, a lost connection, a wrong count, and a Redis
-that has gone back in time. A late command of an old connection writes to a key that no reader knows any more.
+The pool has a set, and so has each tier below it. Every publish is one MULTI that also reads back. After any doubt
+about a set, the worker writes a new generation of all, switches its state to it, and unlinks the old one. Doubts are an
+error, a lost connection, a wrong count, and a Redis that has gone back in time. A late command of an old connection
+writes to a key that no reader knows any more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -46,6 +47,17 @@ class WriterSettings(IndexSettings):
     dead_after_s: float = 3600.0
 
 
+class SetChange(NamedTuple):
+    """A change of the set of the pool, or of a tier's."""
+
+    stored: Sequence[IndexEntry]
+    """Parents first."""
+    removed: Sequence[IndexEntry]
+    """Children first."""
+    num_entries: int
+    """Held afterwards."""
+
+
 class IndexWriter:
     """Needs `run()` in the event loop of its callers; one publish or rewrite at a time."""
 
@@ -69,8 +81,8 @@ class IndexWriter:
         self._describe(member)
         self._generation = 0
         self._batch = 0
-        self._set_key = b""
-        """The current generation's key; empty before the first."""
+        self._set_keys: list[bytes] = []
+        """The current generation's keys, the pool's first, then the tiers'; empty before the first generation."""
         self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
         self._offset_ms: float | None = None
@@ -78,47 +90,52 @@ class IndexWriter:
         self._is_refused = False
         self._rewrite_failed = False
         self.in_doubt = True
-        """The set must be rewritten before anything else is published."""
+        """The sets must be rewritten before anything else is published."""
 
     async def run(self) -> None:
         """Keep the connection; end only by cancellation."""
         await self.client.run()
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """Use `member` from now on. The next rewrite unlinks the old epoch's set."""
+        """Use `member` from now on. The next rewrite unlinks the old epoch's sets."""
         if member.worker_id != self.member.worker_id:
             raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self.member.worker_id!r}")
         self._describe(member)
         self.in_doubt = True
 
     async def publish(
-        self, stored: Sequence[IndexEntry], removed: Sequence[IndexEntry], load: WorkerLoad, num_entries: int
+        self,
+        stored: Sequence[IndexEntry],
+        removed: Sequence[IndexEntry],
+        load: WorkerLoad,
+        num_entries: int,
+        tiers: Sequence[SetChange] = (),
     ) -> bool:
         """Publish changes in one MULTI, and put back an entry that others have overwritten.
 
-        `stored` has parents first, `removed` children first; `num_entries` are held afterwards. False: there is doubt,
-        and `rewrite` must follow.
+        `stored`, `removed` and `num_entries` are the pool's `SetChange`; `tiers` has one for each of the member's
+        tiers. False: there is doubt, and `rewrite` must follow.
         """
         assert not self.in_doubt
-        key, worker_id = self._set_key, self.member.worker_id
-        state = self._state(load, num_entries)
-        commands: list[_Command] = [
-            ("HGET", self._keys.states, worker_id),
-            ("HGET", self._keys.members, worker_id),
-            *self._chunked("SADD", key, stored),
-            *self._chunked("SREM", key, removed),
-            ("PEXPIRE", key, int(self._settings.set_ttl_s * 1000)),
-            ("HSET", self._keys.states, worker_id, state),
-            ("SCARD", key),
-            ("TIME",),
-        ]
+        worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
+        changes = [SetChange(stored, removed, num_entries), *tiers]
+        num_held = [change.num_entries for change in changes]
+        state = self._state(load, num_held)
+        commands: list[_Command] = [("HGET", self._keys.states, worker_id), ("HGET", self._keys.members, worker_id)]
+        for key, change in zip(self._set_keys, changes, strict=True):
+            commands += self._chunked("SADD", key, change.stored)
+            commands += self._chunked("SREM", key, change.removed)
+            commands.append(("PEXPIRE", key, ttl_ms))
+        commands.append(("HSET", self._keys.states, worker_id, state))
+        commands += [("SCARD", key) for key in self._set_keys]
+        commands.append(("TIME",))
         self.in_doubt = True  # until the reply has settled it
         replies = await self._transaction(commands)
         if replies is None:
             return False
         found_state, found_record = replies[:2]
-        if replies[-2] != num_entries or self._has_gone_back(found_state):
-            logger.debug("the index lost or gained blocks of %s: rewriting its set", worker_id)
+        if replies[-1 - len(num_held) : -1] != num_held or self._has_gone_back(found_state):
+            logger.debug("the index lost or gained blocks of %s: rewriting its sets", worker_id)
             return False
         displaced = found_state != self._last_state or found_record != self._record
         self._last_state = state
@@ -139,33 +156,43 @@ class IndexWriter:
         is_genuine = not self._signer.enabled or verifies_state(self._signer.state_mac(self.member.worker_id), found)
         return state.epoch == self.member.epoch and is_genuine
 
-    async def rewrite(self, held: Sequence[IndexEntry], load: WorkerLoad) -> bool:
-        """Write a new generation of everything held, parents first, and switch to it. False: try again later."""
+    async def rewrite(
+        self, held: Sequence[IndexEntry], load: WorkerLoad, tiers: Sequence[Sequence[IndexEntry]] = ()
+    ) -> bool:
+        """Write a new generation of everything held, parents first, and switch to it. False: try again later.
+
+        `held` is the pool's; `tiers` has what each of the member's tiers holds.
+        """
         replies = await self._ask(("TIME",))
         if replies is None or not self._take_clock(replies[0]):
             return False
-        if self._set_key:
-            self._old_sets.append(self._set_key)
+        self._old_sets.extend(self._set_keys)
         # After a failure, choose an unpredictable one: someone may have put a foreign key in our way.
         self._generation += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
-        key = self._set_key = self._keys.blocks(worker_id, self.member.epoch, self._generation)
-        if not await self._fill(key, held, ttl_ms):
-            return False
-        state = self._state(load, len(held))
+        self._set_keys = [
+            self._keys.blocks(worker_id, self.member.epoch, self._generation, tier)
+            for tier in (None, *self.member.tiers)
+        ]
+        num_held = []
+        for key, entries in zip(self._set_keys, (held, *tiers), strict=True):
+            if not await self._fill(key, entries, ttl_ms):
+                return False
+            num_held.append(len(entries))
+        state = self._state(load, num_held)
         unlink: list[_Command] = [("UNLINK", *self._old_sets)] if self._old_sets else []
         replies = await self._transaction(
             [
                 *self._registration(),
                 ("HSET", self._keys.states, worker_id, state),
-                ("PEXPIRE", key, ttl_ms),
+                *(("PEXPIRE", key, ttl_ms) for key in self._set_keys),
                 *unlink,
-                ("SCARD", key),
+                *(("SCARD", key) for key in self._set_keys),
                 ("TIME",),
             ]
         )
-        if replies is None or replies[-2] != len(held):
+        if replies is None or replies[-1 - len(num_held) : -1] != num_held:
             return False
         self._count("rewritten")
         self._rewrite_failed = False
@@ -177,9 +204,9 @@ class IndexWriter:
         """Leave the registry, unless another process has taken the entry over. Ignore errors: leases end."""
         worker_id = self.member.worker_id
         replies = await self._ask(("HGET", self._keys.members, worker_id))
-        if replies is None or replies[0] != self._record or not self._set_key:
+        if replies is None or replies[0] != self._record or not self._set_keys:
             return
-        await self._transaction([*self._removal([worker_id]), ("UNLINK", self._set_key, *self._old_sets)])
+        await self._transaction([*self._removal([worker_id]), ("UNLINK", *self._set_keys, *self._old_sets)])
         self.in_doubt = True
 
     async def prune(self) -> int:
@@ -292,18 +319,19 @@ class IndexWriter:
         self.in_doubt = abs(self._offset_ms - before_ms) > max(_MIN_JUMP_MS, 250 * self._settings.lease_s)
         return not self.in_doubt
 
-    def _state(self, load: WorkerLoad, num_entries: int) -> bytes:
+    def _state(self, load: WorkerLoad, num_held: Sequence[int]) -> bytes:
         assert self._offset_ms is not None
         now_ms = int(time.monotonic() * 1000 + self._offset_ms)
         self._batch += 1
         state = schema.encode_state(
             self.member,
             load,
+            tuple(num_held[1:]),
             generation=self._generation,
             batch=self._batch,
             deadline_ms=now_ms + int(self._settings.lease_s * 1000),
             written_ms=now_ms,
-            num_entries=num_entries,
+            num_entries=num_held[0],
         )
         return self._signer.sign_state(self.member.worker_id, state)
 

@@ -91,7 +91,7 @@ def record_of(own: WorkerMember, prefix: str, secret: bytes) -> bytes:
 
 
 class Worker:
-    """The publishing side of one worker, and what its pool holds."""
+    """The publishing side of one worker, and what its pool holds, and each of its tiers."""
 
     def __init__(self, url: str, prefix: str, secret: bytes, own: WorkerMember) -> None:
         self.member = signed(secret, own)
@@ -127,12 +127,15 @@ class Worker:
         self.held += stored
         for _ in range(num_removed):
             events.append(Removed(self.held.pop()))
+        for tier in self.member.tiers:
+            self.publisher.offer_tier(tier, events)
         self.publisher.offer(events, WorkerLoad({GatewayId("g"): 0.1}, 1.0, 1000.0, 1, 0, 90, 100))
 
     def stands(self, store: redis.Redis) -> bool:
-        """The set in Redis is what the worker holds."""
-        found: Any = store.smembers(self.publisher._writer._set_key)
-        return found == {index_entry(block) for block in self.held}
+        """The sets in Redis are what the worker holds."""
+        keys = self.publisher._writer._set_keys
+        held = {index_entry(block) for block in self.held}
+        return bool(keys) and all(store.smembers(key) == held for key in keys)
 
 
 class Gateway:
@@ -209,6 +212,10 @@ def check_candidate(candidate: Candidate, num_blocks: int) -> None:
     matched = candidate.matched_blocks
     assert type(matched) is int, f"a match of {matched!r:.80} blocks of {num_blocks}"
     assert 0 <= matched <= num_blocks, f"a match of {matched!r:.80} blocks of {num_blocks}"
+    lengths = [matched, *candidate.tier_blocks]
+    assert all(type(length) is int and length <= num_blocks for length in lengths), f"matches {lengths!r:.80}"
+    assert lengths == sorted(lengths), f"matches {lengths!r:.80}"
+    assert len(candidate.tier_blocks) in (0, len(candidate.member.tiers)), f"matches {lengths!r:.80}"
     load = candidate.load
     numbers = [candidate.load_age_s, load.assigned_prefill_s, load.prefill_tokens_per_s, load.start_interval_s]
     numbers += load.queued_prefill_s.values()

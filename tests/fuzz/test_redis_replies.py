@@ -85,7 +85,8 @@ class RepliesLane:
         self.keys = keys_of(self.prefix)
         self.store = redis.Redis(unix_socket_path=str(server.socket), db=1)
         self.read, self.write = (Proxy(server.socket, folder / f"{self.prefix}-{side}") for side in "rw")
-        self.worker = Worker(self._url(self.write), self.prefix, self.secret, member("w0", "http://127.0.0.1:1"))
+        own = member("w0", "http://127.0.0.1:1", tiers=("host", "disk")[: number % 3])
+        self.worker = Worker(self._url(self.write), self.prefix, self.secret, own)
         self.gateway = Gateway(self._url(self.read), self.prefix, self.secret, self._fetch, client, ())
         self.parts = Parts()
         self.rng = random.Random(number)
@@ -176,7 +177,7 @@ class RepliesLane:
         if state == "startup":
             self.write.cut()
         if state == "rewrite":
-            self.store.delete(worker.publisher._writer._set_key)
+            self.store.delete(rng.choice(worker.publisher._writer._set_keys))
         if len(worker.held) > 10 and rng.random() < 0.5:
             worker.change(num_removed=rng.randrange(1, 4))
         else:

@@ -73,7 +73,8 @@ class ValuesLane:
         self.answers = answers
         rng = random.Random(number)
         self.hashes = chain(rng, NUM_BLOCKS)
-        self.workers = [Worker(server.url, self.prefix, self.secret, member(f"w{n}", answers[n].url)) for n in range(2)]
+        members = [member("w0", answers[0].url), member("w1", answers[1].url, tiers=("disk",))]
+        self.workers = [Worker(server.url, self.prefix, self.secret, own) for own in members]
         is_static = number % 4 < 2
         static = [answers[0].url, answers[1].url, self.ghost.url] if is_static else [self.ghost.url]
         self.gateway = Gateway(server.url, self.prefix, self.secret, client.state, client, static)
@@ -340,7 +341,7 @@ class ValuesLane:
 
     def own_blocks(self, rng: random.Random, target: Worker) -> None:
         """Entries more or fewer, or another type; the worker notices by itself."""
-        key = target.publisher._writer._set_key
+        key = rng.choice(target.publisher._writer._set_keys)
         kind = rng.choice(["set", "set", "string", "list", "hash", "zset", "none"])
         if kind == "set" and self.store.type(key) in (b"set", b"none"):
             if rng.random() < 0.5:

@@ -85,7 +85,10 @@ class EventPublisher(Protocol):
         """Take the events since the last call, in order, and the current load."""
 
     def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
-        """Take the events of a store below the pool since the last call, in order."""
+        """Take the events of a store below the pool since the last call, in order.
+
+        From any thread, but never while another one clears the stores and calls `begin_epoch`.
+        """
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""

@@ -1,9 +1,11 @@
 """Publishes what this worker holds to the shared index, off the engine thread.
 
-    engine thread: offer(events, load) -> inbox -> [event loop] held, stored, removed -> IndexWriter -> Redis
+    engine thread: offer(events, load)   -> inbox -> [event loop] held, stored, removed -> IndexWriter -> Redis
+    any thread: offer_tier(tier, events) ->
 
 The engine never waits for Redis. A block that is stored and dropped between two publishes is never sent. `held` mirrors
-the pool, so a rewrite after any doubt asks nothing of the engine; the pool's size bounds it, also while Redis is away.
+the pool, and each tier below it, so a rewrite after any doubt asks nothing of the engine; their sizes bound it, also
+while Redis is away.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from typing import Final
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, WriterSettings
+from cache.redis_index import IndexWriter, SetChange, WriterSettings
 from cache.types import IndexEntry, Tier
 
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 20_000
 """Entries in one MULTI: more are published by several, in order."""
+
+_Item = tuple[Tier | None, Sequence[BlockEvent], WorkerLoad | None] | WorkerMember
+"""Events of the pool with the load, events of a tier, or a new epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class PublisherSettings:
 
 
 class Changes:
-    """The blocks of a pool, and how the published set differs from them. Has one owner; not thread-safe."""
+    """The blocks of a pool or a tier, and how the published set differs from them. Has one owner; not thread-safe."""
 
     def __init__(self) -> None:
         self.held: dict[IndexEntry, None] = {}
@@ -74,7 +79,7 @@ class Changes:
         self.settle()
 
     def settle(self) -> None:
-        """Forget the differences: the published set is what the pool holds."""
+        """Forget the differences: the published set is what is held."""
         self._pending.clear()
         self.num_published = len(self.held)
 
@@ -113,9 +118,9 @@ class Publisher:
         self._settings = settings or PublisherSettings()
         self._writer = IndexWriter(url, member, writer_settings, count=count)
         self._count = count
-        self._changes = Changes()
+        self._changes = _changes_of(member)
         self._load = WorkerLoad()
-        self._inbox: deque[tuple[Sequence[BlockEvent], WorkerLoad] | WorkerMember] = deque()
+        self._inbox: deque[_Item] = deque()
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pruned_s = 0.0
@@ -140,18 +145,18 @@ class Publisher:
 
     @property
     def num_held(self) -> int:
-        return len(self._changes.held)
+        return len(self._changes[None].held)
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
-        self._put((events, load))
+        self._put((None, events, load))
 
     def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
-        raise NotImplementedError  # with the tiers' sets in the index
+        self._put((tier, events, None))
 
     def begin_epoch(self, member: WorkerMember) -> None:
         self._put(member)
 
-    def _put(self, item: tuple[Sequence[BlockEvent], WorkerLoad] | WorkerMember) -> None:
+    def _put(self, item: _Item) -> None:
         self._inbox.append(item)
         loop = self._loop
         if loop is not None and not self._wake.is_set():
@@ -210,11 +215,12 @@ class Publisher:
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, WorkerMember):
-                self._changes.clear()
+                self._changes = _changes_of(item)
                 self._writer.begin_epoch(item)
                 continue
-            events, self._load = item
-            self._changes.apply(events)
+            tier, events, load = item
+            self._load = load or self._load
+            self._changes[tier].apply(events)
 
     async def _publish(self) -> bool:
         """Bring the index up to date. False: it failed, retry soon."""
@@ -224,15 +230,22 @@ class Publisher:
             if time.monotonic() < self._rewritten_s + self._settings.rewrite_s:
                 return False
             self._rewritten_s = time.monotonic()
-            if not await self._writer.rewrite(list(self._changes.held), self._load):
+            held, *held_in_tiers = [list(changes.held) for changes in self._changes.values()]
+            if not await self._writer.rewrite(held, self._load, held_in_tiers):
                 return False
-            self._changes.settle()
+            for changes in self._changes.values():
+                changes.settle()
             return True
         while True:
-            stored, removed = self._changes.take(_MAX_BATCH)
-            if not await self._writer.publish(stored, removed, self._load, self._changes.num_published):
+            room, taken = _MAX_BATCH, list[SetChange]()
+            for changes in self._changes.values():
+                stored, removed = changes.take(room)
+                room -= len(stored) + len(removed)
+                taken.append(SetChange(stored, removed, changes.num_published))
+            pool, *tiers = taken
+            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers):
                 return False
-            if not self._changes:
+            if not any(self._changes.values()):
                 return True
 
     async def _pause(self, minimum_s: float) -> None:
@@ -246,3 +259,8 @@ class Publisher:
             async with asyncio.timeout(max(0.0, heartbeat_s - minimum_s)):
                 if not self._writer.in_doubt:
                     await self._wake.wait()
+
+
+def _changes_of(member: WorkerMember) -> dict[Tier | None, Changes]:
+    """Return empty `Changes` for the pool (None), then for each tier, in the order of the index."""
+    return {tier: Changes() for tier in (None, *member.tiers)}

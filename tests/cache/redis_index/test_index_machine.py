@@ -20,60 +20,70 @@ from benchmarks.simulation.memory_index import MemoryIndex
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import hash_chain, index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
+from cache.types import BlockHash, Epoch, Tier, WorkerId
 from tests.redis_server import RedisServer
 from tests.running import running
 from tests.waiting import HANG_S, until
 from worker.engine.publisher import Changes
 
 T = TypeVar("T")
-Seen = tuple[str, str, int, int]
+Seen = tuple[str, str, int, tuple[int, ...], int]
 ROOT = BlockHash(b"r" * 16)
 SHARED = 4
 LENGTH = 12
 CHAINS = [hash_chain(ROOT, [*range(SHARED), *range(100 * n, 100 * n + LENGTH - SHARED)], 1) for n in (1, 2, 3)]
 WORKERS = [WorkerId(f"w{n}") for n in range(3)]
+TIERS: dict[WorkerId, tuple[Tier, ...]] = {WORKERS[0]: (), WORKERS[1]: ("disk",), WORKERS[2]: ("host", "disk")}
+FIRST = {None: 0, "host": 2, "disk": 0}
 EPOCHS = count()
 
 
 def new_member(worker_id: WorkerId) -> WorkerMember:
     epoch = Epoch(f"e{next(EPOCHS)}")
-    return WorkerMember(worker_id, epoch, "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
+    tiers = TIERS[worker_id]
+    return WorkerMember(worker_id, epoch, "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1, tiers=tiers)
 
 
 class SimulatedWorker:
-    """A pool that holds a prefix of each chain, and its writer; `publish` acts like the publisher."""
+    """Its pool and tiers hold a prefix of each chain, from `FIRST` on; `publish` acts like the publisher."""
 
     def __init__(self, url: str, worker_id: WorkerId) -> None:
         self.member = new_member(worker_id)
         self.writer = IndexWriter(url, self.member, WriterSettings(lease_s=600.0, chunk=5, chunks_in_flight=2))
         self.task = asyncio.get_running_loop().create_task(self.writer.run())
-        self.depths = [0] * len(CHAINS)
-        self.changes = Changes()
-        self.lapsed = False
+        self.empty()
 
-    def held(self) -> set[BlockHash]:
-        return {block for chain, depth in zip(CHAINS, self.depths, strict=True) for block in chain[:depth]}
+    def empty(self) -> None:
+        places = (None, *self.member.tiers)
+        self.depths = {place: [0] * len(CHAINS) for place in places}
+        self.changes = {place: Changes() for place in places}
 
-    def hold(self, chain: int, depth: int) -> None:
-        before = self.held()
-        self.depths[chain] = depth
-        after = self.held()
+    def held(self, place: Tier | None) -> set[BlockHash]:
+        depths = zip(CHAINS, self.depths[place], strict=True)
+        return {block for chain, depth in depths for block in chain[FIRST[place] : depth]}
+
+    def hold(self, place: Tier | None, chain: int, depth: int) -> None:
+        before = self.held(place)
+        self.depths[place][chain] = depth
+        after = self.held(place)
         events: list[BlockEvent] = [Removed(block) for block in reversed(CHAINS[chain]) if block in before - after]
         events += [Stored(block) for block in CHAINS[chain] if block in after - before]
-        self.changes.apply(events)
+        self.changes[place].apply(events)
 
     async def publish(self) -> bool:
         if not self.writer.client.up:
             return False
+        load = WorkerLoad(num_running=1)
         if self.writer.in_doubt:
-            if not await self.writer.rewrite(list(self.changes.held), WorkerLoad(num_running=1)):
+            pool, *tiers = [list(changes.held) for changes in self.changes.values()]
+            if not await self.writer.rewrite(pool, load, tiers):
                 return False
-            self.changes.settle()
+            for changes in self.changes.values():
+                changes.settle()
             return True
-        stored, removed = self.changes.take(1000)
-        return await self.writer.publish(stored, removed, WorkerLoad(num_running=1), self.changes.num_published)
+        own, *below = [SetChange(*changes.take(1000), changes.num_published) for changes in self.changes.values()]
+        return await self.writer.publish(own.stored, own.removed, load, own.num_entries, below)
 
     async def settle(self) -> None:
         """Publish heartbeats, as a publisher does at intervals, until one stands."""
@@ -126,11 +136,22 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _remember(self, worker_id: WorkerId) -> None:
         worker = self.workers[worker_id]
-        self.model.register(worker.member, worker.held(), WorkerLoad(num_running=1))
+        below = {tier: worker.held(tier) for tier in worker.member.tiers}
+        self.model.register(worker.member, worker.held(None), WorkerLoad(num_running=1), below)
 
     @rule(worker_id=st.sampled_from(WORKERS), chain=st.integers(0, len(CHAINS) - 1), depth=st.integers(0, LENGTH))
     def hold(self, worker_id: WorkerId, chain: int, depth: int) -> None:
-        self.workers[worker_id].hold(chain, depth)
+        self.workers[worker_id].hold(None, chain, depth)
+        self._remember(worker_id)
+
+    @rule(
+        place=st.sampled_from([(worker_id, tier) for worker_id in WORKERS for tier in TIERS[worker_id]]),
+        chain=st.integers(0, len(CHAINS) - 1),
+        depth=st.integers(0, LENGTH),
+    )
+    def hold_in_a_tier(self, place: tuple[WorkerId, Tier], chain: int, depth: int) -> None:
+        worker_id, tier = place
+        self.workers[worker_id].hold(tier, chain, depth)
         self._remember(worker_id)
 
     @rule(worker_id=st.sampled_from(WORKERS))
@@ -149,8 +170,7 @@ class IndexMachine(RuleBasedStateMachine):
     def purge(self, worker_id: WorkerId) -> None:
         worker = self.workers[worker_id]
         worker.member = new_member(worker_id)
-        worker.depths = [0] * len(CHAINS)
-        worker.changes.clear()
+        worker.empty()
         worker.writer.begin_epoch(worker.member)
         self._remember(worker_id)
 
@@ -225,7 +245,9 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 def _seen(candidates: Iterable[Candidate]) -> set[Seen]:
-    return {(c.member.worker_id, c.member.epoch, c.matched_blocks, c.load.num_running) for c in candidates}
+    return {
+        (c.member.worker_id, c.member.epoch, c.matched_blocks, c.tier_blocks, c.load.num_running) for c in candidates
+    }
 
 
 def test_the_redis_index_equals_the_model(redis_server: RedisServer) -> None:

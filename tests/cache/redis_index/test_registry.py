@@ -45,7 +45,7 @@ def test_match_in_an_old_generation_is_not_credited() -> None:
     workers = read.workers(None)
 
     def seen(generation: int) -> tuple[int, int]:
-        (candidate,) = read.candidates(workers, [5], [state(generation)], 1000)
+        (candidate,) = read.candidates(workers, [5], [()], [state(generation)], 1000)
         return candidate.matched_blocks, candidate.load.num_running
 
     read.has_changed = False
@@ -59,12 +59,12 @@ def test_match_in_an_old_generation_is_not_credited() -> None:
 def test_worker_without_state_or_lease_is_no_candidate() -> None:
     read = registry()
     workers = read.workers(None)
-    (candidate,) = read.candidates(workers, [5], [state(1)], 1999)
+    (candidate,) = read.candidates(workers, [5], [()], [state(1)], 1999)
     assert candidate.load_age_s == pytest.approx(1.499)
-    assert read.candidates(workers, [5], [state(1)], 2000) == []
-    assert read.candidates(workers, [5], [], 1000) == []
-    assert read.candidates(workers, [5], [None], 1000) == []
-    assert len(read.candidates(workers, [5], [state(1, written_ms=3000)], 2500)) == 1, "it is there again"
+    assert read.candidates(workers, [5], [()], [state(1)], 2000) == []
+    assert read.candidates(workers, [5], [()], [], 1000) == []
+    assert read.candidates(workers, [5], [()], [None], 1000) == []
+    assert len(read.candidates(workers, [5], [()], [state(1, written_ms=3000)], 2500)) == 1, "it is there again"
 
 
 def test_entries_include_lapsed_workers() -> None:
@@ -120,7 +120,7 @@ class Signed:
     def seen(self, *states: bytes | None, now_ms: int = 1000) -> list[tuple[str, int, int]]:
         """Return epoch, match and running sequences of the candidates of a lookup that returned `states`."""
         workers = self.registry.workers(None)
-        found = self.registry.candidates(workers, [7] * len(workers), states, now_ms)
+        found = self.registry.candidates(workers, [7] * len(workers), [()] * len(workers), states, now_ms)
         return [(c.member.epoch, c.matched_blocks, c.load.num_running) for c in found]
 
 

@@ -5,7 +5,7 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.redis_index.client import Reply
+from cache.types import BlockHash, Epoch, Tier, WorkerId
 from tests.block_events import replay
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
@@ -27,8 +28,10 @@ from worker.engine.publisher import Changes, Publisher, PublisherSettings
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
 
 
-def member(epoch: str = "e0") -> WorkerMember:
-    return WorkerMember(WorkerId("w"), Epoch(epoch), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
+def member(epoch: str = "e0", *tiers: Tier, name: str = "w") -> WorkerMember:
+    return WorkerMember(
+        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1, tiers=tiers
+    )
 
 
 def chain(length: int) -> list[BlockHash]:
@@ -43,8 +46,8 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def publishing(server: RedisServer) -> AsyncIterator[tuple[Publisher, RedisIndex]]:
-    publisher = Publisher(server.url, member(), settings=FAST)
+async def publishing(server: RedisServer, *tiers: Tier) -> AsyncIterator[tuple[Publisher, RedisIndex]]:
+    publisher = Publisher(server.url, member("e0", *tiers), settings=FAST)
     index = RedisIndex(server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(publisher, index):
         yield publisher, index
@@ -55,6 +58,16 @@ async def matches(index: RedisIndex, hashes: list[BlockHash], expected: int, epo
         while True:
             found = await index.lookup(hashes) or []
             if [(item.matched_blocks, item.member.epoch) for item in found] == [(expected, epoch)]:
+                return
+            await asyncio.sleep(0.002)
+
+
+async def ends(index: RedisIndex, hashes: list[BlockHash], expected: dict[str, tuple[int, ...]]) -> None:
+    """Wait until each worker's match ends there: in its pool, then in each tier."""
+    async with asyncio.timeout(HANG_S):
+        while True:
+            found = await index.lookup(hashes) or []
+            if {item.member.worker_id: (item.matched_blocks, *item.tier_blocks) for item in found} == expected:
                 return
             await asyncio.sleep(0.002)
 
@@ -79,6 +92,90 @@ async def test_offered_blocks_are_found(redis_server: RedisServer) -> None:
         found = await index.lookup(hashes)
         assert found is not None
         assert found[0].load.num_running == 7
+
+
+async def test_blocks_of_tiers_are_found_behind_those_of_the_pool(redis_server: RedisServer) -> None:
+    """Each place has a thread of its own, and another worker has no tiers."""
+    hashes = chain(30)
+    events = [Stored(block) for block in hashes]
+    other = Publisher(redis_server.url, member("e9", name="w1"), settings=FAST)
+    async with publishing(redis_server, "host", "disk") as (publisher, index), running(other):
+        places: list[Callable[[], object]] = [
+            lambda: [publisher.offer([event], WorkerLoad(num_running=1)) for event in events[:10]],
+            lambda: [publisher.offer_tier("host", [event]) for event in events[5:15]],
+            lambda: [publisher.offer_tier("disk", [event]) for event in events[:25]],
+        ]
+        threads = [threading.Thread(target=place) for place in places]
+        for thread in threads:
+            thread.start()
+        other.offer(events[:20], WorkerLoad())
+        await ends(index, hashes, {"w": (10, 15, 25), "w1": (20,)})
+        for thread in threads:
+            thread.join()
+        publisher.offer([Removed(block) for block in reversed(hashes[5:10])], WorkerLoad())
+        publisher.offer_tier("host", [Removed(block) for block in reversed(hashes[7:15])])
+        await ends(index, hashes, {"w": (5, 7, 25), "w1": (20,)})
+        (entry, _) = sorted(await index.entries(), key=lambda entry: entry.member.worker_id)
+        assert (entry.num_entries, entry.num_tier_entries) == (5, {"host": 2, "disk": 25})
+        assert publisher.num_held == 5
+
+
+async def test_a_large_tier_is_published_in_batches(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is found at the start may hold more than one MULTI takes; the pool comes first."""
+    monkeypatch.setattr("worker.engine.publisher._MAX_BATCH", 7)
+    hashes = chain(40)
+    async with publishing(redis_server, "disk") as (publisher, index):
+        publisher.offer([], WorkerLoad())
+        await ends(index, hashes, {"w": (0, 0)})
+        publisher.offer_tier("disk", [Stored(block) for block in hashes])
+        publisher.offer([Stored(block) for block in hashes[:10]], WorkerLoad())
+        await ends(index, hashes, {"w": (10, 40)})
+
+
+async def test_a_purge_empties_the_tiers(redis_server: RedisServer) -> None:
+    hashes = chain(4)
+    events = [Stored(block) for block in hashes]
+    async with publishing(redis_server, "disk") as (publisher, index):
+        publisher.offer(events[:2], WorkerLoad())
+        publisher.offer_tier("disk", events)
+        await ends(index, hashes, {"w": (2, 4)})
+        publisher.begin_epoch(member("e1", "disk"))
+        publisher.offer_tier("disk", events[:1])
+        await matches(index, hashes, 0, "e1")
+        await ends(index, hashes, {"w": (0, 1)})
+        assert redis_server.command("KEYS", "*:e0:*") == b"*0\r\n"
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
+    redis_server: RedisServer, num_turns: int
+) -> None:
+    """Some turns of the event loop after the command was given out: before it is sent, or before its reply is read."""
+    hashes = chain(30)
+    async with publishing(redis_server, "host", "disk") as (publisher, index):
+        publisher.offer([Stored(block) for block in hashes[:20]], WorkerLoad())
+        await ends(index, hashes, {"w": (20, 20, 20)})
+        client, killed = publisher._writer.client, list[asyncio.Task[None]]()
+        real = client.submit
+
+        async def kill() -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            redis_server.command("CLIENT", "KILL", "TYPE", "normal")
+
+        def submit(packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
+            future = real(packed, num_replies)
+            if b"SADD" in b"".join(packed) and not killed:
+                killed.append(asyncio.create_task(kill()))
+            return future
+
+        client.submit = submit  # type: ignore[method-assign]
+        publisher.offer_tier("disk", [Stored(block) for block in hashes])
+        publisher.offer_tier("host", [Stored(block) for block in hashes[:20]])
+        publisher.offer([Removed(block) for block in reversed(hashes[10:20])], WorkerLoad())
+        await holds(lambda: bool(killed))
+        await killed[0]
+        await ends(index, hashes, {"w": (10, 20, 30)})
 
 
 async def test_a_purge_is_a_new_epoch(redis_server: RedisServer) -> None:
