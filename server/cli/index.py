@@ -25,9 +25,10 @@ TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 5.0
 PLAIN_COLUMNS: Final = 1000
 WORDS: Final = ("workers", "prefixes", "purge")
-WORKERS: Final = ("worker", "model", "blocks", "tokens", "running", "waiting", "lease s", "age s", "epoch", "state")
+COUNTS: Final = ("blocks", "tokens", "running", "waiting")
+WORKERS: Final = ("worker", "model", *COUNTS, "lease s", "age s", "tiers", "epoch", "state")
 PREFIXES: Final = ("hits", "tokens", "blocks", "idle s", "model", "prefix", "workers")
-_TEXT: Final = {"worker", "workers", "model", "epoch", "state", "prefix"}
+_TEXT: Final = {"worker", "workers", "model", "tiers", "epoch", "state", "prefix"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,9 +119,10 @@ async def _ask_gateway(
 
 def _worker_cells(worker: dict[str, Any]) -> list[str]:
     state = "lapsed" if not worker["live"] else "draining" if worker["draining"] else "live"
-    numbers = (f"{worker[name]:,}" for name in ("blocks", "tokens", "running", "waiting"))
+    numbers = (f"{worker[name]:,}" for name in COUNTS)
     times = (f"{worker[name]:.1f}" for name in ("lease_left_s", "lease_age_s"))
-    return [worker["worker_id"], worker["model"], *numbers, *times, worker["epoch"], state]
+    tiers = ", ".join(f"{tier} {blocks:,}" for tier, blocks in worker["tier_blocks"].items()) or "-"
+    return [worker["worker_id"], worker["model"], *numbers, *times, tiers, worker["epoch"], state]
 
 
 def _prefix_cells(prefix: dict[str, Any]) -> list[str]:

@@ -133,7 +133,7 @@ class Overview(Collector):
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:
-    """Return one worker of the registry, live or lapsed, and the number of blocks that it holds."""
+    """Return one worker of the registry, live or lapsed, and the numbers of blocks in its pool and in its tiers."""
     member, load = entry.member, entry.load
     return {
         "worker_id": member.worker_id,
@@ -143,6 +143,7 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
         "generation": entry.generation,
         "blocks": entry.num_entries,
         "tokens": entry.num_entries * member.block_size,
+        "tier_blocks": entry.num_tier_entries,
         "lease_left_s": round(entry.lease_left_s, 3),
         "lease_age_s": round(entry.age_s, 3),
         "live": entry.lease_left_s > 0,

@@ -38,8 +38,8 @@ def redis() -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator[None]:
-    """`worker` holds 20 blocks; `w1` holds 3, and its lease has ended."""
-    other = replace(worker.member(), worker_id=WorkerId("w1"), epoch=Epoch("epoch-w1"))
+    """`worker` holds 20 blocks; `w1` holds 3, as many on disk, and its lease has ended."""
+    other = replace(worker.member(), worker_id=WorkerId("w1"), epoch=Epoch("epoch-w1"), tiers=("disk",))
     writers = [
         IndexWriter(redis.url, worker.member(), WRITER),
         IndexWriter(redis.url, other, replace(WRITER, lease_s=0.0)),
@@ -49,7 +49,8 @@ async def published(redis: RedisServer, worker: ScriptedWorker) -> AsyncIterator
             held = [IndexEntry(os.urandom(8)) for _ in range(count)]
 
             async def stands(writer: IndexWriter = writer, held: list[IndexEntry] = held) -> bool:
-                return writer.client.up and await writer.rewrite(held, WorkerLoad(num_running=2))
+                below = [held] * len(writer.member.tiers)
+                return writer.client.up and await writer.rewrite(held, WorkerLoad(num_running=2), below)
 
             await until(stands)
         yield
@@ -82,12 +83,13 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
             assert 0 < live["lease_left_s"] <= 60
             assert 0 <= live["lease_age_s"] < 30
             assert (lapsed["worker_id"], lapsed["blocks"], lapsed["live"]) == ("w1", 3, False)
+            assert (live["tier_blocks"], lapsed["tier_blocks"]) == ({}, {"disk": 3})
             assert (await answer(*source, "--model", "another"))["workers"] == []
         assert await headstart("--ops", gateway.ops) == 0
         heading, first, second = capsys.readouterr().out.splitlines()
         assert heading.split()[:4] == ["worker", "model", "blocks", "tokens"]
         assert first.split()[:3] + first.split()[-2:] == ["w0", "tiny", "20", "epoch-w0", "live"]
-        assert second.split()[-1] == "lapsed"
+        assert second.split()[-4:] == ["disk", "3", "epoch-w1", "lapsed"]
 
         for worker.num_cached_tokens in (16, 16, 32):
             await post(gateway.url, chat(messages=[{"role": "user", "content": "the cat sat " * 20}]))
