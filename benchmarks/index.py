@@ -34,6 +34,7 @@ async def measure(url: str) -> list[Figure]:
     client = RedisClient(url, ClientSettings(connect_timeout_s=5.0, max_pending=1 << 20, stall_s=60.0))
     async with running(client):
         listed = await _lookup_figures(url, client)
+        on_disk = (await measure_lookup(url, client, 64, 512, "shared", on_disk="deep")).lookup
         changed = await measure_changed(url, client)
         decision = await measure_decision(url, client)
         blocks_per_s, bytes_per_entry = await measure_publish(url, client)
@@ -44,6 +45,7 @@ async def measure(url: str) -> list[Figure]:
         redis_py = timing(await timed(redis_py_client.ping, 1000))
         await redis_py_client.aclose()
     listed += [
+        Figure("lookup_64x512_disk_p50_s", on_disk.p50_s, "s", "shared in the pools, and deep on all 64 disks"),
         Figure("lookup_64x512_changed_p50_s", changed.p50_s, "s", "all 64 signed states new since the last lookup"),
         Figure("decision_p50_s", decision.p50_s, "s", "hash 4,096 tokens, look up, choose among 64", "<= 0.0015"),
         Figure("decision_p99_s", decision.p99_s, "s"),

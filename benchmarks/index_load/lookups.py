@@ -35,10 +35,16 @@ class LookupResult:
 
 
 async def measure_lookup(
-    url: str, client: RedisClient, num_workers: int, num_blocks: int, pattern: str, num_rounds: int = 20
+    url: str,
+    client: RedisClient,
+    num_workers: int,
+    num_blocks: int,
+    pattern: str,
+    num_rounds: int = 20,
+    on_disk: str = "",
 ) -> LookupResult:
     hashes = chain(num_blocks)
-    await populate(client, hashes, num_workers, pattern)
+    await populate(client, hashes, num_workers, pattern, on_disk)
     index = RedisIndex(url, READER)
     ping = pack([("PING",)])
 
@@ -52,6 +58,7 @@ async def measure_lookup(
         found = await index.lookup(hashes)
         assert found is not None
         assert len(found) == num_workers, f"{len(found)} of {num_workers} workers found"
+        assert not on_disk or any(item.tier_blocks != (item.matched_blocks,) for item in found), "no disk adds a block"
         for _ in range(num_rounds):
             pings_s += await timed(ping_once, 50)
             lookups_s += await timed(lambda: index.lookup(hashes), 50 if num_workers <= 100 else 5)
