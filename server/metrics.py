@@ -11,19 +11,32 @@ import math
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from cache.types import Tier
+
 _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
 _DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+PLACES: Final = ("pool", *get_args(Tier), "peer")
+"""Where a worker may have a prompt's cached blocks from."""
+
+
+def known_places(loaded_tokens: Mapping[str, int]) -> dict[str, int]:
+    """Return what a worker says that it loaded, without places that we do not know."""
+    return {place: loaded_tokens[place] for place in PLACES[1:] if loaded_tokens.get(place, 0) > 0}
 
 
 class Metric(Collector):
@@ -106,6 +119,11 @@ class GatewayMetrics:
         self.output_tokens = metric("output_tokens", "Tokens generated.")
         self._promised_tokens = metric("promised_cached_tokens", "Cached prompt tokens that the index promised.")
         self.cached_tokens = metric("cached_tokens", "Prompt tokens that workers found cached.")
+        self._placed_tokens = metric(
+            "cached_tokens_by_place", "Cached prompt tokens by where the worker had them from.", "place"
+        )
+        self._placed_tokens.start(*PLACES)
+        self.planned_fetches = metric("planned_fetches", "Requests sent with a peer to fetch blocks from.")
         self._promise_errors = metric(
             "promise_error_tokens", "Cached tokens promised too many or too few.", "direction"
         )
@@ -154,15 +172,19 @@ class GatewayMetrics:
         longest_s, self._longest_delay_s = self._longest_delay_s, 0.0
         return longest_s
 
-    def count_prompt(self, promised: int, cached: int) -> None:
-        """Compare the index's promise with what the worker found."""
+    def count_prompt(self, promised: int, cached: int, loaded: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Compare the index's promise with what the worker found; `loaded` of it came from elsewhere than its pool."""
         self._promised_tokens.inc(by=promised)
         self.cached_tokens.inc(by=cached)
+        self._placed_tokens.inc("pool", by=max(0, cached - sum(loaded.values())))
+        for place, num_tokens in loaded.items():
+            self._placed_tokens.inc(place, by=num_tokens)
         if promised != cached:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))
 
     def correct_prompt(self, guessed: int, cached: int) -> None:
         """Take the engine's count in the place of its worker's guess, which was counted as found."""
         self.cached_tokens.inc(by=max(0, cached - guessed))
+        self._placed_tokens.inc("pool", by=max(0, cached - guessed))
         if guessed != cached:
             self._promise_errors.inc("too_much" if guessed > cached else "too_little", by=abs(guessed - cached))

@@ -109,6 +109,15 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "The part of all prompt tokens that no worker had to compute, and what the index said beforehand.",
             ),
             Panel(
+                "Where cached tokens come from",
+                "short",
+                (
+                    (rate("headstart_cached_tokens_by_place_total", "place"), "{{place}}"),
+                    (rate("headstart_planned_fetches_total"), "requests/s with a peer to fetch from"),
+                ),
+                "Tokens a second: the worker's pool, its tiers below, another worker.",
+            ),
+            Panel(
                 "Turns that bring back an answer",
                 "short",
                 ((rate("headstart_continued_turns_total", "answer"), "{{answer}} tokens"),),

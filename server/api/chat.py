@@ -21,7 +21,7 @@ from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.request import ResponseStream
+from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.fields import Message

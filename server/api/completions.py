@@ -16,7 +16,8 @@ from server.event_loop import Pace
 from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
-from server.request.request import Generation, ResponseStream
+from server.request.request import Generation
+from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest

@@ -24,7 +24,8 @@ from server.event_loop import Pace, rested
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.request import Generation, RequestServices, ResponseStream
+from server.request.request import Generation, RequestServices
+from server.request.response import ResponseStream
 from server.request_context import CURRENT, RequestContext
 from worker.common.tracing import Tracing, mark_failed
 

@@ -16,7 +16,8 @@ from starlette.responses import Response
 from server.errors import ApiError
 from server.http.stream import DONE, sse
 from server.request.choice import ChoiceDelta, TokenEntry
-from server.request.request import Generation, ResponseStream
+from server.request.request import Generation
+from server.request.response import ResponseStream
 from server.schema.fields import SamplingFields
 from server.text.detokenizer import TokenBytes
 from worker.wire import TokenLogprobs

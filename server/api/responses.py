@@ -23,7 +23,7 @@ from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.auth.identity import Identity
 from server.errors import ApiError, InvalidRequestError
 from server.request.choice import ChoiceDelta
-from server.request.request import ResponseStream
+from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, unsupported
@@ -325,7 +325,7 @@ def _usage(response: ResponseStream) -> dict[str, Any]:
     usage: dict[str, Any] = response.usage()
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+        "input_tokens_details": {key: n for key, n in usage["prompt_tokens_details"].items() if key != "audio_tokens"},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],

@@ -24,9 +24,8 @@ from msgspec.structs import replace
 
 from cache.records import WorkerMember
 from cache.types import GatewayId, WorkerIncarnation
-from server.errors import InternalError, ShuttingDownError, WorkerLostError
-from server.http.stream import CancelOnDisconnect, ClientConnection
-from server.metrics import GatewayMetrics
+from server.errors import InternalError, WorkerLostError
+from server.metrics import GatewayMetrics, known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed, soonest_error
@@ -39,6 +38,7 @@ from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import (
     PROTOCOL_VERSION,
+    BlockSource,
     End,
     Failed,
     Finished,
@@ -53,8 +53,6 @@ from worker.wire import (
 
 log = logging.getLogger(__name__)
 
-MAX_AT_ONCE: Final = 64
-"""Prompts of one request that are at workers; the next begins when one has ended."""
 WORKER_WAIT_S: Final = 0.25
 """Pause before the next search for a worker: a lost one may be back, or a new one may have started."""
 
@@ -87,7 +85,9 @@ class Generation:
         """The worker that first took the request."""
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
-        """Prompt tokens that the first worker found in its cache."""
+        """Prompt tokens that the first worker found in its cache, or got from elsewhere."""
+        self.loaded_tokens: Mapping[str, int] = {}
+        """Those of them that came from elsewhere than its pool, by place."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.client_has_output = False
         """Set when the client has seen a part, which may not be taken back."""
@@ -185,6 +185,8 @@ class Generation:
                 self.promised_tokens = placement.promised_tokens
             if resumed:
                 services.metrics.resumed.inc()
+            if placement.source is not None:
+                services.metrics.planned_fetches.inc()
             self._numerics = placement.worker.numerics
             return placement
 
@@ -210,7 +212,8 @@ class Generation:
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
                 carrier = {} if trace is None else trace.carrier()
-                stream = self._services.client.generate(worker.url, self._wire_request(worker, carrier))
+                request = self._wire_request(worker, placement.source, carrier)
+                stream = self._services.client.generate(worker.url, request)
                 with self._services.watch.watching(stream):
                     async with stream:
                         await self._read(stream, placement, trace, deliver)
@@ -234,7 +237,9 @@ class Generation:
             if not self.finished:
                 raise
 
-    def _wire_request(self, worker: WorkerMember, carrier: Mapping[str, str]) -> GenerateRequest:
+    def _wire_request(
+        self, worker: WorkerMember, source: BlockSource | None, carrier: Mapping[str, str]
+    ) -> GenerateRequest:
         spec = self.spec
         return GenerateRequest(
             request_id=spec.request_id,
@@ -251,6 +256,7 @@ class Generation:
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
             adapter=spec.model.adapter,
+            source=source,
             protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )
 
@@ -293,7 +299,9 @@ class Generation:
                 placement.prefill_started(frame.num_cached_tokens)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
-                    self._services.metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens)
+                    self.loaded_tokens = known_places(frame.loaded_tokens or {})
+                    metrics = self._services.metrics
+                    metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.loaded_tokens)
             case PromptLogprobs():
                 self.prompt_logprobs = frame.positions
             case Failed():
@@ -337,104 +345,3 @@ class Generation:
             await self._services.client.abort(worker.url, self.spec.request_id, choice)
         except WorkerLost as error:
             log.info("%s: abort of choice %d failed: %s", self.spec.request_id, choice, error)
-
-
-class ResponseStream:
-    """The generations of one request, one per prompt."""
-
-    def __init__(self, generations: Sequence[Generation], deadline_s: float) -> None:
-        """`deadline_s` is on the monotonic clock."""
-        assert generations
-        self.generations = generations
-        self._deadline_s = deadline_s
-        self._guard: CancelOnDisconnect | None = None
-
-    def guard(self, client: ClientConnection) -> CancelOnDisconnect:
-        """Return a context that is cancelled at the deadline, at shutdown, and when the client goes away."""
-        self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
-        return self._guard
-
-    def shutdown(self) -> None:
-        """End with a ShuttingDownError."""
-        if self._guard is not None:
-            self._guard.end(ShuttingDownError)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum([generation.num_output_tokens for generation in self.generations])
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return sum([generation.num_cached_tokens or 0 for generation in self.generations])
-
-    @property
-    def first(self) -> Generation:
-        return self.generations[0]
-
-    def commit(self) -> None:
-        """Record that the client has seen a part."""
-        for generation in self.generations:
-            generation.client_has_output = True
-
-    async def run(self, deliver: Deliver | None = None) -> None:
-        """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError.
-
-        Call `take_deltas` for the last part.
-        """
-        if len(self.generations) == 1:
-            await self.first.run(deliver)
-            return
-        slots, turn = asyncio.Semaphore(MAX_AT_ONCE), asyncio.Lock()
-
-        async def deliver_in_turn(deltas: list[ChoiceDelta]) -> None:
-            assert deliver is not None
-            async with turn:
-                await deliver(deltas)
-
-        async def run_one(generation: Generation) -> None:
-            async with slots:
-                await generation.run(None if deliver is None else deliver_in_turn)
-            if deliver is not None and (deltas := generation.take_deltas()):
-                await deliver_in_turn(deltas)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for generation in self.generations:
-                    group.create_task(run_one(generation))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-
-    def take_deltas(self) -> list[ChoiceDelta]:
-        """Return what each choice gained since the last call, by index."""
-        return [delta for generation in self.generations for delta in generation.take_deltas()]
-
-    def usage(self) -> dict[str, object]:
-        """Count tokens. A prompt is charged once, whatever the number of its choices."""
-        prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
-        output_tokens = self.num_output_tokens
-        reasoning_tokens = sum([generation.num_reasoning_tokens for generation in self.generations])
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": output_tokens,
-            "total_tokens": prompt_tokens + output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        }
-
-    def worker_ids(self) -> str:
-        """Name the workers that took the prompts, each once."""
-        return ",".join(dict.fromkeys([g.worker.worker_id for g in self.generations if g.worker is not None]))
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that name the workers and count the cached tokens.
-
-        A stream whose keep-alive comes before its prefill has only the index's promise, in whole blocks.
-        """
-        worker_ids = self.worker_ids()
-        if not worker_ids:
-            return []
-        cached_tokens = sum(generation.num_reused_tokens for generation in self.generations)
-        return [
-            (b"x-headstart-worker", worker_ids.encode("latin-1", "replace")),
-            (b"x-headstart-cached-tokens", b"%d" % cached_tokens),
-        ]

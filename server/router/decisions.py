@@ -78,6 +78,8 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
             "matched_tokens": worker.matched_tokens,
             "overlay_tokens": worker.pending_tokens,
             "wait_s": worker.queue_s + worker.kv_wait_s,
+            "moved_tokens": worker.cached_tokens - worker.matched_tokens,
+            "load_s": worker.load_s,
             "prefill_s": worker.prefill_s,
             "cost": worker.score,
             "guard": worker.guard,

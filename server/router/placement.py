@@ -17,10 +17,12 @@ import msgspec
 from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
+from server.router.block_plan import BlockPlan, Peers, PeersByLayout, cheapest_plan, find_peers
 from server.router.load_tracker import FifoLoadEstimate, WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import CostModel, FleetView, Policy
 from server.router.types import RouteRequest, WorkerView
+from worker.wire import BlockSource
 
 _MIN_TOKENS_PER_S: Final = 1e-3
 """Reports come from Redis, where anybody may have written them: lower rates make sums of seconds infinite."""
@@ -70,8 +72,13 @@ class Placement:
         num_new_blocks = num_blocks - view.matched_tokens // member.block_size
         self.request = request
         self.worker = member
-        self.promised_tokens = view.matched_tokens
-        """Prompt tokens that were believed to be cached there."""
+        self.promised_tokens = view.cached_tokens
+        """Prompt tokens that were believed to be cached there, or to be loaded or fetched."""
+        self.source: BlockSource | None = None
+        """From where it may fetch blocks."""
+        if view.peers is not None:
+            peer = scorer.choose_peer(view.peers.holders)
+            self.source = BlockSource(peer.url, peer.epoch, view.peers.num_blocks)
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the worker found cached, once its prefill has started."""
         self._scorer = scorer
@@ -167,11 +174,19 @@ class Scorer:
         """
         now_s = self.clock()
         self.pending.expire(now_s)
-        rates = sorted([c.load.prefill_tokens_per_s for c in candidates if c.load.prefill_tokens_per_s > 0.0])
+        loads = [candidate.load for candidate in candidates]
+        rates = sorted([load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0.0])
+        peers: PeersByLayout = {}
+        if any([load.fetch_tokens_per_s for load in loads]):  # noqa: C419 - a generator takes twice the time
+            peers = find_peers(candidates, broken, request.excluded)
         # A worker that has measured no rate gets the median, so that a new one is not preferred.
         median_tokens_per_s = rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
         mean_residency_s = self.residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
-        workers = [self._view(request, each, median_tokens_per_s, mean_residency_s, now_s) for each in candidates]
+        most_tokens = max(0, request.num_prompt_tokens - 1)
+        workers = [
+            self._view(request, each, peers, most_tokens, median_tokens_per_s, mean_residency_s, now_s)
+            for each in candidates
+        ]
         for worker in workers:
             worker.guard = _guard(request, worker, broken)
         decision = Decision(request, workers)
@@ -194,6 +209,16 @@ class Scorer:
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
         self._policy.on_dispatch(decision.request, chosen)
         return Placement(self, decision.request, chosen)
+
+    def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
+        """Return the least loaded of equal peers; of several one drawn at random, or in a dry run the first."""
+        loads = [
+            max(self.estimate(each.member).num_outstanding, each.load.num_running + each.load.num_waiting)
+            for each in holders
+        ]
+        least = min(loads)
+        best = [each.member for each, load in zip(holders, loads, strict=True) if load == least]
+        return best[0] if dry_run or len(best) == 1 else self._rng.choice(best)
 
     def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
         """Return the estimate of this incarnation; requests sent to an earlier one keep theirs."""
@@ -223,6 +248,8 @@ class Scorer:
         self,
         request: RouteRequest,
         candidate: Candidate,
+        peers: PeersByLayout,
+        most_tokens: int,
         median_tokens_per_s: float,
         mean_residency_s: float,
         now_s: float,
@@ -231,11 +258,17 @@ class Scorer:
         estimate = self.estimate(member)
         estimate.observe(load, now_s - candidate.load_age_s, self._gateway_id)
         block_size = member.block_size
-        most_tokens = max(0, request.num_prompt_tokens - 1)
         pending_blocks = self.pending.match((member.worker_id, member.epoch), request.hashes)
+        pending_tokens = min(pending_blocks * block_size, most_tokens) if pending_blocks else 0
         matched_tokens = min(max(candidate.matched_blocks, pending_blocks) * block_size, most_tokens)
-        tokens_per_s = max(_MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(median_tokens_per_s, now_s))
-        prefill_s = self.cost.prefill_s(request.num_prompt_tokens - matched_tokens, tokens_per_s)
+        tokens_per_s = estimate.prefill_tokens_per_s(median_tokens_per_s, now_s)
+        if tokens_per_s < _MIN_TOKENS_PER_S:
+            tokens_per_s = _MIN_TOKENS_PER_S
+        end_tokens, plan = matched_tokens, None
+        if peers or candidate.tier_blocks:
+            plan, holders = _plan(request, candidate, peers, most_tokens, matched_tokens, tokens_per_s)
+            end_tokens = plan.end_tokens
+        prefill_s = self.cost.prefill_s(request.num_prompt_tokens - end_tokens, tokens_per_s)
         queue_s, num_displaced = estimate.queue(prefill_s, now_s)
         kv_wait_s = 0.0
         if mean_residency_s and load.num_blocks:
@@ -243,12 +276,12 @@ class Scorer:
             num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(now_s)
             usage = (num_held + num_blocks - matched_tokens // block_size) / load.num_blocks
             kv_wait_s = self.cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), mean_residency_s)
-        return WorkerView(
+        view = WorkerView(
             member=member,
             load=load,
             estimate=estimate,
             index_tokens=candidate.matched_blocks * block_size,
-            pending_tokens=min(pending_blocks * block_size, most_tokens),
+            pending_tokens=pending_tokens,
             matched_tokens=matched_tokens,
             prefill_tokens_per_s=tokens_per_s,
             prefill_s=prefill_s,
@@ -258,6 +291,32 @@ class Scorer:
             recent_s=estimate.assigned.at(now_s),
             report_age_s=estimate.report_age_s(now_s),
         )
+        if plan is not None:
+            view.load_cost_s, view.plan, view.peers = self.cost.load_cost_s(plan, tokens_per_s), plan, holders
+        return view
+
+
+def _plan(
+    request: RouteRequest,
+    candidate: Candidate,
+    peers: PeersByLayout,
+    most_tokens: int,
+    matched_tokens: int,
+    tokens_per_s: float,
+) -> tuple[BlockPlan, Peers | None]:
+    """Return the worker's cheapest plan, and the peers from which it fetches."""
+    member, load = candidate.member, candidate.load
+    ends = [min(num_blocks * member.block_size, most_tokens) for num_blocks in candidate.tier_blocks]
+    holders = peers.get((member.model, member.layout)) if load.fetch_tokens_per_s else None
+    plan = cheapest_plan(
+        request.num_prompt_tokens,
+        matched_tokens,
+        tokens_per_s,
+        list(zip(ends, load.tier_tokens_per_s, strict=False)),
+        min(holders.num_blocks * member.block_size, most_tokens) if holders else 0,
+        load.fetch_tokens_per_s,
+    )
+    return plan, holders if plan.fetched_tokens else None
 
 
 def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId]) -> str | None:

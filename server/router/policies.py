@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from server.router.block_plan import BlockPlan
 from server.router.types import RouteRequest, WorkerView
 
 AFFINITY: Final = 0.1
@@ -29,7 +30,8 @@ class CostModel:
 
     rho  = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
     beta = min(8, rho / (1 - rho))
-    cost = queue_s + kv_wait_s + (1 + beta + num_displaced) * prefill_s + 0.03 * recent prefill seconds of the worker
+    cost = queue_s + kv_wait_s + (1 + beta + num_displaced) * (prefill_s + load_cost_s)
+           + 0.03 * recent prefill seconds of the worker
 
     docs/routing.md says what each term is for.
     """
@@ -45,10 +47,16 @@ class CostModel:
 
     kv_wait_weight: float = 1.0
     """0.0 ignores the fill of the pools."""
+    copy_weight: float = 0.04
+    """A fetched block costs at least this share of computing it: a copy evicts what other prompts come back for."""
 
     def prefill_s(self, num_tokens: int, tokens_per_s: float) -> float:
         """Return the prefill seconds of `num_tokens` uncached tokens."""
         return self.request_s + num_tokens / tokens_per_s
+
+    def load_cost_s(self, plan: BlockPlan, tokens_per_s: float) -> float:
+        """Return what loading and fetching costs at a worker that prefills `tokens_per_s`."""
+        return max(plan.load_s, self.copy_weight * plan.fetched_tokens / tokens_per_s)
 
     def beta(self, recent_s: float, num_workers: int) -> float:
         """Return the delay that one more second of work puts on later requests; uncapped, it diverges in overload.
@@ -112,7 +120,7 @@ class Headstart(Policy):
         costs_s = [
             worker.queue_s
             + worker.kv_wait_s
-            + (1.0 + (beta + worker.num_displaced)) * worker.prefill_s
+            + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.load_cost_s)
             + recent_weight * worker.recent_s
             + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
             for worker in workers

@@ -146,7 +146,7 @@ class Router:
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
             "choice": [worker.member.worker_id for worker in decision.best],
-            "workers": [_explained(worker) for worker in decision.workers],
+            "workers": [self._explained(worker) for worker in decision.workers],
         }
 
     def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None:
@@ -177,6 +177,30 @@ class Router:
             "told": accuracy.recall,
         }
 
+    def _explained(self, worker: WorkerView) -> dict[str, Any]:
+        plan, peers = worker.plan, worker.peers
+        peer = None if peers is None else self.scorer.choose_peer(peers.holders, dry_run=True).worker_id
+        return {
+            "worker": worker.member.worker_id,
+            "epoch": worker.member.epoch,
+            "matched_tokens": worker.matched_tokens,
+            "index_tokens": worker.index_tokens,
+            "overlay_tokens": worker.pending_tokens,
+            "wait_s": worker.queue_s,
+            "room_wait_s": worker.kv_wait_s,
+            "delayed": worker.num_displaced,
+            "loaded_tokens": _loaded_by_tier(worker),
+            "fetched_tokens": 0 if plan is None else plan.fetched_tokens,
+            "fetch_from": peer,
+            "load_s": worker.load_s,
+            "prefill_s": worker.prefill_s,
+            "recent_s": worker.recent_s,
+            "outstanding": worker.num_outstanding,
+            "waiting": worker.num_waiting,
+            "guard": worker.guard,
+            "cost": worker.score,
+        }
+
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return the workers of the model, matched by own recent placements if the index gave no answer."""
         candidates = self.fleet.candidates(request.model, found)
@@ -205,20 +229,6 @@ def _no_worker(decision: Decision) -> NoWorkerError:
     return NoWorkerError(message, contended=QUEUE_FULL in reasons, retry_after_s=RETRY_AFTER_S)
 
 
-def _explained(worker: WorkerView) -> dict[str, Any]:
-    return {
-        "worker": worker.member.worker_id,
-        "epoch": worker.member.epoch,
-        "matched_tokens": worker.matched_tokens,
-        "index_tokens": worker.index_tokens,
-        "overlay_tokens": worker.pending_tokens,
-        "wait_s": worker.queue_s,
-        "room_wait_s": worker.kv_wait_s,
-        "delayed": worker.num_displaced,
-        "prefill_s": worker.prefill_s,
-        "recent_s": worker.recent_s,
-        "outstanding": worker.num_outstanding,
-        "waiting": worker.num_waiting,
-        "guard": worker.guard,
-        "cost": worker.score,
-    }
+def _loaded_by_tier(worker: WorkerView) -> dict[str, int]:
+    loaded = () if worker.plan is None else worker.plan.loaded_tokens
+    return dict(zip(worker.member.tiers, loaded, strict=False))

@@ -8,6 +8,7 @@ import msgspec
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import BlockHash, WorkerIncarnation
+from server.router.block_plan import BlockPlan, Peers
 from server.router.load_tracker import WorkerLoadEstimate
 
 
@@ -56,7 +57,7 @@ class WorkerView(msgspec.Struct, eq=False):
     """Prompt tokens that count as cached there, of full blocks."""
     prefill_tokens_per_s: float
     prefill_s: float
-    """Prefill time of this request there."""
+    """Prefill time of this request there, without loading."""
     queue_s: float
     """How long other prefills there delay its first token."""
     num_displaced: float
@@ -74,6 +75,22 @@ class WorkerView(msgspec.Struct, eq=False):
     """Why the worker cannot take the request."""
     score: float | None = None
     """The policy's; None for a guarded worker."""
+    load_cost_s: float = 0.0
+    """Cost of loading and fetching."""
+    plan: BlockPlan | None = None
+    """The blocks that it loads and fetches; None where there are none."""
+    peers: Peers | None = None
+    """Where the plan fetches from: any of the holders."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that it need not compute: in the pool, loaded or fetched."""
+        return self.matched_tokens if self.plan is None else self.plan.end_tokens
+
+    @property
+    def load_s(self) -> float:
+        """How long it loads and fetches blocks before its prefill, while its engine computes for others."""
+        return 0.0 if self.plan is None else self.plan.load_s
 
     @property
     def num_outstanding(self) -> int:

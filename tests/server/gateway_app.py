@@ -26,6 +26,7 @@ from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until
 from worker.common.sockets import listen
+from worker.wire import BlockSource
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class RecordedPlacement(Placement):
     worker: WorkerMember
     request: RouteRequest
     promised_tokens: int = 0
+    source: BlockSource | None = None
     calls: list[str] = field(default_factory=list)
 
     def prefill_started(self, num_cached_tokens: int) -> None:
@@ -55,12 +57,13 @@ class PlainRouter(Router):
     members: list[WorkerMember] = field(default_factory=list)
     placements: list[RecordedPlacement] = field(default_factory=list)
     promised_tokens: int = 0
+    source: BlockSource | None = None
     failed: list[WorkerId] = field(default_factory=list)
 
     async def place(self, request: RouteRequest) -> RecordedPlacement:
         for member in self.members:
             if (member.worker_id, member.epoch) not in request.excluded and request.numerics in (None, member.numerics):
-                placement = RecordedPlacement(member, request, self.promised_tokens)
+                placement = RecordedPlacement(member, request, self.promised_tokens, self.source)
                 self.placements.append(placement)
                 return placement
         raise NoWorkerError("no worker is ready", contended=False, retry_after_s=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ from tests.server.conftest import ANSWER
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat, check_completion, events
-from worker.wire import TokenizerBundle
+from worker.wire import BlockSource, Frame, GenerateRequest, Started, TokenizerBundle
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -83,6 +84,40 @@ async def test_headers_of_every_answer(worker: ScriptedWorker) -> None:
         status, headers, _ = await post(target.url, chat(model="other"), **{"x-request-id": "no good!"})
         assert status == 404
         assert headers["x-request-id"].startswith("req_")
+
+
+async def test_usage_splits_cached_tokens_by_place(worker: ScriptedWorker) -> None:
+    async def moved(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in worker.answer(request):
+            yield Started(16, {"disk": 4, "peer": 8, "moon": 1}) if isinstance(frame, Started) else frame
+
+    async with gateway(worker) as target, client(target) as sdk:
+        plain = await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+        assert plain.usage is not None
+        assert "headstart" not in plain.usage.to_dict()["prompt_tokens_details"], "all came from the pool"  # type: ignore[operator]
+        worker.behave = moved
+        answer = await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 16
+        details = answer.usage.to_dict()["prompt_tokens_details"]
+        assert details["headstart"] == {"pool": 4, "disk": 4, "peer": 8}  # type: ignore[index]
+        response = await sdk.responses.create(model="tiny", input="What is the capital of France?")
+        assert response.usage is not None
+        assert response.usage.input_tokens_details.to_dict()["headstart"] == {"pool": 4, "disk": 4, "peer": 8}
+        places = {"pool": 16 + 4 + 4, "disk": 8, "peer": 16, "host": 0}
+        registry = target.metrics.registry
+        for place, num_tokens in places.items():
+            assert registry.get_sample_value("headstart_cached_tokens_by_place_total", {"place": place}) == num_tokens
+
+
+async def test_the_worker_gets_the_name_of_a_peer(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        await post(target.url, chat())
+        target.router.source = BlockSource("http://peer:8000", "epoch-1", 7)
+        await post(target.url, chat())
+        assert [request.source for request in worker.received] == [None, target.router.source]
+        assert target.metrics.planned_fetches.sum() == 1
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

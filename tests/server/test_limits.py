@@ -22,7 +22,7 @@ from server.api import sampling
 from server.api.formatting import Spread, json_parts
 from server.event_loop import Steps, at_once, paced, sample_delay
 from server.metrics import GatewayMetrics
-from server.request.request import MAX_AT_ONCE
+from server.request.response import MAX_AT_ONCE
 from server.schema import decoding
 from server.schema.decoding import MAX_CONTAINERS, MAX_VALUES
 from server.text.chat_template import ChatTemplate

@@ -1,0 +1,126 @@
+"""The answer to one request: the generations of its prompts together, their usage and their headers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from server.errors import ShuttingDownError
+from server.http.stream import CancelOnDisconnect, ClientConnection
+from server.request.choice import ChoiceDelta
+from server.request.request import Deliver, Generation
+
+MAX_AT_ONCE: Final = 64
+"""Prompts of one request that are at workers; the next begins when one has ended."""
+
+
+class ResponseStream:
+    """The generations of one request, one per prompt."""
+
+    def __init__(self, generations: Sequence[Generation], deadline_s: float) -> None:
+        """`deadline_s` is on the monotonic clock."""
+        assert generations
+        self.generations = generations
+        self._deadline_s = deadline_s
+        self._guard: CancelOnDisconnect | None = None
+
+    def guard(self, client: ClientConnection) -> CancelOnDisconnect:
+        """Return a context that is cancelled at the deadline, at shutdown, and when the client goes away."""
+        self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
+        return self._guard
+
+    def shutdown(self) -> None:
+        """End with a ShuttingDownError."""
+        if self._guard is not None:
+            self._guard.end(ShuttingDownError)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum([generation.num_output_tokens for generation in self.generations])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum([generation.num_cached_tokens or 0 for generation in self.generations])
+
+    @property
+    def first(self) -> Generation:
+        return self.generations[0]
+
+    def commit(self) -> None:
+        """Record that the client has seen a part."""
+        for generation in self.generations:
+            generation.client_has_output = True
+
+    async def run(self, deliver: Deliver | None = None) -> None:
+        """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError.
+
+        Call `take_deltas` for the last part.
+        """
+        if len(self.generations) == 1:
+            await self.first.run(deliver)
+            return
+        slots, turn = asyncio.Semaphore(MAX_AT_ONCE), asyncio.Lock()
+
+        async def deliver_in_turn(deltas: list[ChoiceDelta]) -> None:
+            assert deliver is not None
+            async with turn:
+                await deliver(deltas)
+
+        async def run_one(generation: Generation) -> None:
+            async with slots:
+                await generation.run(None if deliver is None else deliver_in_turn)
+            if deliver is not None and (deltas := generation.take_deltas()):
+                await deliver_in_turn(deltas)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for generation in self.generations:
+                    group.create_task(run_one(generation))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+
+    def take_deltas(self) -> list[ChoiceDelta]:
+        """Return what each choice gained since the last call, by index."""
+        return [delta for generation in self.generations for delta in generation.take_deltas()]
+
+    def usage(self) -> dict[str, object]:
+        """Count tokens. A prompt is charged once, whatever the number of its choices.
+
+        Cached tokens that came from elsewhere than the worker's pool have a field of our own.
+        """
+        prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
+        output_tokens = self.num_output_tokens
+        reasoning_tokens = sum([generation.num_reasoning_tokens for generation in self.generations])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, "audio_tokens": 0} | self._places(),
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        }
+
+    def _places(self) -> dict[str, object]:
+        loaded = sum([Counter(generation.loaded_tokens) for generation in self.generations], Counter())
+        split = {"pool": max(0, self.num_cached_tokens - loaded.total()), **loaded}
+        return {"headstart": split} if loaded else {}
+
+    def worker_ids(self) -> str:
+        """Name the workers that took the prompts, each once."""
+        return ",".join(dict.fromkeys([g.worker.worker_id for g in self.generations if g.worker is not None]))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that name the workers and count the cached tokens.
+
+        A stream whose keep-alive comes before its prefill has only the index's promise, in whole blocks.
+        """
+        worker_ids = self.worker_ids()
+        if not worker_ids:
+            return []
+        cached_tokens = sum(generation.num_reused_tokens for generation in self.generations)
+        return [
+            (b"x-headstart-worker", worker_ids.encode("latin-1", "replace")),
+            (b"x-headstart-cached-tokens", b"%d" % cached_tokens),
+        ]
