@@ -38,7 +38,7 @@ from server.router.policies import POLICIES, CostModel
 DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")
 COMPARED: Final = {**POLICIES, **RIVALS}
-COUNT_PENDING: Final = frozenset({"headstart", "llm-d"})
+COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
 REFERENCE_COST: Final = CostModel(recent_weight=0.001, kv_wait_weight=0.0)
@@ -100,6 +100,9 @@ def plan(options: Namespace) -> list[Run]:
                 count_pending=policy in COUNT_PENDING,
                 seed=options.seed + spreading,
                 shared_engine=options.engine == "shared",
+                fetch=options.fetch,
+                lower_tier=options.lower_tier,
+                load=options.tier_load,
                 redis=options.index == "redis" and policy != POOLED,
             ),
             options.load,
@@ -192,18 +195,31 @@ def options_of(argv: list[str]) -> Namespace:
         " goes to the oldest and half to the shortest other",
     )
     parser.add_argument(
+        "--fetch", type=float, default=0.0, metavar="X", help="blocks come from peers at X times the prefill rate"
+    )
+    parser.add_argument(
+        "--lower-tier", type=float, default=0.0, metavar="F", help="a tier of F times the pool below each pool"
+    )
+    parser.add_argument(
+        "--tier-load", type=float, default=20.0, metavar="Y", help="the tier gives at Y times the prefill rate"
+    )
+    parser.add_argument(
         "--index", choices=("memory", "redis"), default="memory", help="redis: a real one (same figures, more time)"
     )
     parser.add_argument("--index-delay", type=float, default=0.1, metavar="S", help="how late the index is")
     parser.add_argument("--report-age", type=float, default=0.05, metavar="S", help="how often workers report")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if (options.fetch or options.lower_tier) and options.engine != "shared":
+        parser.error("--fetch and --lower-tier need --engine shared")
+    return options
 
 
 def main(argv: list[str]) -> int:
     options = options_of(argv)
     outcomes = execute_all(plan(options), options.jobs)
-    names = ("spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age")
+    names = ["spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age"]
+    names += ["fetch", "lower_tier", "tier_load"]
     env = {name: getattr(options, name) for name in names}
     publish(Report("route", figures(outcomes), env), options, _draw(outcomes))
     return 0

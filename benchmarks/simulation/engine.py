@@ -29,6 +29,10 @@ class EngineModel:
     slowdown_per_decode: float = 0.01
     decode_step_s: float = 0.012
     decode_step_per_request_s: float = 0.00025
+    fetch_tokens_per_s: float = 0.0
+    """Blocks of a peer, over an idle link; 0.0: it fetches none."""
+    tier_tokens_per_s: tuple[float, ...] = ()
+    """Blocks of the tier below the pool, if there is one."""
 
     def prefill_s(self, num_tokens: int, num_decoding: int) -> float:
         alone_s = self.request_s + num_tokens / self.prefill_tokens_per_s
@@ -55,6 +59,8 @@ class Job:
     prefill_s: float = 0.0
     left_s: float = 0.0
     """Part of `prefill_s` that is left, at a worker that shares its time."""
+    loaded_s: float = 0.0
+    """When the blocks that it loads and fetches have arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +82,14 @@ class SimulatedWorker:
 
     def submit(self, job: Job, now_s: float) -> None:
         self.report(now_s)
-        request = job.request
-        num_cached = self.cache.find(request.block_ids, ROOT, hashes=request.chain) * self.model.block_size
-        job.estimate_s = self.model.prefill_s(request.num_prompt_tokens - num_cached, 0)
+        job.estimate_s = self.model.prefill_s(job.request.num_prompt_tokens - self.num_reusable_tokens(job), 0)
         self.assigned_s += job.estimate_s
         self.queue.append(job)
+
+    def num_reusable_tokens(self, job: Job) -> int:
+        """Return how many tokens it would not compute if it began now."""
+        request = job.request
+        return self.cache.find(request.block_ids, ROOT, hashes=request.chain) * self.model.block_size
 
     def begin(self, now_s: float) -> Job | None:
         """Take the next request into service if there is one and it fits; its prefill ends after `prefill_s`."""
@@ -143,4 +152,6 @@ class SimulatedWorker:
             num_waiting=len(self.queue),
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.num_blocks,
+            tier_tokens_per_s=self.model.tier_tokens_per_s,
+            fetch_tokens_per_s=self.model.fetch_tokens_per_s,
         )

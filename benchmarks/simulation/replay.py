@@ -11,11 +11,12 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
 from benchmarks.simulation.memory_index import MemoryIndex
+from benchmarks.simulation.moving_engine import MovingWorker
 from benchmarks.simulation.redis_backend import RedisBackend
 from benchmarks.simulation.shared_engine import SharedWorker
 from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
@@ -49,6 +50,12 @@ class ReplaySettings:
     seed: int = 0
     shared_engine: bool = False
     """Prefills share each step, as in our workers, instead of running one by one."""
+    fetch: float = 0.0
+    """Blocks come from a peer at so many times the prefill rate; 0.0: none do. Shared engine only, as the next two."""
+    lower_tier: float = 0.0
+    """Blocks of a tier below each worker's pool, over the pool's; 0.0: there is none."""
+    load: float = 20.0
+    """Blocks come from the tier at so many times the prefill rate."""
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
 
@@ -74,7 +81,9 @@ class Replay:
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._index = RedisBackend() if settings.redis else MemoryIndex(lambda: self._now_s, lease_s=float("inf"))
-        self._late: deque[tuple[float, WorkerId, list[BlockEvent]]] = deque()
+        self._tiers = MemoryIndex(lambda: self._now_s, lease_s=float("inf"))
+        """The index of the tiers below the pools."""
+        self._late: deque[tuple[float, bool, WorkerId, list[BlockEvent]]] = deque()
         rng = random.Random(settings.seed)
         self._gateway_rng = random.Random(rng.getrandbits(64))
         self._workers = self._make_workers()
@@ -100,15 +109,21 @@ class Replay:
 
     def _make_workers(self) -> list[SimulatedWorker]:
         settings, workload = self._settings, self._workload
-        model = EngineModel(workload.prefill_tokens_per_s, workload.block_size)
+        rate = workload.prefill_tokens_per_s
+        tier_rates = (settings.load * rate,) if settings.lower_tier else ()
+        moves = not settings.pooled and bool(settings.fetch or settings.lower_tier)
+        model = EngineModel(rate, workload.block_size)
+        if moves:
+            model = replace(model, fetch_tokens_per_s=settings.fetch * rate, tier_tokens_per_s=tier_rates)
         num_blocks = int(workload.num_distinct_blocks * settings.cache_share)
         pool = HashAllocator(num_blocks + 1, 1)
-        workers = []
+        workers: list[SimulatedWorker] = []
+        peers: dict[str, MovingWorker] = {}
         for number in range(settings.num_workers):
             member = WorkerMember(
                 WorkerId(f"worker-{number:02}"),
                 Epoch(f"{number:016x}"),
-                "http://simulated",
+                f"http://worker-{number:02}",
                 MODEL,
                 "",
                 "simulated",
@@ -116,11 +131,21 @@ class Replay:
                 1 << 30,
                 1,
                 prefill_order="shared" if settings.shared_engine else "fifo",
+                layout="simulated" if moves else "",
+                tiers=("disk",) if settings.lower_tier and moves else (),
             )
-            cache = pool if settings.pooled else HashAllocator(num_blocks // settings.num_workers + 1, 1)
-            kind = SharedWorker if settings.shared_engine else SimulatedWorker
-            worker = kind(member, model, cache, settings.report_s)
+            share = num_blocks // settings.num_workers
+            cache = pool if settings.pooled else HashAllocator(share + 1, 1)
+            if moves:
+                tier = HashAllocator(int(settings.lower_tier * share) + 1, 1) if settings.lower_tier else None
+                worker: SimulatedWorker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=peers)
+            else:
+                kind = SharedWorker if settings.shared_engine else SimulatedWorker
+                worker = kind(member, model, cache, settings.report_s)
+            if isinstance(worker, MovingWorker):
+                peers[member.url] = worker
             self._index.register(member)
+            self._tiers.register(member)
             workers.append(worker)
         return workers
 
@@ -156,11 +181,20 @@ class Replay:
     def _begin(self, worker: SimulatedWorker) -> None:
         if isinstance(worker, SharedWorker):
             for job in worker.admit(self._now_s):
-                self._begun(worker, job)
+                if job.loaded_s > self._now_s:
+                    self._at(job.loaded_s, partial(self._loaded, worker, job))
+                else:
+                    worker.start(job, self._now_s)
+                    self._begun(worker, job)
             self._await_next(worker)
         elif (begun := worker.begin(self._now_s)) is not None:
             self._begun(worker, begun)
             self._at(self._now_s + begun.prefill_s, lambda: self._prefilled(worker, worker.finish_prefill(self._now_s)))
+
+    def _loaded(self, worker: SharedWorker, job: Job) -> None:
+        worker.start(job, self._now_s)
+        self._begun(worker, job)
+        self._await_next(worker)
 
     def _begun(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
@@ -197,8 +231,11 @@ class Replay:
     # --- what gateways see --------------------------------------------------------------------------------------
 
     def _publish(self, worker: SimulatedWorker) -> None:
+        due_s, worker_id = self._now_s + self._settings.index_delay_s, worker.member.worker_id
         if not self._settings.pooled and (events := worker.cache.take_events()):
-            self._late.append((self._now_s + self._settings.index_delay_s, worker.member.worker_id, events))
+            self._late.append((due_s, False, worker_id, events))
+        if isinstance(worker, MovingWorker) and worker.tier is not None and (events := worker.tier.take_events()):
+            self._late.append((due_s, True, worker_id, events))
 
     def _candidates(self, request: TraceRequest) -> list[Candidate]:
         if self._settings.pooled:
@@ -206,13 +243,17 @@ class Replay:
             matches = [matched] * len(self._workers)
         else:
             while self._late and self._late[0][0] <= self._now_s:
-                _, worker_id, events = self._late.popleft()
-                self._index.publish(worker_id, *_changes(events))
+                _, in_tier, worker_id, events = self._late.popleft()
+                (self._tiers if in_tier else self._index).publish(worker_id, *_changes(events))
             matches = [candidate.matched_blocks for candidate in self._index.match(request.hashes)]
+        ends: list[tuple[int, ...]] = [()] * len(self._workers)
+        if self._settings.lower_tier and not self._settings.pooled:
+            in_tiers = [candidate.matched_blocks for candidate in self._tiers.match(request.hashes)]
+            ends = [(max(pair),) for pair in zip(matches, in_tiers, strict=True)]
         candidates = []
-        for worker, matched in zip(self._workers, matches, strict=True):
+        for worker, matched, end in zip(self._workers, matches, ends, strict=True):
             worker.report(self._now_s)
-            candidates.append(Candidate(worker.member, worker.load, matched, self._now_s - worker.load_s))
+            candidates.append(Candidate(worker.member, worker.load, matched, self._now_s - worker.load_s, end))
         return candidates
 
     def _outcome(self) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cache.types import BlockHash, WorkerId
@@ -33,6 +33,10 @@ class Dynamo(Policy):
         return scores
 
 
+FIXED_WEIGHTS: Final[Mapping[str, float]] = {"host": 0.8, "disk": 0.3, "peer": 0.3}
+"""llm-d's weights of a cached block by its place; the pool's is 1. A peer has that of the farthest tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class LlmD(Policy):
     """llm-d's weighted scorers, prefix 2, KV utilisation 1, queue 1: the published sample configuration.
@@ -53,10 +57,14 @@ class LlmD(Policy):
             load = worker.load
             usage = 1.0 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
             queue = (longest - worker.num_waiting) / (longest - shortest) if longest > shortest else 1.0
-            prefix = worker.matched_tokens / total
+            prefix = self.prefix(worker) / total
             score = self.prefix_weight * prefix + self.kv_weight * (1.0 - usage) + self.queue_weight * queue
             scores.append(-score)
         return scores
+
+    def prefix(self, worker: WorkerView) -> float:
+        """Return the cached prompt tokens, as far as they count."""
+        return worker.matched_tokens
 
 
 class Sglang(Policy):
@@ -100,4 +108,24 @@ class Sglang(Policy):
         return next((at for at, block_hash in enumerate(hashes) if block_hash not in tree), len(hashes))
 
 
-RIVALS: Final[Mapping[str, Callable[[], Policy]]] = {"sglang": Sglang, "llm-d": LlmD, "dynamo": Dynamo}
+@dataclass(frozen=True, slots=True)
+class LlmDTiers(LlmD):
+    """llm-d's scorers with its weights by tier, in front of workers that load and fetch as ours do."""
+
+    tier_weights: Mapping[str, float] = field(default_factory=lambda: FIXED_WEIGHTS)
+
+    def prefix(self, worker: WorkerView) -> float:
+        plan, weights = worker.plan, self.tier_weights
+        if plan is None:
+            return worker.matched_tokens
+        loaded = zip(worker.member.tiers, plan.loaded_tokens, strict=False)
+        below = sum(weights[tier] * num_tokens for tier, num_tokens in loaded)
+        return worker.matched_tokens + below + weights["peer"] * plan.fetched_tokens
+
+
+RIVALS: Final[Mapping[str, Callable[[], Policy]]] = {
+    "sglang": Sglang,
+    "llm-d": LlmD,
+    "llm-d-tiers": LlmDTiers,
+    "dynamo": Dynamo,
+}

@@ -18,12 +18,14 @@ class SharedWorker(SimulatedWorker):
     """The replay calls `admit` when something may begin, `next_end_s` after every change, and `finish_next` then."""
 
     running: list[Job] = field(default_factory=list)
+    num_active: int = 0
+    """Requests out of the queue and without a first token: their blocks arrive, or their prefills run."""
     advanced_s: float = 0.0
     version: int = 0
     """Another number after every change: what was planned before is void."""
 
     def admit(self, now_s: float) -> list[Job]:
-        """Take from the queue what fits."""
+        """Take from the queue what fits; the prefill of each begins at its `loaded_s`."""
         self.advance(now_s)
         admitted = []
         while self.queue:
@@ -31,19 +33,26 @@ class SharedWorker(SimulatedWorker):
             request = job.request
             job.allocation = self.cache.allocate(len(request.block_ids), request.block_ids, ROOT, hashes=request.chain)
             if job.allocation is None:
-                assert self.running or self.num_decoding, "a prompt larger than the pool"
+                assert self.num_active or self.num_decoding, "a prompt larger than the pool"
                 break
             self.report(now_s)
             self.queue.popleft()
             job.num_cached_tokens = job.allocation.num_cached_tokens * self.model.block_size
-            job.started_s = now_s
-            num_tokens = request.num_prompt_tokens - job.num_cached_tokens
-            job.prefill_s = job.left_s = self.model.prefill_s(num_tokens, self.num_decoding)
-            self.busy_s += job.prefill_s
-            self.running.append(job)
+            job.loaded_s = now_s
             admitted.append(job)
-        self.version += 1
+            self.num_active += 1
         return admitted
+
+    def start(self, job: Job, now_s: float) -> None:
+        """Begin the prefill of an admitted request."""
+        self.advance(now_s)
+        self.report(now_s)
+        job.started_s = now_s
+        num_tokens = job.request.num_prompt_tokens - job.num_cached_tokens
+        job.prefill_s = job.left_s = self.model.prefill_s(num_tokens, self.num_decoding)
+        self.busy_s += job.prefill_s
+        self.running.append(job)
+        self.version += 1
 
     def next_end_s(self, now_s: float) -> float | None:
         """When the next prefill ends if nothing comes between."""
@@ -55,6 +64,8 @@ class SharedWorker(SimulatedWorker):
         self.advance(now_s)
         job = min(self._served(), key=lambda job: job.left_s)
         self.running.remove(job)
+        self.num_active -= 1
+        self.version += 1
         self.serving = job
         return self.finish_prefill(now_s)
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, Sglang
+from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, LlmDTiers, Sglang
+from server.router.block_plan import BlockPlan
 from tests.server.router.test_policies import chosen, make_request, view
 
 
@@ -46,3 +49,12 @@ def test_every_rival_answers_for_one_worker_and_an_empty_prompt(name: str) -> No
     request = replace(make_request(), hashes=[], num_prompt_tokens=1)
     assert chosen(policy, request, view("a")) == {"a"}
     policy.on_dispatch(request, view("a"))
+
+
+def test_llm_d_counts_blocks_by_the_place_they_are_in() -> None:
+    policy = LlmDTiers()
+    loaded = view("a", matched_tokens=10, plan=BlockPlan(80, loaded_tokens=(20, 40), fetched_tokens=10))
+    loaded.member = dataclasses.replace(loaded.member, tiers=("host", "disk"))
+    assert policy.prefix(loaded) == pytest.approx(10 + 0.8 * 20 + 0.3 * 40 + 0.3 * 10)
+    assert policy.prefix(view("a", matched_tokens=10)) == 10
+    assert chosen(policy, make_request(), loaded, view("b", matched_tokens=40)) == {"a"}

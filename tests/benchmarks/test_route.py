@@ -26,6 +26,8 @@ def outcomes() -> dict[str, Outcome]:
         "four": (["headstart"], ["--gateways", "4"]),
         "late": (["headstart"], ["--index-delay", "1.0"]),
         "shared": (["headstart"], ["--engine", "shared"]),
+        "fetching": (["headstart", "llm-d-tiers"], ["--engine", "shared", "--fetch", "20"]),
+        "tiers": (["headstart"], ["--engine", "shared", "--cells", "conv5_n8", "--lower-tier", "4"]),
     }
     planned = {}
     for name, (policies, arguments) in runs.items():
@@ -112,3 +114,16 @@ def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -
 def test_an_unknown_cell_is_refused(cell: str) -> None:
     with pytest.raises(Exception, match="use conv25_n8"):
         parse_cell(cell)
+
+
+def test_moving_blocks_nears_the_bound_and_seconds_beat_fixed_weights(outcomes: dict[str, Outcome]) -> None:
+    fetching = outcomes["fetching.headstart"].ttft_mean_s
+    assert fetching <= 1.03 * outcomes["shared.pooled"].ttft_mean_s
+    assert fetching < outcomes["fetching.llm-d-tiers"].ttft_mean_s
+    small, large = outcomes["tiers.headstart"], outcomes["shared.headstart"]
+    assert small.ttft_mean_s <= 1.10 * large.ttft_mean_s, "a fifth of the pool, and four times that below it"
+
+
+def test_blocks_move_only_between_workers_that_share_their_time() -> None:
+    with pytest.raises(SystemExit):
+        options_of(["--fetch", "20"])
