@@ -14,7 +14,6 @@ from server.router.policies import POLICIES
 from server.text.output_parser import MARKERS, ToolFormat
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
-from worker.common.tls import WorkerCa
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
@@ -73,12 +72,6 @@ class GatewayConfig(SharedConfig):
         "CIDR,...",
         type=_comma_separated,
     )
-    worker_ca: str | None = _fleet(
-        None, "CA of the workers' certificates; with it, only TLS is spoken to workers", "FILE"
-    )
-    worker_tls_name: str | None = _fleet(
-        None, "name in the workers' certificates (default: each worker's address)", "NAME"
-    )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
     aliases: Mapping[str, str] | None = _api(
@@ -103,8 +96,6 @@ class GatewayConfig(SharedConfig):
                 raise ValueError(f"--ops-hosts takes names without scheme and port, got {name!r}")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
-        if self.worker_tls_name is not None and self.worker_ca is None:
-            raise ValueError("--worker-tls-name needs --worker-ca: whose certificates are checked for that name?")
         if self.redis is None and not self.workers:
             raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
 
@@ -127,10 +118,6 @@ class GatewayConfig(SharedConfig):
         if not key:
             raise ValueError(f"--ops-key-file {self.ops_key_file} is empty")
         return key
-
-    def workers_ca(self) -> WorkerCa | None:
-        """Load the CA of workers; None: they are spoken to as their URLs say. Raises ValueError."""
-        return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -64,6 +64,17 @@ class WorkerConfig(SharedConfig):
     kv_cache_memory: int | None = _cache(
         None, "size of the pool, e.g. 4G (default: from free memory)", "SIZE", type=num_bytes
     )
+    kv_host_memory: int = _cache(
+        0,
+        "pinned host memory that takes blocks before they are evicted, e.g. 32G (default: none)",
+        "SIZE",
+        type=num_bytes,
+        least=0,
+    )
+    kv_disk: str | None = _cache(
+        None, "a folder for blocks on disk, which a restarted worker finds again (default: none)", "DIR"
+    )
+    kv_disk_size: int = _cache(10 << 30, "size of the blocks on disk (default 10G)", "SIZE", type=num_bytes)
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)
@@ -97,7 +108,8 @@ class WorkerConfig(SharedConfig):
             raise ValueError(f"--local-rank must be below --local-world-size, got {self.local_rank}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
-
+        if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
+            raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
         if self.engine_url and not self.engine_url.startswith(("http://", "https://")):

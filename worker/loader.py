@@ -7,26 +7,37 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, Literal, cast
 
 import torch
 
 from cache.allocators import make_allocator
+from cache.allocators.base import Allocator
+from cache.allocators.hash import HashAllocator
+from cache.block_record import RecordFormat, layout_fingerprint
 from cache.hashing import Namespace
 from cache.records import WorkerMember, new_epoch, signed
+from cache.store import BlockStore
+from cache.stores.disk import DiskStore
+from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
+from worker.attention.block_copier import make_copier
 from worker.config import WorkerConfig, default_step_tokens
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.rates import PrefillRate
 from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
+from worker.kv_transfer.peers import PeerClient
+from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.kv_transfer.transfers import KVTransfers
 from worker.model.config import LoadOptions
 from worker.model.load import LoadedModel, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.scheduler import Scheduler
 from worker.tokenizer_bundle import build_bundle
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, gateway_token
 
 logger = logging.getLogger(__name__)
 
@@ -78,24 +89,74 @@ def build_engine(
         window_size = window + limits.max_step_tokens
     allocator = make_allocator(config.prefix_cache, num_blocks, config.block_size, window_size)
     scheduler = Scheduler(allocator, limits, bundle.eos_token_ids)
+    namespace = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
+    transfers = make_transfers(config, model, runner, allocator, namespace, rate, metrics)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
         url=url,
         model=bundle.model,
-        namespace=Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint,
+        namespace=namespace,
         numerics=runner.numerics,
         block_size=config.block_size,
         max_model_len=max_model_len,
         protocol=PROTOCOL_VERSION,
         epoch_started_ms=time.time_ns() // 1_000_000,
         oldest_protocol=OLDEST_PROTOCOL,
+        layout="" if transfers is None else transfers.layout,
+        tiers=() if transfers is None else transfers.tiers,
     )
     member = signed(config.cluster_secret(), member)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(
-        scheduler, runner, rate, bundle, member, metrics, config.async_scheduling, max_step_s=config.max_step_s
+        scheduler,
+        runner,
+        rate,
+        bundle,
+        member,
+        metrics,
+        config.async_scheduling,
+        max_step_s=config.max_step_s,
+        transfers=transfers,
     )
+
+
+def make_transfers(
+    config: WorkerConfig,
+    model: LoadedModel,
+    runner: ModelRunner,
+    allocator: Allocator,
+    namespace: str,
+    rate: PrefillRate,
+    metrics: WorkerMetrics,
+) -> KVTransfers | None:
+    """Open the stores below the pool, and let blocks move. None: the allocator has no names for blocks.
+
+    Raises ValueError for a folder that cannot be used.
+    """
+    if not isinstance(allocator, HashAllocator):
+        return None
+    cache, secret = runner.cache, config.cluster_secret()
+    copier = make_copier(cache)
+    shape = model.config.attention
+    layout = layout_fingerprint(
+        namespace=namespace,
+        numerics=runner.numerics,
+        dtype=str(cache.dtype),
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=cache.block_size,
+    )
+    record = RecordFormat(layout, copier.num_bytes, secret)
+    stores: list[BlockStore] = []
+    if num_host_blocks := config.kv_host_memory // copier.num_bytes:
+        stores.append(HostStore([copier.new_payload() for _ in range(num_host_blocks)], copier.num_bytes))
+    if config.kv_disk is not None:
+        stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
+    ca = config.workers_ca()
+    peers = PeerClient(record, gateway_token(secret), None if ca is None else ca.context)
+    return KVTransfers(allocator, PoolBlocks(allocator, copier), rate, stores, record, peers, metrics)
 
 
 def bound_primitives() -> None:

@@ -30,12 +30,13 @@ from worker.common.tls import ServerCertificate
 from worker.common.tracing import Tracing, open_tracing
 from worker.config import WorkerConfig, parse
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine
+from worker.engine.protocol import Engine, EngineDeadError
 from worker.engine.publisher import Publisher
 from worker.http.app import make_app
 from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
+from worker.kv_transfer.handover import HANDOVER_S, hand_over
 from worker.wire import gateway_token
 
 logger = logging.getLogger(__name__)
@@ -203,16 +204,28 @@ class Worker:
         return engine
 
     async def _shut_down(self) -> None:
-        """Drain within the grace and leave the registry. A second signal ends the wait."""
+        """Drain within the grace, hand blocks over, and leave the registry. A second signal ends the wait."""
         self._stop.clear()
         self._service.drain()
         drained = asyncio.create_task(self._service.drained(self._config.drain_grace_s))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait((drained, stopped), return_when=asyncio.FIRST_COMPLETED)
-        await _cancelled(drained, stopped)
+        await _cancelled(drained)
+        handover = asyncio.create_task(self._hand_over())
+        await asyncio.wait((handover, stopped), timeout=HANDOVER_S, return_when=asyncio.FIRST_COMPLETED)
+        await _cancelled(handover, stopped)
         if self._publisher is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._publisher.close(), _RETIRE_S)
+
+    async def _hand_over(self) -> None:
+        """Give the most used blocks to peers. A failure costs them the time to compute these."""
+        if self._publisher is None or self._engine is None or self._engine.exchange is None or self._exit_code:
+            return
+        try:
+            await hand_over(self._engine.member, self._engine.exchange, await self._publisher.workers())
+        except EngineDeadError as error:
+            logger.warning("no hand-over: %s", error)
 
     def _on_engine_death(self) -> None:
         """End the process, so that its supervisor starts a new worker."""

@@ -8,6 +8,7 @@ Source: vLLM v1, KVCacheManager and BlockPool.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Self, cast
 
@@ -15,6 +16,7 @@ from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
 from cache.events import Removed, Stored
 from cache.hashing import extend_chain, hash_chain
+from cache.store import ChainLink
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
@@ -32,7 +34,7 @@ class HashAllocator(Allocator):
     a copy of its parent. A table is released tail first, so a parent's last copy leaves the queue after its children.
     """
 
-    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes")
+    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_links", "num_losses")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
@@ -42,6 +44,60 @@ class HashAllocator(Allocator):
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
         self._clock = 1
+        self._links: dict[BlockHash, ChainLink] | None = None
+        self.num_losses = 0
+        """Grows between the time when blocks stop being findable and their reuse. A thread that reads blocks which
+        `block_of` returned after this number has read what their hashes name if it is unchanged afterwards."""
+
+    def track_chains(self) -> None:
+        """Keep the place in its chain of every findable block, for `link`. Call it while nothing is cached."""
+        assert not self._cached, "blocks are cached already"
+        self._links = {}
+
+    def link(self, block_hash: BlockHash) -> ChainLink | None:
+        """Return the place of a findable block in its chain. Any thread may call it."""
+        return None if self._links is None else self._links.get(block_hash)
+
+    def block_of(self, block_hash: BlockHash) -> BlockId | None:
+        """Return a findable block. Any thread may call it (see `num_losses`)."""
+        return self._cached.get(block_hash)
+
+    def next_victims(self, count: int) -> list[BlockHash]:
+        """Return the hashes of the findable blocks among the next `count` to be taken."""
+        hashes = [self._hashes[block_id] for block_id in itertools.islice(self._free, count)]
+        return [block_hash for block_hash in hashes if block_hash is not None]
+
+    def recent_chains(self, max_blocks: int) -> list[list[ChainLink]]:
+        """Return the chains that would be evicted last, the latest first, of `max_blocks` different blocks at most."""
+        assert self._links is not None, "chains are not tracked"
+        links = self._links
+        held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0]
+        unheld = [self._hashes[block_id] for block_id in self._free]
+        inner = {link.parent for link in links.values()}
+        seen: set[BlockHash] = set()
+        chains = []
+        for block_hash in (*held, *reversed(unheld)):
+            if block_hash is None or block_hash in inner or block_hash in seen:
+                continue
+            link: ChainLink | None = links[block_hash]
+            chain: list[ChainLink] = []
+            while link is not None:
+                chain.append(link)
+                link = links[link.parent] if link.depth else None
+            seen |= {link.block_hash for link in chain}
+            if len(seen) > max_blocks:
+                break
+            chains.append(chain[::-1])
+        return chains
+
+    def reserve(self, root: BlockHash, hashes: Sequence[BlockHash]) -> HashAllocation | None:
+        """Hold the blocks of a chain: those that are findable, and free ones to be filled for the rest; None: no room.
+
+        For blocks that come from elsewhere: `HashAllocation.fill` makes them findable.
+        """
+        found = self.find_blocks(hashes)
+        block_ids = self.hold(found, len(hashes) - len(found))
+        return None if block_ids is None else HashAllocation(self, root, list(hashes), block_ids, len(found))
 
     @property
     def num_free_blocks(self) -> int:
@@ -70,6 +126,7 @@ class HashAllocator(Allocator):
         assert len(findable) == sum(map(len, copies.values())), "a block is findable under two hashes"
         hashed = {BlockId(b): block_hash for b, block_hash in enumerate(self._hashes) if block_hash is not None}
         assert findable == hashed, "hashed and findable differ"
+        assert self._links is None or self._links.keys() == self._cached.keys(), "linked and findable differ"
 
     def _allocate(
         self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
@@ -145,6 +202,14 @@ class HashAllocator(Allocator):
                 self._copies.setdefault(block_hash, []).append(block_id)
         self._note(Stored, stored)
 
+    def note_links(self, root: BlockHash, hashes: Sequence[BlockHash], first: int, stop: int) -> None:
+        """Keep the places of blocks `first` to `stop` of a chain."""
+        if (links := self._links) is not None:
+            for depth in range(first, stop):
+                block_hash = hashes[depth]
+                if block_hash not in links:
+                    links[block_hash] = ChainLink(block_hash, hashes[depth - 1] if depth else root, depth)
+
     def _evict(self, count: int) -> list[BlockId]:
         """Take the next victims. Record Removed for each hash that no block has any more."""
         taken = self._free.pop_first(count)
@@ -162,6 +227,10 @@ class HashAllocator(Allocator):
             else:
                 del cached[block_hash]
                 removed.append(block_hash)
+        if self._links is not None:
+            for block_hash in removed:
+                del self._links[block_hash]
+        self.num_losses += 1  # last: whoever found a block before this sees the change after reading it
         self._note(Removed, removed)
         return taken
 
@@ -179,6 +248,9 @@ class HashAllocator(Allocator):
         self._hashes = [None] * self.num_blocks
         self._cached = {}
         self._copies = {}
+        if self._links is not None:
+            self._links = {}
+        self.num_losses += 1
 
     def _cache_gauges(self) -> tuple[int, int]:
         victim = next(iter(self._free), NULL_BLOCK)
@@ -211,5 +283,16 @@ class HashAllocation(Allocation):
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
+        self._chains.note_links(self._root, self._hashes, first, num_full)
         self._chains.store(self._block_ids[first:num_full], self._hashes[first:num_full])
         self._num_stored = num_full
+
+    @property
+    def num_filled(self) -> int:
+        """Blocks of the chain that are findable, from the first on."""
+        return self._num_stored
+
+    def fill(self, num_filled: int) -> None:
+        """Make the first `num_filled` blocks of a reserved chain findable: their KV is written."""
+        self._num_computed = num_filled * self._block_size
+        self._commit_blocks((), num_filled)

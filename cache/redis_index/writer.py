@@ -24,6 +24,7 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
 from cache.redis_index.connection import ClientSettings, IndexSettings
+from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
 from cache.types import IndexEntry
 
@@ -208,6 +209,19 @@ class IndexWriter:
             return
         await self._transaction([*self._removal([worker_id]), ("UNLINK", *self._set_keys, *self._old_sets)])
         self.in_doubt = True
+
+    async def workers(self) -> list[RegistryEntry]:
+        """Return the registry of this worker's shard; empty when it cannot be read."""
+        replies = await self._ask(("HGETALL", self._keys.members), ("HGETALL", self._keys.states), ("TIME",))
+        if replies is None:
+            return []
+        registry = Registry(self._count, self._signer)
+        try:
+            registry.now_ms = schema.decode_time_ms(replies[2])
+            registry.refresh(schema.decode_hash(replies[0]), schema.decode_hash(replies[1]))
+        except ReplyError as error:
+            logger.debug("the registry cannot be read: %s", error)
+        return registry.entries()
 
     async def prune(self) -> int:
         """Remove members with a lease that ended an hour ago. A revived worker writes a new entry."""

@@ -109,6 +109,10 @@ class AdapterEngine:
             return "no cache event has come from the engine: see `headstart doctor --engine-url`"
         return self._blocks.problem
 
+    @property
+    def exchange(self) -> None:
+        """The engine moves its blocks itself."""
+
     def start(
         self,
         deliver: Callable[[list[EngineOutput]], object],

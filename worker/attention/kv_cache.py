@@ -41,8 +41,10 @@ class KVCache:
         # Zeroed: padding has a weight of 0, but 0 times a NaN of uninitialised memory is NaN.
         pools = torch.zeros(pool, dtype=dtype, device=device)
         self.dtype, self.device = pools.dtype, pools.device
-        self._rows = pools.view(len(pools), num_blocks * block_size, -1)
+        self.rows = pools.view(len(pools), num_blocks * block_size, -1)
         """(2 * layers, slots, kv_heads * head_dim): the same memory"""
+        self.block_bytes = pools[:, 0].nbytes
+        """Size of one block over all layers, keys and values."""
         self.keys: list[Tensor] = list(pools[: shape.num_layers])
         self.values: list[Tensor] = list(pools[shape.num_layers :])
 
@@ -68,11 +70,11 @@ class KVCache:
 
     def find_extremes(self, slots: Tensor) -> Tensor:
         """Return (any number,) the lowest and highest entries at `slots`, over all layers."""
-        row_bytes = self._rows[:, 0].nbytes
+        row_bytes = self.rows[:, 0].nbytes
         part = max(1, _CHECKED_BYTES.get(slots.device.type, 4 << 20) // row_bytes)
-        found = [self._rows.index_select(1, some).aminmax() for some in torch.split(slots, part)]
+        found = [self.rows.index_select(1, some).aminmax() for some in torch.split(slots, part)]
         return torch.stack([extreme for pair in found for extreme in pair])
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero what lies at `slots`."""
-        self._rows.index_fill_(1, torch.tensor(slots, dtype=torch.int64, device=self._rows.device), 0.0)
+        self.rows.index_fill_(1, torch.tensor(slots, dtype=torch.int64, device=self.rows.device), 0.0)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from cache.redis_index import check_key_part, check_url
 from worker.common.logs import LOG_FORMATS, LogFormat
-from worker.common.tls import ServerCertificate
+from worker.common.tls import ServerCertificate, WorkerCa
 
 SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -63,6 +63,12 @@ class SharedConfig:
     drain_grace_s: float = _net(30.0, "time for open requests after SIGTERM (default 30)", least=0)
     tls_cert: str | None = _net(None, "certificate for clients, PEM with its chain (default: none)", "FILE")
     tls_key: str | None = _net(None, "key of the certificate; both are reloaded when they change", "FILE")
+    worker_ca: str | None = _net(
+        None, "CA of the workers' certificates; with it, only TLS is spoken to workers", "FILE"
+    )
+    worker_tls_name: str | None = _net(
+        None, "name in the workers' certificates (default: each worker's address)", "NAME"
+    )
     redis: str | None = _index(None, "the registry and prefix index", "URL")
     redis_prefix: str = _index("headstart", "prefix of every key (default headstart)")
     redis_shards: int = _index(1, "slots of a Redis Cluster over which the index is spread (default 1)")
@@ -91,6 +97,8 @@ class SharedConfig:
             check_key_part("--redis-prefix", self.redis_prefix)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together: give both or none")
+        if self.worker_tls_name is not None and self.worker_ca is None:
+            raise ValueError("--worker-tls-name needs --worker-ca: whose certificates are checked for that name?")
 
     def redis_password(self) -> str | None:
         """Read --redis-password-file; None stands for the URL's own. Raises ValueError."""
@@ -108,6 +116,10 @@ class SharedConfig:
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerCertificate(self.tls_cert, self.tls_key)
+
+    def workers_ca(self) -> WorkerCa | None:
+        """Load the CA of the workers. Raises ValueError."""
+        return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
 
 
 def read_secret(option: str, file: str) -> bytes:

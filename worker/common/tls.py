@@ -106,3 +106,8 @@ class _NamedContext(ssl.SSLContext):
         if self.peer_name is not None:
             options["server_hostname"] = self.peer_name
         return super().wrap_bio(incoming, outgoing, *args, **options)
+
+    def wrap_socket(self, sock: Any, *args: Any, **options: Any) -> ssl.SSLSocket:
+        if self.peer_name is not None:
+            options["server_hostname"] = self.peer_name
+        return super().wrap_socket(sock, *args, **options)

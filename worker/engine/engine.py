@@ -26,11 +26,20 @@ from worker.common.logs import about
 from worker.engine.inflight import InFlightBatches
 from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey, StepLog
+from worker.engine.protocol import (
+    EngineDeadError,
+    EngineOutput,
+    EventPublisher,
+    RefusedError,
+    RequestKey,
+    StepLog,
+)
 from worker.engine.rates import PrefillRate
 from worker.engine.reporter import Reporter, debug_state
 from worker.engine.step import Runner
 from worker.grammar import GrammarCompiler
+from worker.kv_transfer.peers import BlockExchange
+from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.validation import refusal
@@ -43,6 +52,8 @@ SUSPECT_NOTICE_S: Final = 0.02
 INTEGRITY_INTERVAL_S: Final = 10.0
 POLL_INTERVAL_S: Final = 0.0005
 """How late the end of a prefill step may be noticed while commands are awaited."""
+LOAD_POLL_S: Final = 0.05
+"""How late a load that lags may be noticed while nothing else is to do."""
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
 
@@ -60,8 +71,12 @@ class EngineCore:
         metrics: WorkerMetrics,
         async_scheduling: bool = True,
         max_step_s: float = 120.0,
+        transfers: KVTransfers | None = None,
     ) -> None:
-        """`async_scheduling`: launch the next decodes before the tokens of a step are known."""
+        """`async_scheduling`: launch the next decodes before the tokens of a step are known.
+
+        Without `transfers`, blocks stay in the pool.
+        """
         self.member = member
         self.bundle = bundle
         self.grammars = GrammarCompiler(bundle)
@@ -74,10 +89,15 @@ class EngineCore:
         self.mailbox = Mailbox()
         """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
         self._outputs = OutputBuffer(metrics)
-        self._reporter = Reporter(scheduler, rate, metrics)
+        self._transfers = transfers
+        if transfers is not None:
+            scheduler.load_prefixes(transfers.loads)
+        self._reporter = Reporter(scheduler, rate, metrics, transfers)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._on_death: Callable[[BaseException], object] = lambda error: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._only_loads = False
+        """All work waits for blocks that are being loaded."""
         self._stopping = False
         self._dead: BaseException | None = None
         self._checked_s = 0.0
@@ -92,12 +112,18 @@ class EngineCore:
     def index_problem(self) -> str | None:
         return None
 
+    @property
+    def exchange(self) -> BlockExchange | None:
+        return self._transfers
+
     def start(
         self,
         deliver: Callable[[list[EngineOutput]], object],
         on_death: Callable[[BaseException], object],
         listener: EventPublisher | None = None,
     ) -> None:
+        if self._transfers is not None:
+            self._transfers.start(listener, self.mailbox)
         self._outputs.deliver = deliver
         self._on_death = on_death
         self._reporter.listener = listener
@@ -114,6 +140,8 @@ class EngineCore:
         self._stopping = True
         self.mailbox.put(lambda: None)
         self._thread.join(timeout_s)
+        if self._transfers is not None:
+            self._transfers.close()
 
     def refusal(self, request: GenerateRequest) -> Failed | None:
         allocator = self._scheduler.allocator
@@ -184,6 +212,8 @@ class EngineCore:
     def purge(self) -> Future[Epoch]:
         def empty_pool() -> Epoch:
             self._scheduler.preempt_all()
+            if self._transfers is not None:
+                self._transfers.purge()
             emptied = self._scheduler.allocator.reset()
             assert emptied, "the pool is held although every sequence was preempted"
             self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
@@ -246,7 +276,7 @@ class EngineCore:
 
     def _step(self) -> None:
         """Go from the end of one step to the end of the next."""
-        self._run_housekeeping(wait_s=0.0 if self._has_work else None)
+        self._run_housekeeping(wait_s=self._max_wait_s())
         if self._runner.overlaps:
             if self._async_scheduling:
                 self._in_flight.launch_async()
@@ -254,13 +284,22 @@ class EngineCore:
                 self._run_housekeeping(wait_s=POLL_INTERVAL_S)
         self._in_flight.process_result()
         self.mailbox.run()  # commands that came while the device worked join the next step
-        self._outputs.put(self._scheduler.expire(time.monotonic()))
+        now_s = time.monotonic()
+        self._outputs.put(self._scheduler.expire(now_s))
+        if self._transfers is not None:
+            self._transfers.loads.poll(now_s)
         if self._scheduler.has_work and not self._in_flight:
             self._launch()
             if not self._runner.overlaps:
                 self._in_flight.process_result()
         if not self._has_work:
             self._on_idle()
+
+    def _max_wait_s(self) -> float | None:
+        """Return how long to wait for a command; None: until one comes."""
+        if self._transfers is None or not self._transfers.loads.num_active or self._in_flight:
+            return 0.0 if self._has_work else None
+        return LOAD_POLL_S if self._only_loads or not self._scheduler.has_work else 0.0
 
     def _run_housekeeping(self, *, wait_s: float | None) -> None:
         """Do all that needs no token of the step in flight; wait up to `wait_s` for a command."""
@@ -272,9 +311,13 @@ class EngineCore:
         """Schedule a step and launch it."""
         begun_s = time.monotonic()
         plan = self._scheduler.schedule(begun_s)
+        self._only_loads = plan is None and self._transfers is not None and self._transfers.loads.num_active > 0
+        if self._only_loads:
+            return
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")
-        self._outputs.put([EngineOutput(request.key, Started(request.num_cached_tokens)) for request in plan.started])
+        started = [(request, Started(request.num_cached_tokens, request.loaded_tokens)) for request in plan.started]
+        self._outputs.put([EngineOutput(request.key, frame) for request, frame in started])
         has_suspect = any(request.wire.is_suspect for request in plan.started)
         if has_suspect or not self._runner.overlaps:
             self._outputs.flush()

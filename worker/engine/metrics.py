@@ -66,6 +66,15 @@ class WorkerMetrics:
         self._num_evictions = 0
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
 
+        self.stored_blocks = Gauge(
+            "headstart_worker_kv_stored_blocks", "Blocks in a store below the pool", ["tier"], registry=registry
+        )
+        self.saved_bytes = counter("kv_saved_bytes", "Bytes of blocks written to a store below the pool", ["tier"])
+        self.loaded_tokens = counter("kv_loaded_tokens", "Tokens whose blocks came into the pool, by place", ["place"])
+        self.loaded_bytes = counter("kv_loaded_bytes", "Bytes of blocks that came into the pool, by place", ["place"])
+        self.loads = counter("kv_loads", "Loads of prefixes, by how they ended: complete, short or late", ["end"])
+        self.served_bytes = counter("kv_served_bytes", "Bytes of blocks that peers fetched here")
+
         self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
         self.index_connected = gauge("index_connected", "1 while this worker is connected to the shared index")
         self.index_events = counter(
@@ -100,6 +109,13 @@ class WorkerMetrics:
         kind = "decode" if not num_prefill_tokens else "mixed" if num_decodes else "prefill"
         self.step_s.labels(kind).observe(step_s)
         self._longest_step_s = max(self._longest_step_s, step_s)
+
+    def count_load(self, end: str, num_blocks: dict[str, int], block_size: int, block_bytes: int) -> None:
+        """Count a load that has ended and the blocks that came, by place."""
+        self.loads.labels(end).inc()
+        for place, count in num_blocks.items():
+            self.loaded_tokens.labels(place).inc(count * block_size)
+            self.loaded_bytes.labels(place).inc(count * block_bytes)
 
     def _take_longest_step(self) -> float:
         longest_s, self._longest_step_s = self._longest_step_s, 0.0

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, NewType, Protocol
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, Tier
+from worker.kv_transfer.peers import BlockExchange
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 MAX_RECORDED_STEPS: Final = 64
@@ -112,6 +113,10 @@ class Engine(Protocol):
     @property
     def index_problem(self) -> str | None:
         """Why the events tell less than the engine holds, or None."""
+
+    @property
+    def exchange(self) -> BlockExchange | None:
+        """Its side of the exchange of blocks with peers; None: its blocks stay with it."""
 
     def start(
         self,

@@ -25,7 +25,7 @@ from typing import Final
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, SetChange, WriterSettings
+from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
 from cache.types import IndexEntry, Tier
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,10 @@ class Publisher:
             await asyncio.gather(connection, return_exceptions=True)
             self._loop = None
             self._ended.set()
+
+    async def workers(self) -> list[RegistryEntry]:
+        """Return the workers in the registry; empty when it cannot be read."""
+        return await self._writer.workers()
 
     async def close(self) -> None:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""

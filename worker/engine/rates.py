@@ -1,13 +1,15 @@
-"""Rates that a worker measures of itself: tokens prefilled, and starts of requests while others wait."""
+"""Rates that a worker measures of itself: tokens prefilled or loaded, and starts of requests while others wait."""
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 _HALF_LIFE_S: Final = 20.0
 """Seconds of prefill after which a measurement weighs half."""
 _IDLE_HALF_LIFE_S: Final = 120.0
 """Seconds without prefill after which a measurement weighs half: what slowed the device may have ended."""
+_TRANSFER_MEMORY_S: Final = 30.0
 _HALF_LIFE_STARTS: Final = 32
 """Starts after which a measured interval weighs half."""
 
@@ -36,6 +38,36 @@ class PrefillRate:
     def seconds(self, num_tokens: int) -> float:
         """Return the time that these tokens take; 0.0 before the first measurement."""
         return num_tokens * self._duration_s / self._num_tokens if self._num_tokens > 0.0 else 0.0
+
+
+class TransferRate:
+    """Tokens per second that come from one place. Loads on several threads may add.
+
+    A slow measurement counts for 30 s: a place from which nothing is loaded would never be measured again.
+    """
+
+    def __init__(self, tokens_per_s: float) -> None:
+        """Begin with a guess, which also counts after a slow measurement."""
+        self._guess = tokens_per_s
+        self._num_tokens = 0.0
+        self._duration_s = 0.0
+        self._measured_s = -math.inf
+
+    def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
+        """Add a load that ended at `now_s`. One that brought nothing only makes the rate lower."""
+        self._num_tokens = 0.5 * self._num_tokens + num_tokens
+        self._duration_s = 0.5 * self._duration_s + duration_s
+        self._measured_s = now_s
+
+    def tokens_per_s(self, now_s: float) -> float:
+        if self._duration_s <= 0.0:
+            return self._guess
+        measured = max(self._num_tokens, 1.0) / self._duration_s
+        return measured if now_s - self._measured_s < _TRANSFER_MEMORY_S else max(measured, self._guess)
+
+    def seconds(self, num_tokens: int, now_s: float) -> float:
+        """Return the time that these tokens take."""
+        return num_tokens / self.tokens_per_s(now_s)
 
 
 class StartInterval:

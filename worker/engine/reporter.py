@@ -19,6 +19,7 @@ from cache.types import GatewayId
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EventPublisher
 from worker.engine.rates import PrefillRate, StartInterval
+from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence
@@ -30,7 +31,9 @@ REPORT_INTERVAL_S: Final = 0.05
 class Reporter:
     """Reports cache events and load, on the engine thread. Its counters cover one epoch."""
 
-    def __init__(self, scheduler: Scheduler, rate: PrefillRate, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, scheduler: Scheduler, rate: PrefillRate, metrics: WorkerMetrics, transfers: KVTransfers | None = None
+    ) -> None:
         self.rate = rate
         self.starts = StartInterval()
         self.listener: EventPublisher | None = None
@@ -40,6 +43,7 @@ class Reporter:
         """As last reported. Frozen: any thread may read it."""
         self._scheduler = scheduler
         self._metrics = metrics
+        self._transfers = transfers
         self._assigned_s = 0.0
         self._reported_s = 0.0
 
@@ -76,6 +80,8 @@ class Reporter:
         self._metrics.queued_tokens.set(sum(sequence.num_pending for sequence in self._scheduler.waiting))
         if self.listener is not None:
             self.listener.offer(events, self.load)
+        if self._transfers is not None:
+            self._transfers.take(events)
 
     def _current_load(self) -> WorkerLoad:
         scheduler, allocator = self._scheduler, self._scheduler.allocator
@@ -94,6 +100,8 @@ class Reporter:
             num_blocks=allocator.num_blocks,
             draining=self.draining,
             start_interval_s=self.starts.mean_s,
+            tier_tokens_per_s=() if self._transfers is None else self._transfers.tier_tokens_per_s(),
+            fetch_tokens_per_s=0.0 if self._transfers is None else self._transfers.fetch_tokens_per_s(),
         )
 
 

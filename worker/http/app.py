@@ -1,6 +1,7 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
 POST /generate /abort       GET /state /bundle                    msgpack, for gateways
+POST /blocks /adopt                                               msgpack, for other workers
 POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
 
@@ -25,16 +26,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cache.records import WorkerState
 from worker.common.sockets import HostNames
 from worker.engine.protocol import EngineDeadError, RefusedError
+from worker.http.blocks import AdoptEndpoint, BlocksEndpoint
+from worker.http.body import read_body
 from worker.http.service import WorkerService
 from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
 
-MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 STATUS_OF: Final = {
     "invalid_request": 400,
     "invalid_grammar": 400,
     "unauthorized": 401,
     "forbidden": 403,
     "wrong_epoch": 409,
+    "wrong_layout": 409,
     "payload_too_large": 413,
     "queue_full": 429,
     "draining": 503,
@@ -61,6 +64,8 @@ def make_app(
     app = Starlette(
         routes=[
             Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
+            Route("/blocks", endpoint=BlocksEndpoint(service), methods=["POST"]),
+            Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
             Route("/state", endpoint=endpoints.state),
             Route("/bundle", endpoint=endpoints.bundle),
@@ -153,16 +158,6 @@ class GenerateEndpoint:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-
-
-async def read_body(request: Request) -> bytes:
-    """Read the whole body. Raises ClientDisconnect, and RefusedError past MAX_BODY_BYTES."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RefusedError(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
-    return bytes(body)
 
 
 async def _disconnected(receive: Receive) -> None:

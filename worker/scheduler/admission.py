@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from cache.allocators.base import Allocator
 from cache.types import BlockHash, BlockId
@@ -17,6 +17,29 @@ from worker.scheduler.request import OrderedSequences, Request, TokenSequence
 
 MAX_COMPARED: Final = 128
 """Earlier requests that are compared with a new one for a common prefix, the latest first."""
+
+
+class PrefixLoader(Protocol):
+    """Brings blocks into the pool from elsewhere while their sequence waits. Used by the engine thread."""
+
+    @property
+    def num_active(self) -> int:
+        """Loads that have not ended."""
+
+    def is_loading(self, sequence: TokenSequence) -> bool:
+        """Tell whether the sequence waits for blocks."""
+
+    def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
+        """Load what the pool lacks of the sequence's prefix, where that is faster than to compute it.
+
+        Return whether the sequence waits for blocks now. Each sequence loads once.
+        """
+
+    def count_loadable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
+        """Return the blocks beyond the cached ones that `start` would load."""
+
+    def give_up_latest(self) -> bool:
+        """End the latest load, for its blocks. False: there is none."""
 
 
 class BatchAdmission:
@@ -29,6 +52,7 @@ class BatchAdmission:
         self._limits = limits
         self._waiting = waiting
         self._running = running
+        self.loader: PrefixLoader | None = None
         self._num_steps_waited = 1
         """TGI's counter: decodes since the last prefill, from 1."""
 
@@ -64,6 +88,8 @@ class BatchAdmission:
                 continue  # its own tenant has the slots: others behind it may take them
             if budget.left == 0 or num_choices <= 0:
                 break
+            if self._starts_load(sequence, load):
+                continue
             granted = self._allocate(sequence, budget, load)
             if granted == 0:
                 break
@@ -116,6 +142,8 @@ class BatchAdmission:
             nearest = (other for other in islice(latest, MAX_COMPARED) if other.first_token_s is None)
             chains = (other.sequences[0].block_hashes for other in nearest if other.sequences)
             num_cached = max(num_cached, *(_num_shared_blocks(hashes, chain) * size for chain in chains), 0)
+        if self.loader is not None:
+            num_cached += self.loader.count_loadable(sequence, num_cached // size) * size
         return len(sequence.token_ids) - num_cached
 
     # --- TGI's rule -------------------------------------------------------------------------------------------------
@@ -190,6 +218,8 @@ class BatchAdmission:
     # --- prefixes and blocks ------------------------------------------------------------------------------------------
 
     def _has_to_wait(self, sequence: TokenSequence, prefilling: list[TokenSequence]) -> bool:
+        if self.loader is not None and self.loader.is_loading(sequence):
+            return True
         if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):
             return True  # one at a time, so that a crash has one suspect
         if not sequence.reuse:  # one sequence at a time collects the logprobs of a prompt
@@ -209,6 +239,12 @@ class BatchAdmission:
         is_stalled = sequence.waiting_for_prefix_of == (other, other.num_computed)
         sequence.waiting_for_prefix_of = (other, other.num_computed)
         return not is_stalled and num_shared > self._num_cached(sequence)
+
+    def _starts_load(self, sequence: TokenSequence, load: _BatchLoad) -> bool:
+        """Tell whether the sequence, which could be admitted, waits for blocks from elsewhere."""
+        if self.loader is None or self._num_blocks_short(sequence, load) > 0:
+            return False
+        return self.loader.start(sequence, self._num_cached(sequence) // self._allocator.block_size)
 
     def _allocate(self, sequence: TokenSequence, budget: PrefillBudget, load: _BatchLoad) -> int:
         """Allocate blocks for the first chunk. Return the tokens granted, 0 if it does not fit."""

@@ -89,6 +89,8 @@ class Request:
     sequences: list[TokenSequence] = field(default_factory=list)
     """The unfinished ones, waiting or running."""
     num_cached_tokens: int = 0
+    loaded_tokens: dict[str, int] | None = None
+    """Those of the cached tokens that were loaded for it, by place."""
     num_uncached_tokens: int = 0
     """Prompt tokens to compute, estimated at arrival."""
     started_s: float | None = None
@@ -147,6 +149,17 @@ class Request:
         return PromptLogprobs((None, *logprobs))
 
 
+class PrefixLoad(Protocol):
+    """Blocks of a prefix that come into the pool from elsewhere."""
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+
+    def num_loaded_blocks(self) -> dict[str, int]:
+        """Return the blocks that came, by place."""
+
+
 @dataclass(slots=True, eq=False)
 class TokenSequence:
     """Tokens with one block table. It has several choices only while none of them has output."""
@@ -160,6 +173,10 @@ class TokenSequence:
     waiting_for_prefix_of: tuple[TokenSequence, int] | None = None
     """The sequence that computes a prefix of this one, and its `num_computed` at the last look."""
     block_hashes: list[BlockHash] = field(default_factory=list)
+    load: PrefixLoad | None = None
+    """The last load that it has waited for."""
+    has_loaded: bool = False
+    """It has had its own load, or needs none, since it last left the batch."""
     order: tuple[float, int, int] = field(init=False)
     """Sort key, total and constant: the first sequence in order is never preempted for another."""
     sampling: SamplingParams = field(init=False)
@@ -217,6 +234,11 @@ class TokenSequence:
         self.request.sequences.append(rest)
         return rest
 
+    def loaded_tokens(self, block_size: int) -> dict[str, int] | None:
+        """Return the tokens that its own load has brought, by place; None without any."""
+        blocks = self.load.num_loaded_blocks() if self.has_loaded and self.load is not None else {}
+        return {place: count * block_size for place, count in blocks.items()} or None
+
     def release(self) -> None:
         """Free the blocks. Tokens that are not cached have to be computed again."""
         if self.allocation is not None:
@@ -225,6 +247,7 @@ class TokenSequence:
                 self.request.prompt_logprobs.clear()
         self.allocation = None
         self.num_computed = 0
+        self.has_loaded = False
 
 
 class OrderedSequences:

@@ -16,7 +16,7 @@ from cache.allocators.base import Allocator
 from worker.common.logs import about
 from worker.engine.protocol import EngineOutput, RequestKey
 from worker.engine.step import SampledToken, SequenceResult
-from worker.scheduler.admission import BatchAdmission
+from worker.scheduler.admission import BatchAdmission, PrefixLoader
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.fairness import FairShare
 from worker.scheduler.plan import PlannedChunk, StepPlan, plan_next_decode
@@ -62,6 +62,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or len(self.running) > 0
+
+    def load_prefixes(self, loader: PrefixLoader) -> None:
+        """Let waiting sequences load blocks of their prefix. While they do, `schedule` may find nothing to plan."""
+        self._admission.loader = loader
 
     def submit(self, request: Request) -> list[EngineOutput]:
         """Queue a request that `refusal` accepts. Choices that are resumed after their last token end here."""
@@ -136,6 +140,7 @@ class Scheduler:
             if request.started_s is None:
                 request.started_s = now_s
                 request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
+                request.loaded_tokens = sequence.loaded_tokens(self.allocator.block_size)
                 plan.started.append(request)
         plan.copies = self.allocator.take_copies()
         self._in_flight = [plan] if plan.chunks else []
@@ -231,7 +236,10 @@ class Scheduler:
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocate blocks for `num_tokens`, and preempt from the end for them. False: that preempted the sequence."""
         assert sequence.allocation is not None
+        loader = self._admission.loader
         while not sequence.allocation.extend(num_tokens):
+            if loader is not None and loader.give_up_latest():
+                continue
             victim = self.running.last
             self._admission.preempt(victim)
             plan.chunks.pop(victim, None)

@@ -47,6 +47,7 @@ def generate(
         tenant=params.pop("tenant", ""),
         deadline_s=params.pop("deadline_s", None),
         is_suspect=params.pop("is_suspect", False),
+        source=params.pop("source", None),
         sampling=SamplingParams(max_tokens=max_tokens, **params),
     )
 

@@ -1,0 +1,127 @@
+"""The hand-stepped engine with blocks that move: real stores, loads and savers, whose turns the test gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+from cache.allocators.hash import HashAllocator
+from cache.block_record import RecordFormat
+from cache.store import BlockStore, ChainLink
+from cache.types import BlockId
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from tests.worker.scheduler.engine import HandEngine
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.rates import PrefillRate
+from worker.kv_transfer.loads import PrefixLoad
+from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.kv_transfer.transfers import KVTransfers
+
+BLOCK_SIZE = 4
+PAYLOAD_BYTES = 4 * BLOCK_SIZE
+SECRET = b"of the fleet"
+
+
+class TokenCopier:
+    """Blocks of the arithmetic runner's pool, four bytes a token."""
+
+    num_bytes = PAYLOAD_BYTES
+
+    def __init__(self, runner: ArithmeticRunner) -> None:
+        self._runner = runner
+
+    def new_payload(self) -> memoryview:
+        return memoryview(bytearray(PAYLOAD_BYTES))
+
+    def read(self, block_id: BlockId, payload: memoryview) -> None:
+        first = block_id * BLOCK_SIZE
+        tokens = self._runner.kv[first : first + BLOCK_SIZE]
+        payload[:] = b"".join(token.to_bytes(4, "little") for token in tokens)
+
+    def write(self, block_id: BlockId, payload: memoryview) -> None:
+        first = block_id * BLOCK_SIZE
+        tokens = [int.from_bytes(payload[at : at + 4], "little") for at in range(0, PAYLOAD_BYTES, 4)]
+        self._runner.kv[first : first + BLOCK_SIZE] = tokens
+
+
+class PeersInProcess:
+    """Stands where the HTTP client stands: fetches from engines of this process, and checks records as it does."""
+
+    def __init__(self, record: RecordFormat, peers: dict[str, MovingEngine], damages: Random | None = None) -> None:
+        self._record = record
+        self._peers = peers
+        self._damages = damages
+
+    @contextmanager
+    def fetching(self, url: str, epoch: str, links: Sequence[ChainLink]) -> Iterator[PeersInProcess]:
+        if url not in self._peers:
+            raise ConnectionRefusedError(url)
+        self._source = self._peers[url].transfers
+        yield self
+
+    def read(self, link: ChainLink, payload: memoryview) -> bool:
+        header = self._source.read_record(link, payload)
+        if header is not None and self._damages is not None and self._damages.random() < 0.2:
+            payload[self._damages.randrange(len(payload))] ^= 1 << self._damages.randrange(8)
+        return header is not None and self._record.verifies(header, link, payload)
+
+
+class MovingEngine(HandEngine):
+    """A `HandEngine` whose blocks go to stores and come from them and from peers, one block a turn."""
+
+    def __init__(
+        self,
+        stores: Sequence[BlockStore],
+        peers: dict[str, MovingEngine],
+        random: Random,
+        record: RecordFormat,
+        *,
+        damages: bool = False,
+        **options,
+    ) -> None:
+        super().__init__(block_size=BLOCK_SIZE, **options)
+        assert isinstance(self.allocator, HashAllocator)
+        assert isinstance(self.runner, ArithmeticRunner)
+        self.random = random
+        self.pool = PoolBlocks(self.allocator, TokenCopier(self.runner))
+        client = PeersInProcess(record, peers, random if damages else None)
+        self.transfers = KVTransfers(
+            self.allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics()
+        )
+        self.stores = stores
+        self.scheduler.load_prefixes(self.transfers.loads)
+        self._reads: dict[PrefixLoad, Iterator[None]] = {}
+
+    def move_blocks(self, num_turns: int) -> None:
+        """Give the load threads and the savers some turns, in any order."""
+        loads = self.transfers.loads
+        self.transfers.take(self.allocator.take_events())
+        for saver in self.transfers.savers.values():
+            for _ in range(self.random.randrange(num_turns)):
+                if saver.queue:
+                    saver.save(saver.queue.popleft(), self.pool.new_payload())
+        for load in loads.active:
+            self._reads.setdefault(load, loads.read_blocks(load, self.pool.new_payload()))
+        for load in list(self._reads):
+            for _ in range(self.random.randrange(num_turns)):
+                if not self._read_block(load):
+                    break
+        loads.poll(0.0)
+
+    def _read_block(self, load: PrefixLoad) -> bool:
+        """Give a load's thread one turn. Return whether it goes on."""
+        try:
+            next(self._reads[load])
+        except (StopIteration, OSError):
+            load.finished = True
+            del self._reads[load]
+            return False
+        return True
+
+    def purge(self) -> None:
+        """Empty the pool and the stores, as the engine does."""
+        self.settle()
+        self.scheduler.preempt_all()
+        self.transfers.purge()
+        assert self.allocator.reset()

@@ -1,0 +1,90 @@
+"""Copies single blocks between the pool and host memory, off the engine thread.
+
+A payload is a block of all layers: (2 * layers, block size, kv heads * head_dim) in the pool's dtype, contiguous.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.types import BlockId
+from worker.attention.kv_cache import KVCache
+
+
+class BlockCopier(Protocol):
+    """`worker.kv_transfer.pool_blocks.Copier` over a KV cache. Any thread may call it."""
+
+    num_bytes: int
+
+    def new_payload(self) -> memoryview: ...
+
+    def read(self, block_id: BlockId, payload: memoryview) -> None: ...
+
+    def write(self, block_id: BlockId, payload: memoryview) -> None: ...
+
+
+def make_copier(cache: KVCache) -> BlockCopier:
+    """Return the copier for the cache's device."""
+    return _CudaCopier(cache) if cache.device.type == "cuda" else _HostCopier(cache)
+
+
+class _HostCopier:
+    """Copies with numpy, which needs none of torch's threads and lets others run."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.num_bytes = cache.block_bytes
+        self._size = cache.block_size
+        self._rows = cache.rows.view(torch.uint8).numpy()
+        self._shape = (self._rows.shape[0], self._size, self._rows.shape[2])
+
+    def new_payload(self) -> memoryview:
+        return memoryview(bytearray(self.num_bytes))
+
+    def read(self, block_id: BlockId, payload: memoryview) -> None:
+        first = block_id * self._size
+        np.copyto(np.frombuffer(payload, np.uint8).reshape(self._shape), self._rows[:, first : first + self._size])
+
+    def write(self, block_id: BlockId, payload: memoryview) -> None:
+        first = block_id * self._size
+        np.copyto(self._rows[:, first : first + self._size], np.frombuffer(payload, np.uint8).reshape(self._shape))
+
+
+class _CudaCopier:
+    """Copies by DMA from and to pinned payloads, on a stream of each thread, so that no step waits."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.num_bytes = cache.block_bytes
+        self._device = cache.device
+        self._size = cache.block_size
+        self._rows = cache.rows.view(torch.uint8)
+        self._shape = (self._rows.shape[0], self._size, self._rows.shape[2])
+        self._local = threading.local()
+
+    def new_payload(self) -> memoryview:
+        return memoryview(torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
+
+    def read(self, block_id: BlockId, payload: memoryview) -> None:
+        # A findable block was written by a step whose results the engine has collected: there is nothing to wait for.
+        self._copy(self._host(payload), self._slots(block_id))
+
+    def write(self, block_id: BlockId, payload: memoryview) -> None:
+        # Steps in flight may read the old content of a reserved block as padding, for which any finite value serves.
+        self._copy(self._slots(block_id), self._host(payload))
+
+    def _host(self, payload: memoryview) -> Tensor:
+        return torch.frombuffer(payload, dtype=torch.uint8).view(self._shape)
+
+    def _slots(self, block_id: BlockId) -> Tensor:
+        return self._rows[:, block_id * self._size : (block_id + 1) * self._size]
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._local.stream):
+            target.copy_(source, non_blocking=True)
+            self._local.stream.synchronize()

@@ -1,0 +1,105 @@
+"""The exchange of blocks with other workers (see `worker.kv_transfer.peers`).
+
+POST /blocks   BlocksWanted -> the records of blocks that a peer asks for
+POST /adopt    Handover -> {"adopted_blocks": n}, when a peer that leaves offers its chains
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cache.store import ChainLink
+from cache.types import HASH_BYTES, BlockHash
+from worker.engine.protocol import RefusedError
+from worker.http.body import read_body
+from worker.http.service import WorkerService
+from worker.kv_transfer.peers import BlockExchange, BlocksWanted, Handover, frame_head
+from worker.wire import CONTENT_TYPE, Failed, pack, unpack
+
+MAX_FETCHES: Final = 8
+"""Peers that are served at a time. Others compute."""
+_NUM_THREADS: Final = 2
+_ADOPT_S: Final = 10.0
+"""Time for a hand-over: chains that have not begun by then are left out."""
+_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
+
+
+def exchange_for(service: WorkerService, layout: str) -> BlockExchange:
+    """Return the engine's exchange with a peer whose blocks have this layout. Raises RefusedError."""
+    exchange = service.engine.exchange
+    if exchange is None or exchange.layout != layout:
+        raise RefusedError(Failed("wrong_layout", "this worker's blocks have another layout", retryable=False))
+    return exchange
+
+
+class BlocksEndpoint:
+    """Pure ASGI: a refusal, or 200 and records up to the first block that is not here. A slow peer is waited for."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+        self._num_open = 0
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="serve-blocks")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = unpack(await read_body(Request(scope, receive)), BlocksWanted)
+        exchange = self._exchange(wanted)
+        self._num_open += 1
+        try:
+            await self._send_records(wanted, exchange, send)
+        finally:
+            self._num_open -= 1
+
+    def _exchange(self, wanted: BlocksWanted) -> BlockExchange:
+        """Return what has the blocks. Raises RefusedError."""
+        exchange, epoch = exchange_for(self._service, wanted.layout), self._service.engine.member.epoch
+        if wanted.epoch != epoch:
+            raise RefusedError(Failed("wrong_epoch", f"epoch: this is {epoch}", retryable=True))
+        if self._num_open >= MAX_FETCHES:
+            raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
+        return exchange
+
+    async def _send_records(self, wanted: BlocksWanted, exchange: BlockExchange, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        payload = exchange.new_payload()
+        head = frame_head(len(payload))
+
+        def read(link: ChainLink) -> bytes | None:
+            header = exchange.read_record(link, payload)
+            return None if header is None else b"".join((head, header, payload))
+
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        for link in wanted.links():
+            record = await loop.run_in_executor(self._threads, read, link)
+            if record is None:
+                break
+            self._service.metrics.served_bytes.inc(len(record))
+            await send({"type": "http.response.body", "body": record, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class AdoptEndpoint:
+    """Fetches the offered chains one after the other, the most used first, into blocks that are free."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+
+    async def __call__(self, request: Request) -> Response:
+        handover = unpack(await read_body(request), Handover)
+        exchange = exchange_for(self._service, handover.layout)
+        engine = self._service.engine
+        end_s, num_adopted = time.monotonic() + _ADOPT_S, 0
+        for chain in handover.chains:
+            if self._service.draining or time.monotonic() >= end_s:
+                break
+            if len(chain.hashes) // HASH_BYTES > engine.load.num_free_blocks:
+                continue
+            adopted = exchange.adopt(handover.url, handover.epoch, BlockHash(chain.root), chain.block_hashes())
+            num_adopted += await asyncio.wrap_future(adopted)
+        return Response(pack({"adopted_blocks": num_adopted}), media_type=CONTENT_TYPE)

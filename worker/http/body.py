@@ -1,0 +1,22 @@
+"""The bodies of requests."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.requests import Request
+
+from worker.engine.protocol import RefusedError
+from worker.wire import Failed
+
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+
+
+async def read_body(request: Request) -> bytes:
+    """Read the whole body. Raises ClientDisconnect, and RefusedError past MAX_BODY_BYTES."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusedError(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
+    return bytes(body)

@@ -1,0 +1,64 @@
+"""The hand-over of a worker that leaves: its most recently used chains go to peers that have room for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from http.client import HTTPException
+from typing import Final
+
+from cache.records import WorkerMember
+from cache.redis_index import RegistryEntry
+from cache.store import ChainLink
+from worker.kv_transfer.peers import BlockExchange, FetchError, Handover, OfferedChain
+
+logger = logging.getLogger(__name__)
+
+HANDOVER_S: Final = 10.0
+"""Time for a hand-over, after the last open request."""
+_ROOM_SHARE: Final = 0.5
+"""Part of a peer's free blocks, which hold what it used least recently, that a hand-over may take."""
+
+
+async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry]) -> int:
+    """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
+    peers = [
+        entry
+        for entry in entries
+        if entry.member.worker_id != member.worker_id
+        and entry.member.layout == member.layout
+        and entry.lease_left_s > 0
+        and not entry.load.draining
+    ]
+    room = [int(_ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
+    chains = await asyncio.wrap_future(exchange.recent_chains(sum(room)))
+    offers = [
+        asyncio.to_thread(_offer, exchange, peer.member.url, Handover(member.url, member.epoch, member.layout, offered))
+        for peer, offered in zip(peers, _share_out(chains, room), strict=True)
+        if offered
+    ]
+    num_blocks = sum(await asyncio.gather(*offers))
+    logger.info("handed %d blocks to %d peers", num_blocks, len(offers))
+    return num_blocks
+
+
+def _share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
+    """Give each chain to the peer with the most room left, in blocks."""
+    left = list(room)
+    shares: list[list[OfferedChain]] = [[] for _ in room]
+    for chain in chains:
+        roomiest = max(range(len(left)), key=left.__getitem__)
+        if left[roomiest] >= len(chain):
+            left[roomiest] -= len(chain)
+            hashes = b"".join(link.block_hash for link in chain)
+            shares[roomiest].append(OfferedChain(chain[0].parent, hashes))
+    return [tuple(share) for share in shares]
+
+
+def _offer(exchange: BlockExchange, url: str, handover: Handover) -> int:
+    try:
+        return exchange.offer(url, handover, HANDOVER_S)
+    except (OSError, HTTPException, FetchError, ValueError) as error:
+        logger.warning("%s takes no blocks: %s", url, error)
+        return 0

@@ -1,0 +1,187 @@
+"""Blocks between workers: POST /blocks names the blocks of a chain, and the answer streams their records.
+
+    BlocksWanted (msgpack) ->        <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
+
+POST /adopt offers the chains of a worker that leaves; the other one fetches them in the same way.
+
+
+Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and a peer that
+holds it is trusted for the contents: the MAC of each record proves that.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Annotated, Final, Protocol
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+from cache.block_record import HEADER_BYTES, RecordFormat
+from cache.store import ChainLink
+from cache.types import HASH_BYTES, BlockHash
+from worker.wire import CONTENT_TYPE, pack, unpack
+
+MAX_BLOCKS: Final = 1 << 16
+MAX_CHAINS: Final = 4096
+_CONNECT_TIMEOUT_S: Final = 1.0
+_READ_TIMEOUT_S: Final = 5.0
+_MAX_ANSWER_BYTES: Final = 4096
+_BIN32: Final = b"\xc6"
+_FRAME_HEAD: Final = 5
+
+_Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+
+
+class FetchError(Exception):
+    """The peer gives no blocks."""
+
+
+class BlocksWanted(Struct, frozen=True):
+    """Blocks of one chain, in order."""
+
+    epoch: str
+    layout: str
+    """`RecordFormat.fingerprint` of the asking worker."""
+    parent: _Hash
+    """The parent of the first block."""
+    depth: Annotated[int, Meta(ge=0, le=1 << 32)]
+    """Blocks before the first one."""
+    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
+    """One after the other."""
+
+    def links(self) -> list[ChainLink]:
+        hashes = split_hashes(self.hashes)
+        parents = [BlockHash(self.parent), *hashes]
+        return [ChainLink(each, parents[n], self.depth + n) for n, each in enumerate(hashes)]
+
+
+class OfferedChain(Struct, frozen=True):
+    """A chain of blocks from the first on."""
+
+    root: _Hash
+    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
+
+    def block_hashes(self) -> list[BlockHash]:
+        return split_hashes(self.hashes)
+
+
+class Handover(Struct, frozen=True):
+    """The chains of a worker that leaves, for another one to fetch."""
+
+    url: str
+    epoch: str
+    layout: str
+    chains: Annotated[tuple[OfferedChain, ...], Meta(max_length=MAX_CHAINS)]
+
+
+class BlockExchange(Protocol):
+    """Gives an engine's blocks to its peers, and takes theirs. Any thread may call it."""
+
+    @property
+    def layout(self) -> str:
+        """`RecordFormat.fingerprint`."""
+
+    def new_payload(self) -> memoryview:
+        """Return room for one payload."""
+
+    def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
+        """Fill `payload` with a block and return its record's header; None: it is not here."""
+
+    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
+        """Fetch a chain from the worker at `url`; give the number of blocks that came."""
+
+    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
+        """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""
+
+    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Blocks the thread; may raise."""
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    return [BlockHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES)]
+
+
+def frame_head(payload_bytes: int) -> bytes:
+    """Return the msgpack head of a record with such a payload."""
+    return _BIN32 + (HEADER_BYTES + payload_bytes).to_bytes(4, "big")
+
+
+class PeerClient:
+    """Fetches blocks of other workers, on the thread that calls."""
+
+    def __init__(self, record: RecordFormat, token: str, tls: ssl.SSLContext | None = None) -> None:
+        self._record = record
+        self._headers = {"content-type": CONTENT_TYPE}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._tls = tls
+
+    @contextmanager
+    def fetching(self, url: str, epoch: str, links: Sequence[ChainLink]) -> Iterator[PeerStream]:
+        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException."""
+        hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
+        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes)
+        connection = self._connection(url)
+        try:
+            connection.request("POST", "/blocks", pack(wanted), self._headers)
+            assert connection.sock is not None
+            connection.sock.settimeout(_READ_TIMEOUT_S)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise FetchError(f"{url} answered {response.status}")
+            yield PeerStream(response, self._record)
+        finally:
+            connection.close()
+
+    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
+        connection = self._connection(url)
+        try:
+            connection.request("POST", "/adopt", pack(handover), self._headers)
+            assert connection.sock is not None
+            connection.sock.settimeout(timeout_s)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise FetchError(f"{url} answered {response.status}")
+            return unpack(response.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
+        finally:
+            connection.close()
+
+    def _connection(self, url: str) -> http.client.HTTPConnection:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise FetchError(f"no URL of a worker: {url!r:.200}")
+        if parts.scheme == "http":
+            return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S)
+        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S, context=self._tls)
+
+
+class PeerStream:
+    """A `worker.kv_transfer.loads.BlockReader` over the answer of a peer."""
+
+    def __init__(self, response: http.client.HTTPResponse, record: RecordFormat) -> None:
+        self._response = response
+        self._record = record
+        self._head = bytearray(_FRAME_HEAD + HEADER_BYTES)
+        self._expected = frame_head(record.payload_bytes)
+
+    def read(self, link: ChainLink, payload: memoryview) -> bool:
+        head = memoryview(self._head)
+        if not self._fill(head) or not self._fill(payload):
+            return False
+        return head[:_FRAME_HEAD] == self._expected and self._record.verifies(bytes(head[_FRAME_HEAD:]), link, payload)
+
+    def _fill(self, buffer: memoryview) -> bool:
+        """Read until `buffer` is full. False: the stream has ended."""
+        num_read = 0
+        while num_read < len(buffer):
+            count = self._response.readinto(buffer[num_read:])
+            if count == 0:
+                return False
+            num_read += count
+        return True

@@ -1,0 +1,107 @@
+"""A thread that copies blocks from the pool to a store below it, out of every step's way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final
+
+from cache.allocators.hash import HashAllocator
+from cache.store import BlockStore, ChainLink
+from cache.types import BlockHash
+from worker.kv_transfer.pool_blocks import PoolBlocks
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED: Final = 65_536
+"""Blocks that wait to be saved. When the store is slower than the engine, the oldest are not saved."""
+_NICE: Final = 10
+"""The thread yields to the engine's."""
+
+
+class BlockSaver:
+    """Saves the blocks that the engine thread offers, each after the blocks before it in its chain."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        allocator: HashAllocator,
+        pool: PoolBlocks,
+        saved: Callable[[BlockStore, int], None],
+    ) -> None:
+        """`saved` receives the number of blocks just saved, in this thread."""
+        self._store = store
+        self._allocator = allocator
+        self._pool = pool
+        self._saved = saved
+        self.queue: deque[BlockHash] = deque(maxlen=_MAX_QUEUED)
+        self._wake = threading.Event()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"save-{self._store.tier}", daemon=True)
+        self._thread.start()
+
+    def offer(self, hashes: Iterable[BlockHash]) -> None:
+        """Queue findable blocks. Those that are evicted before their turn are not saved."""
+        num_queued = len(self.queue)
+        self.queue.extend(hashes)
+        if len(self.queue) > num_queued:
+            self._is_idle.clear()
+            self._wake.set()
+
+    def forget(self) -> None:
+        """Save nothing that was offered before: the cache is purged."""
+        self.queue.clear()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all that was offered is saved."""
+        if self._thread is not None:
+            self._is_idle.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the thread after the block in its hands."""
+        self._stopping = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # only Linux has a niceness for each thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        payload = self._pool.new_payload()
+        while not self._stopping:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                while self.queue and not self._stopping:
+                    if num_saved := self.save(self.queue.popleft(), payload):
+                        self._saved(self._store, num_saved)
+            except IndexError:  # `forget` came first
+                pass
+            except Exception:
+                logger.exception("a block was not saved")
+            if not self.queue:
+                self._is_idle.set()
+
+    def save(self, block_hash: BlockHash, payload: memoryview) -> int:
+        """Save a block, after those before it that the store has dropped. Return the number of blocks saved."""
+        generation = self._store.generation
+        missing: list[ChainLink] = []
+        while block_hash not in self._store:
+            link = self._allocator.link(block_hash)
+            if link is None:
+                return 0
+            missing.append(link)
+            if link.depth == 0:
+                break
+            block_hash = link.parent
+        for number, link in enumerate(reversed(missing)):
+            if not self._pool.read(link.block_hash, payload) or not self._store.write(link, payload, generation):
+                return number
+        return len(missing)

@@ -1,0 +1,196 @@
+"""All that moves the blocks of one engine: savers, loads, and the records that peers ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Final
+
+from cache.allocators.hash import HashAllocator
+from cache.block_record import RecordFormat
+from cache.events import BlockEvent, Stored
+from cache.store import BlockStore, ChainLink
+from cache.types import BlockHash, Tier
+from worker.engine.mailbox import Mailbox
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.protocol import EventPublisher
+from worker.engine.rates import PrefillRate, TransferRate
+from worker.kv_transfer.loads import BlockReader, LoadQueue, LoadSource, PrefixLoad
+from worker.kv_transfer.peers import Handover, PeerClient
+from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.kv_transfer.saver import BlockSaver
+from worker.scheduler.request import TokenSequence
+
+_GUESSED_BYTES_PER_S: Final = {"host": 4e9, "disk": 400e6, "peer": 400e6}
+"""Until a load is measured."""
+_NUM_VICTIMS: Final = 64
+"""Blocks next to be evicted that host memory takes over."""
+_FLUSH_S: Final = 5.0
+_ADOPT_S: Final = 10.0
+"""Time for a chain that a peer hands over."""
+PEER: Final = "peer"
+
+
+class KVTransfers:
+    """Owned by the engine. Its methods run on the engine thread, except `read`."""
+
+    def __init__(
+        self,
+        allocator: HashAllocator,
+        pool: PoolBlocks,
+        prefill_rate: PrefillRate,
+        stores: Sequence[BlockStore],
+        record: RecordFormat,
+        peers: PeerClient,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """`stores`: below the pool, the fastest first."""
+        allocator.track_chains()
+        self.record = record
+        self._allocator = allocator
+        self._pool = pool
+        self._stores = stores
+        self._peers = peers
+        self._metrics = metrics
+        self._listener: EventPublisher | None = None
+        self._mailbox: Mailbox | None = None
+        self._adoptions: dict[PrefixLoad, Future[int]] = {}
+        self._reporting = threading.Lock()
+        """Keeps the events of a store in order: several threads report them."""
+        block_bytes, block_size = pool.num_bytes, allocator.block_size
+        self._rates = {
+            place: TransferRate(guess * block_size / block_bytes) for place, guess in _GUESSED_BYTES_PER_S.items()
+        }
+        self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
+        self.loads = LoadQueue(allocator, pool, prefill_rate, self._sources, self._loaded)
+
+    def start(self, listener: EventPublisher | None, mailbox: Mailbox) -> None:
+        """Report what the stores hold from the start. `mailbox` runs commands on the engine thread."""
+        self._listener = listener
+        self._mailbox = mailbox
+        self.loads.wake = lambda: mailbox.put(lambda: None)
+        self.loads.start_threads()
+        for saver in self.savers.values():
+            saver.start_thread()
+        for store in self._stores:
+            self._report(store)
+
+    def take(self, events: Sequence[BlockEvent]) -> None:
+        """Save the blocks of these events of the pool below it: to disk each, to host memory before its eviction."""
+        if (saver := self.savers.get("disk")) is not None and events:
+            saver.offer([event.block_hash for event in events if type(event) is Stored])
+        if (saver := self.savers.get("host")) is not None:
+            saver.offer(self._allocator.next_victims(_NUM_VICTIMS))
+
+    def poll(self, now_s: float) -> None:
+        self.loads.poll(now_s)
+
+    def tier_tokens_per_s(self) -> tuple[float, ...]:
+        now_s = time.monotonic()
+        return tuple(self._rates[store.tier].tokens_per_s(now_s) for store in self._stores)
+
+    def fetch_tokens_per_s(self) -> float:
+        return self._rates[PEER].tokens_per_s(time.monotonic())
+
+    def purge(self) -> None:
+        """End the loads, and delete every block below the pool."""
+        self.loads.give_up_all()
+        with self._reporting:  # events of before are reported by now, or never
+            for store in self._stores:
+                self.savers[store.tier].forget()
+                store.clear()
+
+    def close(self) -> None:
+        """Save what the pool holds, as far as that is quick, and release the stores. Any thread."""
+        deadline_s = time.monotonic() + _FLUSH_S
+        for saver in self.savers.values():
+            saver.flush(max(0.0, deadline_s - time.monotonic()))
+            saver.stop()
+        self.loads.stop()
+        for store in self._stores:
+            store.close()
+
+    @property
+    def layout(self) -> str:
+        return self.record.fingerprint
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(store.tier for store in self._stores)
+
+    def new_payload(self) -> memoryview:
+        return self._pool.new_payload()
+
+    def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
+        """Read a block for a peer, from wherever this worker has it, and return the record's header. None: a miss."""
+        if not self._pool.read(link.block_hash, payload):
+            holder = next((store for store in self._stores if link.block_hash in store), None)
+            if holder is None or not holder.read(link, payload):
+                return None
+        return self.record.header(link, payload)
+
+    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
+        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        adopted: Future[int] = Future()
+
+        def begin() -> None:
+            first = len(self._allocator.find_blocks(hashes))
+            source = LoadSource(PEER, first, len(hashes), self._rates[PEER], partial(self._peers.fetching, url, epoch))
+            load = self.loads.load_chain(root, hashes, source, time.monotonic() + _ADOPT_S)
+            if load is None:
+                adopted.set_result(0)
+            else:
+                self._adoptions[load] = adopted
+
+        assert self._mailbox is not None, "not started"
+        self._mailbox.put(begin, adopted.set_exception)
+        return adopted
+
+    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        return self._peers.offer(url, handover, timeout_s)
+
+    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
+        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        assert self._mailbox is not None, "not started"
+        return self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
+
+    def _sources(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[LoadSource]:
+        """List the places from which the blocks after the first `num_cached` can come."""
+        found, at = [], num_cached
+        for store in self._stores:
+            if count := store.match(hashes[at:]):
+                found.append(LoadSource(store.tier, at, at + count, self._rates[store.tier], partial(_opened, store)))
+                at += count
+        source = sequence.request.wire.source
+        if source is not None and at < (stop := min(source.num_blocks, len(hashes))):
+            fetch = partial(self._peers.fetching, source.url, source.epoch)
+            found.append(LoadSource(PEER, at, stop, self._rates[PEER], fetch))
+        return found
+
+    def _saved(self, store: BlockStore, num_blocks: int) -> None:
+        self._metrics.saved_bytes.labels(store.tier).inc(num_blocks * self._pool.num_bytes)
+        self._report(store)
+
+    def _loaded(self, load: PrefixLoad) -> None:
+        end = "complete" if load.num_arrived == len(load.links) else "short" if load.finished else "late"
+        self._metrics.count_load(end, load.num_loaded_blocks(), self._allocator.block_size, self._pool.num_bytes)
+        if (adopted := self._adoptions.pop(load, None)) is not None:
+            adopted.set_result(sum(load.num_loaded_blocks().values()))
+        for store in self._stores:  # a damaged record is dropped
+            self._report(store)
+
+    def _report(self, store: BlockStore) -> None:
+        with self._reporting:
+            events = store.take_events()
+            self._metrics.stored_blocks.labels(store.tier).set(len(store))
+            if events and self._listener is not None:
+                self._listener.offer_tier(store.tier, events)
+
+
+def _opened(store: BlockStore, links: Sequence[ChainLink]) -> AbstractContextManager[BlockReader]:
+    return nullcontext(store)
