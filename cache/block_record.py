@@ -1,10 +1,11 @@
 """The record of a block, as it lies on disk and travels between workers: a header and the block's KV.
 
-    magic | version | fingerprint | block hash | parent | depth | payload bytes | digest  | payload
-    4     | u32     | 16          | 16         | 16     | u32   | u32           | 16      | ...
+    magic | version | fingerprint | block hash | parent | depth | payload bytes | check | digest | payload
+    4     | u32     | 16          | 16         | 16     | u32   | u32           | 8     | 16     | ...
 
-Integers are little-endian. The digest is BLAKE2b over all of the header before it and the payload. With a cluster
-secret it is a MAC: whoever can write to the disk or the network cannot make a worker take KV of their own.
+Integers are little-endian. The check is BLAKE2b over all before it, so a header alone can be believed. The digest is
+BLAKE2b over all before it and the payload. With a cluster secret both are MACs: whoever can write to the disk or the
+network cannot make a worker take KV of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from cache.types import HASH_BYTES, BlockHash
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = b"HSKV"
 _FIELDS: Final = struct.Struct("<4sI16s16s16sII")
+_CHECK_BYTES: Final = 8
 _DIGEST_BYTES: Final = 16
-HEADER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES
+HEADER_BYTES: Final = _FIELDS.size + _CHECK_BYTES + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES: Final = 1 << 30
 """One system call moves a whole record; Linux moves 2 GiB at most."""
+_CHECK_PERSON: Final = b"headstart-header"
 _DIGEST_PERSON: Final = b"headstart-record"
 _LAYOUT_PERSON: Final = b"headstart-layout"
 _FORMAT_PERSON: Final = b"headstart-format"
@@ -58,6 +61,7 @@ class RecordFormat:
         self.payload_bytes = payload_bytes
         self.record_bytes = HEADER_BYTES + payload_bytes
         key = hmac.digest(cluster_secret, b"headstart block record\0", "sha256") if cluster_secret else b""
+        self._check = blake2b(digest_size=_CHECK_BYTES, key=key, person=_CHECK_PERSON)
         self._digest = blake2b(digest_size=_DIGEST_BYTES, key=key, person=_DIGEST_PERSON)
         # Keyed too: records under another secret are recognised without reading their payloads.
         fields = {b"version": bytes([FORMAT_VERSION]), b"layout": layout, b"payload": str(payload_bytes).encode()}
@@ -71,30 +75,34 @@ class RecordFormat:
 
     def header(self, link: ChainLink, payload: memoryview) -> bytes:
         """Return the HEADER_BYTES that go before the payload."""
-        fields = self._fields(link)
-        return fields + self._digest_of(fields, payload)
+        start = self._start(link)
+        return start + self._digest_of(start, payload)
 
     def verifies(self, header: bytes | bytearray, link: ChainLink, payload: memoryview) -> bool:
         """Return whether header and payload are those of this very block, undamaged."""
-        fields = self._fields(link)
-        if len(header) != HEADER_BYTES or header[: _FIELDS.size] != fields or payload.nbytes != self.payload_bytes:
+        start = self._start(link)
+        if len(header) != HEADER_BYTES or header[: len(start)] != start or payload.nbytes != self.payload_bytes:
             return False
-        return hmac.compare_digest(header[_FIELDS.size :], self._digest_of(fields, payload))
+        return hmac.compare_digest(header[len(start) :], self._digest_of(start, payload))
 
     def find_link(self, header: bytes) -> ChainLink | None:
-        """Return the block that a header claims to be of, or None: it is of another format. Verifies nothing."""
+        """Return the block that a header is of, or None: it is damaged, or of another format. The payload may be."""
         if len(header) != HEADER_BYTES:
             return None
         *_, block_hash, parent, depth, _ = _FIELDS.unpack_from(header)
         link = ChainLink(BlockHash(block_hash), BlockHash(parent), depth)
-        return link if header.startswith(self._fields(link)) else None
+        return link if hmac.compare_digest(header[:-_DIGEST_BYTES], self._start(link)) else None
 
-    def _fields(self, link: ChainLink) -> bytes:
+    def _start(self, link: ChainLink) -> bytes:
+        """Return the header without its digest."""
         hashes = (self._fingerprint, link.block_hash, link.parent)
-        return _FIELDS.pack(_MAGIC, FORMAT_VERSION, *hashes, link.depth, self.payload_bytes)
+        fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, *hashes, link.depth, self.payload_bytes)
+        check = self._check.copy()
+        check.update(fields)
+        return fields + check.digest()
 
-    def _digest_of(self, fields: bytes, payload: memoryview) -> bytes:
+    def _digest_of(self, start: bytes, payload: memoryview) -> bytes:
         digest = self._digest.copy()
-        digest.update(fields)
+        digest.update(start)
         digest.update(payload)
         return digest.digest()

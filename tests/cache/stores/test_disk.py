@@ -53,6 +53,15 @@ def test_a_restart_finds_the_blocks(tmp_path: Path) -> None:
     assert write(store, *chain([1, 1, 1])) == [True] * 3
 
 
+def test_a_restart_finds_parents_that_lie_behind_their_children(tmp_path: Path) -> None:
+    store = open_disk(tmp_path, 3)
+    write(store, *chain([0, 0, 0]))
+    write(store, *chain([1, 1, 1]))  # takes the slots of the other chain from its tail on
+    store.close()
+    store = open_disk(tmp_path, 3)
+    assert list(store.cached_hashes()) == [link.block_hash for link in chain([1, 1, 1])]
+
+
 def test_no_other_user_can_read_the_files(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
@@ -205,6 +214,14 @@ def test_a_write_under_way_leaves_no_file_after_a_clear(tmp_path: Path, monkeypa
         assert segments(tmp_path) == []
         assert len(store) == 0
     assert write(store, *LINKS) == [True] * 6, "the disk is fine"
+
+
+def test_a_block_from_before_a_clear_never_comes_to_the_disk(tmp_path: Path) -> None:
+    store = open_disk(tmp_path)
+    generation = store.generation
+    store.clear()
+    assert not store.write(LINKS[0], payload_of(LINKS[0]), generation)
+    assert segments(tmp_path) == []
 
 
 def test_a_file_that_cannot_be_deleted_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
