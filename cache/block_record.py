@@ -4,8 +4,8 @@
     4     | u32     | 16          | 16         | 16     | u32   | u32           | 8     | 16     | ...
 
 Integers are little-endian. The check is BLAKE2b over all before it, so a header alone can be believed. The digest is
-BLAKE2b over all before it and the payload. With a cluster secret both are MACs: whoever can write to the disk or the
-network cannot make a worker take KV of their own.
+HMAC-SHA-256, cut, over all before it and the payload. With a cluster secret both are MACs: whoever can write to the
+disk or the network cannot make a worker take KV of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECK_BYTES + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES: Final = 1 << 30
 """One system call moves a whole record; Linux moves 2 GiB at most."""
 _CHECK_PERSON: Final = b"headstart-header"
-_DIGEST_PERSON: Final = b"headstart-record"
 _LAYOUT_PERSON: Final = b"headstart-layout"
 _FORMAT_PERSON: Final = b"headstart-format"
 
@@ -62,7 +61,7 @@ class RecordFormat:
         self.record_bytes = HEADER_BYTES + payload_bytes
         key = hmac.digest(cluster_secret, b"headstart block record\0", "sha256") if cluster_secret else b""
         self._check = blake2b(digest_size=_CHECK_BYTES, key=key, person=_CHECK_PERSON)
-        self._digest = blake2b(digest_size=_DIGEST_BYTES, key=key, person=_DIGEST_PERSON)
+        self._digest = hmac.new(key, digestmod="sha256")  # processors have instructions for it: twice BLAKE2b's speed
         # Keyed too: records under another secret are recognised without reading their payloads.
         fields = {b"version": bytes([FORMAT_VERSION]), b"layout": layout, b"payload": str(payload_bytes).encode()}
         fingerprint = blake2b(encode_fields(fields), digest_size=HASH_BYTES, key=key, person=_FORMAT_PERSON)
@@ -105,4 +104,4 @@ class RecordFormat:
         digest = self._digest.copy()
         digest.update(start)
         digest.update(payload)
-        return digest.digest()
+        return digest.digest()[:_DIGEST_BYTES]
