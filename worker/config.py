@@ -108,6 +108,10 @@ class WorkerConfig(SharedConfig):
             raise ValueError(f"--local-rank must be below --local-world-size, got {self.local_rank}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
+        if (self.kv_disk is not None or self.kv_host_memory) and self.engine != "headstart":
+            raise ValueError(
+                "--kv-disk and --kv-host-memory are for our own engine: give the other one its own options"
+            )
         if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if (self.engine == "headstart") != (self.engine_url == ""):

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
 _POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
 """Part of the free memory that the pool takes without an option."""
+_SLAB_BYTES: Final = 1 << 30
+"""Host memory is pinned in pieces of this size."""
 _WARM_UP_TOKENS: Final = 256
 
 
@@ -151,7 +153,9 @@ def make_transfers(
     record = RecordFormat(layout, copier.num_bytes, secret)
     stores: list[BlockStore] = []
     if num_host_blocks := config.kv_host_memory // copier.num_bytes:
-        stores.append(HostStore([copier.new_payload() for _ in range(num_host_blocks)], copier.num_bytes))
+        most = max(1, _SLAB_BYTES // copier.num_bytes)
+        counts = [min(most, num_host_blocks - first) for first in range(0, num_host_blocks, most)]
+        stores.append(HostStore([copier.new_payload(count) for count in counts], copier.num_bytes))
     if config.kv_disk is not None:
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
     ca = config.workers_ca()

@@ -84,7 +84,9 @@ async def measure(cluster: Cluster, rng: random.Random, number: int) -> float:
         await asyncio.sleep(WINDOW_S)
         stopping.set()
     before, after = hit_rate(turns, begun_s - WINDOW_S, begun_s), hit_rate(turns, ended_s, ended_s + WINDOW_S)
-    print(f"hit rate before {before:.3f}, after {after:.3f}: {after / before:.3f}; {ended_s - begun_s:.1f} s of restarts")
+    print(
+        f"hit rate before {before:.3f}, after {after:.3f}: {after / before:.3f}; {ended_s - begun_s:.1f} s of restarts"
+    )
     return after / before
 
 

@@ -21,7 +21,8 @@ class BlockCopier(Protocol):
 
     num_bytes: int
 
-    def new_payload(self) -> memoryview: ...
+    def new_payload(self, count: int = 1) -> memoryview:
+        """Return room for `count` payloads, one behind the other."""
 
     def read(self, block_id: BlockId, payload: memoryview) -> None: ...
 
@@ -42,8 +43,8 @@ class _HostCopier:
         self._rows = cache.rows.view(torch.uint8).numpy()
         self._shape = (self._rows.shape[0], self._size, self._rows.shape[2])
 
-    def new_payload(self) -> memoryview:
-        return memoryview(bytearray(self.num_bytes))
+    def new_payload(self, count: int = 1) -> memoryview:
+        return memoryview(bytearray(count * self.num_bytes))
 
     def read(self, block_id: BlockId, payload: memoryview) -> None:
         first = block_id * self._size
@@ -65,8 +66,9 @@ class _CudaCopier:
         self._shape = (self._rows.shape[0], self._size, self._rows.shape[2])
         self._local = threading.local()
 
-    def new_payload(self) -> memoryview:
-        return memoryview(torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
+    def new_payload(self, count: int = 1) -> memoryview:
+        pinned = torch.empty(count * self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        return memoryview(pinned.numpy())  # type: ignore[arg-type]
 
     def read(self, block_id: BlockId, payload: memoryview) -> None:
         # A findable block was written by a step whose results the engine has collected: there is nothing to wait for.
