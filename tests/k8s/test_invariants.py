@@ -15,6 +15,8 @@ from server.auth.identity import digest_text, parse_keys
 from tests.k8s import chart
 from tests.k8s.chart import Document, containers, of_kind, pod_templates, render
 from worker import config as worker_config
+from worker.kv_transfer.handover import HANDOVER_S
+from worker.kv_transfer.transfers import FLUSH_S
 
 each_render = pytest.mark.parametrize("name", chart.MATRIX)
 
@@ -133,6 +135,7 @@ def test_network_policies_open_the_ports_that_are_served_and_called(name: str) -
         served = {port["containerPort"] for container in containers(pod) for port in container.get("ports", [])}
         opened = {port["port"] for rule in policies[own].get("ingress", []) for port in rule["ports"]}
         assert opened == served
+    workers = {own for own, pod in workloads(documents) if _component(pod) == "worker"}  # they call no adapter
     for own, policy in policies.items():
         for rule in policy.get("egress", []):
             for peer in rule.get("to", []):
@@ -140,7 +143,7 @@ def test_network_policies_open_the_ports_that_are_served_and_called(name: str) -
                 assert targets, (own, peer)
                 served = {port["containerPort"] for t in targets for c in containers(t) for port in c.get("ports", [])}
                 assert {port["port"] for port in rule["ports"]} == served - (
-                    {8001} if own.endswith("-test") else {8090}
+                    {8001} if own.endswith("-test") else {8090, 8101} if own in workers else {8090}
                 )
         for rule in policy.get("ingress", []):
             for peer in rule.get("from", []):
@@ -282,12 +285,14 @@ def test_tls_is_spoken_by_all_or_by_none(name: str) -> None:
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe")
             }
             assert schemes == {"HTTP" if config.tls_cert is None else "HTTPS"}
-            if kind == "gateway" and config.worker_ca is not None:
+            if config.worker_ca is not None:
                 (ca,) = [v["secret"]["items"] for v in pod["spec"]["volumes"] if v["name"] == "worker-ca"]
                 assert [item["path"] for item in ca] == ["ca.crt"]
     (gateway,) = parsed["gateway"]
     for worker in parsed["worker"]:
         assert (worker.tls_cert is None) == (gateway.worker_ca is None)
+        if worker.engine == "headstart":
+            assert (worker.worker_ca, worker.worker_tls_name) == (gateway.worker_ca, gateway.worker_tls_name)
         assert str(worker.advertise_url).startswith("http:" if worker.tls_cert is None else "https:")
     for monitor in of_kind(documents, "ServiceMonitor"):
         component = monitor["metadata"]["labels"]["app.kubernetes.io/component"]
@@ -343,13 +348,14 @@ def test_variables_in_arguments_are_set(name: str) -> None:
 def test_the_grace_period_is_longer_than_pre_stop_and_drain(name: str) -> None:
     for _, pod in workloads(render(name)):
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
-        for _, container, config in servers(pod):
+        for kind, container, config in servers(pod):
             command = (
                 container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["time.sleep(0)"])
             )
             match = PRE_STOP.search(command[-1])
             assert match is not None
-            assert grace_s >= int(match[1]) + config.drain_grace_s + 10
+            then_s = HANDOVER_S + FLUSH_S + 3 if kind == "worker" else 10
+            assert grace_s >= int(match[1]) + config.drain_grace_s + then_s
 
 
 @each_render

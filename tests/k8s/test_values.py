@@ -163,6 +163,9 @@ def context_of(path: str) -> dict[str, Any]:
         put(f"{parent}.existingSecret", "some")
     elif path in ("worker.volume.storageClassName", "worker.volume.whenDeleted"):
         put("worker.volume.size", "1Gi")
+    elif parent == "worker.kvDisk" and path != "worker.kvDisk.size":
+        put("worker.kvDisk.size", "9Gi")
+        put("worker.kvDisk.claim", path != "worker.kvDisk.claim")
     elif path in ("worker.volume.readOnly",):
         put("worker.volume.existingClaim", "models")
         put("worker.download", False)
@@ -225,6 +228,12 @@ REFUSED = [
     ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["-tp", "8"]}}}, "-tp is the chart's"),
     ({"worker": {"resources": {"limits": {"nvidia.com/gpu": 0.5}}}}, "nvidia.com/gpu"),
     ({"worker": {"kvCacheMemory": "most"}}, "worker.kvCacheMemory"),
+    ({"worker": {"kvHostMemory": "8Gi"}}, "worker.kvHostMemory"),
+    ({"worker": {"kvDisk": {"size": "100G"}}}, "worker.kvDisk.size"),
+    ({"worker": {"kvDisk": {"size": "0Gi"}}}, "worker.kvDisk.size"),
+    ({"worker": {"kvDisk": {"claim": True}}}, "kvDisk.size"),
+    ({"worker": {"kvDisk": {"size": "9Gi"}, "prefixCache": "radix"}}, "prefixCache"),
+    ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "kvDisk": {"size": "9Gi"}}]}, "models.a.kvDisk"),
     ({"worker": {"replicas": 0}}, "worker.replicas"),
     ({"worker": {"autoscaling": {"minReplicas": 0}}}, "worker.autoscaling.minReplicas"),
     ({"models": []}, "models"),

@@ -50,6 +50,17 @@ WORKER: Final[dict[str, Schema]] = {
     "maxNumSeqs": whole("Sequences in a step.", 1),
     "blockSize": whole("Tokens in a block of the KV cache; the same for all workers of a model.", 1),
     "kvCacheMemory": text("Size of the KV cache; empty: by the free memory.", pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$"),
+    "kvHostMemory": text(
+        "Pinned host memory that takes blocks before a GPU's cache evicts them; empty: none. Add it to "
+        "`resources`: its request and its limit.",
+        pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$",
+    ),
+    "kvDisk": group(
+        "A volume for blocks of the KV cache, at /kv in the pod ([which one](#blocks-on-disk)).",
+        size=text("Its size; blocks get nine tenths. Empty: none.", pattern=r"^$|^[1-9][0-9]*[MGT]i$"),
+        claim=flag("Whether each worker has a claim, which outlives its pods; otherwise an emptyDir."),
+        storageClassName=name("Storage class of these claims; empty: the cluster's default."),
+    ),
     "threads": whole("CPU threads; 0: as many as the node has, which is wrong under a CPU limit.", 0),
     "prefixCache": choice("How prefixes are reused.", "hash", "radix", "off"),
     "download": flag(
@@ -95,10 +106,12 @@ WORKER: Final[dict[str, Schema]] = {
             optional=True,
         ),
         storageClassName=name("Storage class of these claims; empty: the cluster's default."),
-        whenDeleted=choice("What becomes of these claims when the release is deleted.", "Retain", "Delete"),
+        whenDeleted=choice(
+            "What becomes of these claims, and of those of `kvDisk`, when the release is deleted.", "Retain", "Delete"
+        ),
     ),
     "startupTimeoutSeconds": whole("How long a model may load before the pod is restarted.", 10, 86400),
-    "drain": drain("a worker", "Not needed: a draining worker refuses, and gateways go elsewhere."),
+    "drain": drain("a worker", 25, "Not needed: a draining worker refuses, and gateways go elsewhere."),
     "resources": resources("a worker, or of vLLM"),
     "shmSize": quantity("Size of /dev/shm; empty: the runtime's, and 8Gi for vLLM.", optional=True),
     "runtimeClassName": name("Runtime class of the pods."),
@@ -195,7 +208,7 @@ VALUES: Final = group(
             "Further names that the ops port answers to, next to those of its Service; addresses need not be named.",
             text("A name, without scheme and port.", pattern=r"^[A-Za-z0-9._-]{1,253}$"),
         ),
-        drain=drain("a gateway", "Load balancers notice that it leaves while it still serves."),
+        drain=drain("a gateway", 15, "Load balancers notice that it leaves while it still serves."),
         resources=resources("a gateway"),
         **pod(),
         autoscaling=autoscaling(

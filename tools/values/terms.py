@@ -124,9 +124,9 @@ def pod() -> dict[str, Schema]:
     }
 
 
-def drain(whose: str, why: str) -> Schema:
+def drain(whose: str, after_s: int, why: str) -> Schema:
     return group(
-        f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + 15.",
+        f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + {after_s}.",
         preStopSeconds=whole(f"Sleep before SIGTERM. {why}", 0, 600),
         timeoutSeconds=whole(
             "What open requests get after SIGTERM; those left then end with an explicit error.", 1, 86400

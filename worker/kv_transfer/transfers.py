@@ -29,7 +29,8 @@ _GUESSED_BYTES_PER_S: Final = {"host": 4e9, "disk": 400e6, "peer": 400e6}
 """Until a load is measured."""
 _NUM_VICTIMS: Final = 64
 """Blocks next to be evicted that host memory takes over."""
-_FLUSH_S: Final = 5.0
+FLUSH_S: Final = 5.0
+"""Time to save what is queued, when the process ends."""
 _ADOPT_S: Final = 10.0
 """Time for a chain that a peer hands over."""
 PEER: Final = "peer"
@@ -106,7 +107,7 @@ class KVTransfers:
 
     def close(self) -> None:
         """Save what the pool holds, as far as that is quick, and release the stores. Any thread."""
-        deadline_s = time.monotonic() + _FLUSH_S
+        deadline_s = time.monotonic() + FLUSH_S
         for saver in self.savers.values():
             saver.flush(max(0.0, deadline_s - time.monotonic()))
             saver.stop()

@@ -15,6 +15,10 @@
 {{- if and $worker.volume.readOnly $worker.download -}}
 {{- fail (printf "models.%s.download: the volume is read only; set download: false" .name) -}}
 {{- end -}}
+{{- if and (or $worker.kvDisk.size $worker.kvHostMemory) (ne $worker.prefixCache "hash") -}}
+{{- fail (printf "models.%s.prefixCache: kvDisk and kvHostMemory need hash" .name) -}}
+{{- end -}}
+{{- if and $worker.kvDisk.claim (not $worker.kvDisk.size) }}{{ fail (printf "models.%s.kvDisk.size: a claim needs a size" .name) }}{{ end -}}
 {{- include "headstart.checkEngine" (dict "model" . "worker" $worker) -}}
 {{- end -}}
 {{- if eq .Values.apiKeys.key .Values.apiKeys.plainKey }}{{ fail "apiKeys.plainKey: gateways would be given the key itself; name another key than apiKeys.key" }}{{ end -}}
@@ -44,7 +48,7 @@
 {{- if .model.vllm }}{{ fail (printf "models.%s.vllm: set engine: vllm" $name) }}{{ end -}}
 {{- if gt $count 1 }}{{ fail (printf "models.%s.gpu.count: Headstart's own engine uses one GPU; engine: vllm can use more" $name) }}{{ end -}}
 {{- else -}}
-{{- range list "image" "weights" "maxNumSeqs" "kvCacheMemory" "threads" "prefixCache" -}}
+{{- range list "image" "weights" "maxNumSeqs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
 {{- if hasKey $.model . }}{{ fail (printf "models.%s.%s: it is for Headstart's own engine; see the keys of vllm" $name .) }}{{ end -}}
 {{- end -}}
 {{- with .worker.vllm -}}

@@ -123,6 +123,34 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
+{{/* Options of `kvHostMemory` and `kvDisk`. The blocks get 9/10 of the volume: a file system takes its part, and a pod
+whose emptyDir exceeds its limit is evicted. The folder below the mount is the worker's own; the mount is not. */}}
+{{- define "headstart.kv.args" -}}
+{{- with .kvHostMemory }}
+- --kv-host-memory={{ . }}
+{{- end }}
+{{- with .kvDisk.size }}
+- --kv-disk=/kv/blocks
+- --kv-disk-size={{ div (mul (regexFind "^[0-9]+" .) (index (dict "Mi" 1 "Gi" 1024 "Ti" 1048576) (regexFind "[A-Z]i$" .)) 9) 10 }}M
+{{- end }}
+{{- end -}}
+
+{{/* (dict "name" "kv" "volume" .kvDisk "selectorLabels" "...") */}}
+{{- define "headstart.claimTemplate" -}}
+- metadata:
+    name: {{ .name }}
+    labels:
+      {{- .selectorLabels | nindent 6 }}
+  spec:
+    accessModes: [ReadWriteOnce]
+    {{- with .volume.storageClassName }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ .volume.size }}
+{{- end -}}
+
 {{/* What computes, with its GPUs. */}}
 {{- define "headstart.worker.resources" -}}
 {{- range $part := list "requests" "limits" }}
@@ -190,9 +218,9 @@ preStop:
     command: ["python3", "-I", "-S", "-c", "import time; time.sleep({{ int . }})"]
 {{- end -}}
 
-{{/* SIGTERM comes after preStop; 15 s stay for what a process does after its drain. */}}
+{{/* SIGTERM comes after preStop. (dict "drain" ... "after" "seconds for what a process does after its drain") */}}
 {{- define "headstart.gracePeriod" -}}
-{{- add (int .preStopSeconds) (int .timeoutSeconds) 15 -}}
+{{- add (int .drain.preStopSeconds) (int .drain.timeoutSeconds) .after -}}
 {{- end -}}
 
 {{- define "headstart.clusterSecretName" -}}
@@ -243,6 +271,35 @@ preStop:
 {{- if .tls.secret }}
 - --tls-cert=/etc/headstart/tls/tls.crt
 - --tls-key=/etc/headstart/tls/tls.key
+{{- end }}
+{{- end -}}
+
+{{/* For whoever calls workers: gateways, and workers that fetch blocks. */}}
+{{- define "headstart.workerCa.args" -}}
+{{- with .Values.tls.workers }}
+{{- if .secret }}
+- --worker-ca=/etc/headstart/worker-ca/ca.crt
+- --worker-tls-name={{ .name }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.workerCa.volumeMount" -}}
+{{- if .Values.tls.workers.secret }}
+- name: worker-ca
+  mountPath: /etc/headstart/worker-ca
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.workerCa.volume" -}}
+{{- with .Values.tls.workers.secret }}
+- name: worker-ca
+  secret:
+    secretName: {{ . }}
+    items:
+      - key: {{ $.Values.tls.workers.caKey }}
+        path: ca.crt
 {{- end }}
 {{- end -}}
 
