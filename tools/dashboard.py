@@ -279,6 +279,34 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "Allocations since the block that is evicted next was last in use.",
             ),
             Panel(
+                "Blocks below the pool",
+                "short",
+                ((each("headstart_worker_kv_stored_blocks", "pod, tier"), "{{pod}} {{tier}}"),),
+                "In host memory and on disk. A flat line at less than the tier's size: it holds all that was computed.",
+            ),
+            Panel(
+                "Blocks on their way",
+                "Bps",
+                (
+                    (rate("headstart_worker_kv_saved_bytes_total", "tier"), "saved to {{tier}}"),
+                    (rate("headstart_worker_kv_loaded_bytes_total", "place"), "loaded from {{place}}"),
+                    (rate("headstart_worker_kv_served_bytes_total"), "given to peers"),
+                ),
+                "Between the pools and other places. Far more saved than loaded: the disk wears for nothing.",
+            ),
+            Panel(
+                "Tokens loaded instead of computed",
+                "short",
+                ((rate("headstart_worker_kv_loaded_tokens_total", "place"), "from {{place}}"),),
+                "A second, for requests and for hand-overs.",
+            ),
+            Panel(
+                "Loads",
+                "short",
+                ((rate("headstart_worker_kv_loads_total", "end"), "{{end}}"),),
+                "Complete, short (a miss, or a source that failed), or late and given up; what is missing is computed.",
+            ),
+            Panel(
                 "Time between tokens",
                 "s",
                 quantiles("headstart_worker_time_between_tokens_seconds"),

@@ -14,6 +14,7 @@ from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes
 from worker.scheduler.budget import BatchLimits
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
+KV_DISK_BYTES: Final = 10 << 30
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 
 _model = partial(option, "model")
@@ -74,7 +75,7 @@ class WorkerConfig(SharedConfig):
     kv_disk: str | None = _cache(
         None, "a folder for blocks on disk, which a restarted worker finds again (default: none)", "DIR"
     )
-    kv_disk_size: int = _cache(10 << 30, "size of the blocks on disk (default 10G)", "SIZE", type=num_bytes)
+    kv_disk_size: int = _cache(KV_DISK_BYTES, "size of the blocks on disk (default 10G)", "SIZE", type=num_bytes)
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Final
 
 import torch
 
-from worker.common.checks import Check, print_check
+from cache.stores.folder import parent_problem
+from worker.common.checks import Check, judge, print_check
+from worker.common.options import num_bytes
+from worker.config import KV_DISK_BYTES
 from worker.model.config import DTYPES, ModelConfig
 from worker.model.errors import ModelError, UnsupportedModel
 from worker.model.load import find_checkpoint, find_family
@@ -36,6 +41,8 @@ def findings(options: argparse.Namespace) -> Iterator[Check]:
     yield found_model
     if config is not None and found_device.status != "fail":
         yield find_memory(config, device, options.dtype, options.num_workers)
+    if options.kv_disk is not None:
+        yield find_kv_disk(options.kv_disk, options.kv_disk_size, options.num_workers)
 
 
 def find_device(device: torch.device) -> Check:
@@ -107,12 +114,37 @@ def find_memory(config: ModelConfig, device: torch.device, dtype: str | None, nu
     return Check("memory", "ok", found)
 
 
+def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
+    """Check that blocks may lie in a folder, and that those of every worker fit. Makes nothing."""
+    try:
+        place = folder if folder.exists() else folder.parent
+        problem = parent_problem(folder) if place is folder else None
+        held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
+        room = shutil.disk_usage(place).free + held
+    except OSError as error:
+        return Check("kv disk", "fail", f"{folder}: {error.strerror or error}", "correct --kv-disk")
+    if problem is None and not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} cannot be written to"
+    found = (
+        problem
+        or f"{room / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
+    )
+    return judge(
+        "kv disk",
+        problem or found,
+        (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
+        (room < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no more blocks"),
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker.doctor", description="Can a worker run here?")
     parser.add_argument("--model", default="")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--kv-disk", type=Path)
+    parser.add_argument("--kv-disk-size", type=num_bytes, default=KV_DISK_BYTES)
     for finding in findings(parser.parse_args(argv)):
         print_check(finding)
     return 0

@@ -25,11 +25,8 @@ class ClaimedFolder:
         try:
             with suppress(FileExistsError):
                 parent.mkdir(mode=0o700)
-            status = parent.stat()
-            if not stat.S_ISDIR(status.st_mode):
-                raise ValueError(f"{parent} is not a directory")
-            if status.st_uid != os.geteuid() and status.st_mode & _SHARED:
-                raise ValueError(f"{parent} belongs to another user, and others may write to it: name a folder in it")
+            if (problem := parent_problem(parent)) is not None:
+                raise ValueError(problem)
             self.path, self._lock = next(filter(None, (_claim(parent / str(number)) for number in itertools.count())))
         except OSError as error:
             raise ValueError(f"{parent} cannot hold blocks: {error.strerror or error}") from error
@@ -39,6 +36,16 @@ class ClaimedFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def parent_problem(parent: Path) -> str | None:
+    """Return why blocks must not lie below a directory, or None. Raises OSError."""
+    status = parent.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{parent} is not a directory"
+    if status.st_uid != os.geteuid() and status.st_mode & _SHARED:
+        return f"{parent} belongs to another user, and others may write to it: name a folder in it"
+    return None
 
 
 def _claim(path: Path) -> tuple[Path, int] | None:

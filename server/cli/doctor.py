@@ -98,7 +98,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
         return
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
-    found, problem = checks_of(WORKER_MODULE, [*options, *given(args, "dtype")])
+    found, problem = checks_of(WORKER_MODULE, [*options, *given(args, "dtype", "kv_disk", "kv_disk_size")])
     for line in found:
         yield msgspec.json.decode(line, type=Check)
     if problem is not None:
@@ -304,6 +304,8 @@ def parser() -> argparse.ArgumentParser:
         "--device", default="auto", help="device of the workers: cpu, cuda, cuda:1 ... (default: as they choose)"
     )
     p.add_argument("--dtype", help="number format of the workers (default: as they choose)")
+    p.add_argument("--kv-disk", metavar="DIR", help="check that workers can keep blocks in this folder")
+    p.add_argument("--kv-disk-size", metavar="SIZE", help="size of the blocks of each worker (default 10G)")
     p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     engine = p.add_argument_group("another engine").add_argument

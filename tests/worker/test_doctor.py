@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ def test_every_check_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--device", "cpu"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["name"] for line in lines] == ["torch", "gpu", "model", "memory"]
+    assert doctor.main(["--device", "cpu", "--kv-disk", "/tmp/kv", "--kv-disk-size", "1M"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "kv disk"
 
 
 def test_the_default_model_is_sized_and_its_memory_counted_for_every_worker() -> None:
@@ -34,6 +39,26 @@ def test_the_default_model_is_sized_and_its_memory_counted_for_every_worker() ->
 def test_a_model_that_is_not_here(source: str, status: str, mend: str) -> None:
     finding, config = doctor.find_model(source)
     assert (finding.status, mend in finding.mend, config) == (status, True, None)
+
+
+def test_a_folder_for_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of earlier workers count as room; nothing is made by asking."""
+    folder = tmp_path / "kv"
+    free = shutil.disk_usage(tmp_path).free
+    assert doctor.find_kv_disk(folder, free // 2, 1).status == "ok"
+    assert doctor.find_kv_disk(folder, free // 2, 4).status == "warn"
+    assert not folder.exists()
+    (folder / "0").mkdir(parents=True)
+    with (folder / "0" / "f-0.blocks").open("wb") as file:
+        file.truncate(1 << 40)
+    assert doctor.find_kv_disk(folder, 1 << 40, 1).status == "ok"
+    assert doctor.find_kv_disk(tmp_path / "no" / "kv", 1, 1).status == "fail"
+    assert doctor.find_kv_disk(folder / "0" / "f-0.blocks", 1, 1).status == "fail"
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    assert "cannot be written to" in doctor.find_kv_disk(folder, 1, 1).found
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    folder.chmod(0o777)
+    assert "belongs to another user" in doctor.find_kv_disk(folder, 1, 1).found
 
 
 def test_a_gpu_that_is_not_there() -> None:
