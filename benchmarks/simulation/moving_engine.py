@@ -37,12 +37,16 @@ class MovingWorker(SharedWorker):
     tier_link: Link = field(default_factory=Link)
 
     def num_reusable_tokens(self, job: Job) -> int:
-        return self._plan(job, SharedWorker.num_reusable_tokens(self, job)).end_tokens
+        in_pool = SharedWorker.num_reusable_tokens(self, job)
+        plan = self._plan(job, in_pool)
+        return in_pool if plan is None else plan.end_tokens
 
     def admit(self, now_s: float) -> list[Job]:
         admitted = SharedWorker.admit(self, now_s)
         for job in admitted:
             plan = self._plan(job, job.num_cached_tokens)
+            if plan is None:
+                continue
             if sum(plan.loaded_tokens):
                 seconds = sum(plan.loaded_tokens) / self.model.tier_tokens_per_s[0]
                 job.loaded_s = _transfer(now_s, seconds, self.tier_link)
@@ -75,7 +79,7 @@ class MovingWorker(SharedWorker):
         stores = (self.cache, self.tier)
         return max(s.find(request.block_ids, ROOT, hashes=request.chain) for s in stores if s is not None)
 
-    def _plan(self, job: Job, num_pool_tokens: int) -> BlockPlan:
+    def _plan(self, job: Job, num_pool_tokens: int) -> BlockPlan | None:
         """Plan with what is there now: a source may have evicted what it was named for."""
         request, model, source = job.request, self.model, job.placement.source
         most_tokens = request.num_prompt_tokens - 1

@@ -9,7 +9,8 @@ are linear, so each place gives nothing or all that it can.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
@@ -44,37 +45,47 @@ def cheapest_plan(
     num_prompt_tokens: int,
     start_tokens: int,
     prefill_tokens_per_s: float,
-    tiers: Sequence[tuple[int, float]] = (),
+    tiers: Iterable[tuple[int, float]] = (),
     peer_end_tokens: int = 0,
     fetch_tokens_per_s: float = 0.0,
-) -> BlockPlan:
-    """Plan from `start_tokens`, the prefix in the pool. `tiers`: where the prefix in each ends, and its tokens/s.
+) -> BlockPlan | None:
+    """Plan from `start_tokens`, the prefix in the pool; None: compute all that lies behind it.
 
-    A tier of an unknown rate, 0.0, gives nothing, and none behind it is reached across its blocks. A peer matters only
-    where it holds more than pool and tiers.
+    `tiers`: where the prefix in each ends, and its tokens/s. A tier of an unknown rate, 0.0, gives nothing, and none
+    behind it is reached across its blocks. A peer matters only where it holds more than pool and tiers.
     """
-    best = BlockPlan(start_tokens)
-    best_s = (num_prompt_tokens - start_tokens) / prefill_tokens_per_s
-    stops = [best]
+    ends, loads_s = [start_tokens], [0.0]
+    end_tokens, load_s = start_tokens, 0.0
     for tier_end_tokens, tokens_per_s in tiers:
-        last = stops[-1]
-        num_tokens = max(0, tier_end_tokens - last.end_tokens)
-        if num_tokens and not tokens_per_s:
-            break
-        load_s = last.load_s + num_tokens / tokens_per_s if num_tokens else last.load_s
-        stops.append(BlockPlan(last.end_tokens + num_tokens, (*last.loaded_tokens, num_tokens), 0, load_s))
-    fetches = fetch_tokens_per_s > 0.0 and peer_end_tokens > stops[-1].end_tokens
-    for stop in stops:
-        plans = [stop]
+        if tier_end_tokens > end_tokens:
+            if not tokens_per_s:
+                break
+            load_s += (tier_end_tokens - end_tokens) / tokens_per_s
+            end_tokens = tier_end_tokens
+        ends.append(end_tokens)
+        loads_s.append(load_s)
+    fetches = fetch_tokens_per_s > 0.0 and peer_end_tokens > end_tokens
+    if end_tokens == start_tokens and not fetches:
+        return None
+    computed_s = (num_prompt_tokens - peer_end_tokens) / prefill_tokens_per_s
+    best_s, best_stop, best_fetches = math.inf, 0, False
+    for stop, end_tokens in enumerate(ends):
+        load_s = loads_s[stop]
+        total_s = load_s + (num_prompt_tokens - end_tokens) / prefill_tokens_per_s
+        if total_s < best_s:
+            best_s, best_stop, best_fetches = total_s, stop, False
         if fetches:
-            num_fetched = peer_end_tokens - stop.end_tokens
-            fetch_s = num_fetched / fetch_tokens_per_s
-            plans.append(BlockPlan(peer_end_tokens, stop.loaded_tokens, num_fetched, stop.load_s + fetch_s))
-        for plan in plans:
-            total_s = plan.load_s + (num_prompt_tokens - plan.end_tokens) / prefill_tokens_per_s
+            total_s = load_s + (peer_end_tokens - end_tokens) / fetch_tokens_per_s + computed_s
             if total_s < best_s:
-                best, best_s = plan, total_s
-    return best
+                best_s, best_stop, best_fetches = total_s, stop, True
+    if not (best_stop or best_fetches):
+        return None
+    end_tokens, load_s = ends[best_stop], loads_s[best_stop]
+    loaded_tokens = tuple([ends[stop + 1] - ends[stop] for stop in range(best_stop)])
+    if not best_fetches:
+        return BlockPlan(end_tokens, loaded_tokens, 0, load_s)
+    num_fetched = peer_end_tokens - end_tokens
+    return BlockPlan(peer_end_tokens, loaded_tokens, num_fetched, load_s + num_fetched / fetch_tokens_per_s)
 
 
 def held_blocks(candidate: Candidate) -> int:

@@ -9,7 +9,7 @@ simulated time.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -267,7 +267,8 @@ class Scorer:
         end_tokens, plan = matched_tokens, None
         if peers or candidate.tier_blocks:
             plan, holders = _plan(request, candidate, peers, most_tokens, matched_tokens, tokens_per_s)
-            end_tokens = plan.end_tokens
+            if plan is not None:
+                end_tokens = plan.end_tokens
         prefill_s = self.cost.prefill_s(request.num_prompt_tokens - end_tokens, tokens_per_s)
         queue_s, num_displaced = estimate.queue(prefill_s, now_s)
         kv_wait_s = 0.0
@@ -303,20 +304,21 @@ def _plan(
     most_tokens: int,
     matched_tokens: int,
     tokens_per_s: float,
-) -> tuple[BlockPlan, Peers | None]:
+) -> tuple[BlockPlan | None, Peers | None]:
     """Return the worker's cheapest plan, and the peers from which it fetches."""
     member, load = candidate.member, candidate.load
-    ends = [min(num_blocks * member.block_size, most_tokens) for num_blocks in candidate.tier_blocks]
-    holders = peers.get((member.model, member.layout)) if load.fetch_tokens_per_s else None
+    block_size = member.block_size
+    tiers: Iterable[tuple[int, float]] = ()
+    if candidate.tier_blocks:
+        ends = [min(num_blocks * block_size, most_tokens) for num_blocks in candidate.tier_blocks]
+        tiers = zip(ends, load.tier_tokens_per_s, strict=False)
+    holders, peer_end_tokens = None, 0
+    if peers and load.fetch_tokens_per_s and (holders := peers.get((member.model, member.layout))) is not None:
+        peer_end_tokens = min(holders.num_blocks * block_size, most_tokens)
     plan = cheapest_plan(
-        request.num_prompt_tokens,
-        matched_tokens,
-        tokens_per_s,
-        list(zip(ends, load.tier_tokens_per_s, strict=False)),
-        min(holders.num_blocks * member.block_size, most_tokens) if holders else 0,
-        load.fetch_tokens_per_s,
+        request.num_prompt_tokens, matched_tokens, tokens_per_s, tiers, peer_end_tokens, load.fetch_tokens_per_s
     )
-    return plan, holders if plan.fetched_tokens else None
+    return plan, holders if plan is not None and plan.fetched_tokens else None
 
 
 def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId]) -> str | None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
-from server.router.block_plan import cheapest_plan, find_peers
+from server.router.block_plan import BlockPlan, cheapest_plan, find_peers
 from server.router.placement import Decision
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
 
@@ -55,7 +55,7 @@ def test_the_plan_is_the_cheapest_of_all(data: st.DataObject) -> None:
     tiers = [(end, data.draw(RATES.filter(bool))) for end in tier_ends]
     peer_end, fetch_rate = data.draw(st.integers(0, most)), data.draw(RATES)
     rate = data.draw(RATES.filter(bool))
-    plan = cheapest_plan(num_tokens, start, rate, tiers, peer_end, fetch_rate)
+    plan = cheapest_plan(num_tokens, start, rate, tiers, peer_end, fetch_rate) or BlockPlan(start)
     total_s = plan.load_s + (num_tokens - plan.end_tokens) / rate
     assert total_s == pytest.approx(brute_force_s(num_tokens, start, rate, tiers, peer_end, fetch_rate))
     assert plan.end_tokens == start + sum(plan.loaded_tokens) + plan.fetched_tokens < num_tokens
@@ -65,9 +65,9 @@ def test_the_plan_is_the_cheapest_of_all(data: st.DataObject) -> None:
 
 
 def test_a_tier_without_a_rate_gives_nothing_and_blocks_what_lies_behind() -> None:
-    assert cheapest_plan(100, 10, 1.0, [(50, 0.0), (80, 100.0)]).end_tokens == 10
-    assert cheapest_plan(100, 50, 1.0, [(50, 0.0), (80, 100.0)]).end_tokens == 80, "nothing is needed of the first"
-    assert cheapest_plan(100, 10, 1.0, [(50, 0.0)], 90, 100.0).fetched_tokens == 80
+    assert cheapest_plan(100, 10, 1.0, [(50, 0.0), (80, 100.0)]) is None
+    assert cheapest_plan(100, 50, 1.0, [(50, 0.0), (80, 100.0)]) == BlockPlan(80, (0, 30), 0, 0.3), "none needed of it"
+    assert cheapest_plan(100, 10, 1.0, [(50, 0.0)], 90, 100.0) == BlockPlan(90, (), 80, 0.8)
 
 
 LAYOUT = "records-1"
