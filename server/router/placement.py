@@ -276,7 +276,8 @@ class Scorer:
             num_blocks = -(-request.num_prompt_tokens // block_size)
             num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(now_s)
             usage = (num_held + num_blocks - matched_tokens // block_size) / load.num_blocks
-            kv_wait_s = self.cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), mean_residency_s)
+            weight = self.cost.eviction_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
+            kv_wait_s = self.cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), mean_residency_s, weight)
         view = WorkerView(
             member=member,
             load=load,

@@ -58,6 +58,10 @@ class CostModel:
         """Return what loading and fetching costs at a worker that prefills `tokens_per_s`."""
         return max(plan.load_s, self.copy_weight * plan.fetched_tokens / tokens_per_s)
 
+    def eviction_weight(self, tokens_per_s: float, fetch_tokens_per_s: float) -> float:
+        """Return what getting an evicted block back costs, over computing it: a peer may have it."""
+        return min(1.0, max(self.copy_weight, tokens_per_s / fetch_tokens_per_s)) if fetch_tokens_per_s else 1.0
+
     def beta(self, recent_s: float, num_workers: int) -> float:
         """Return the delay that one more second of work puts on later requests; uncapped, it diverges in overload.
 
@@ -66,17 +70,18 @@ class CostModel:
         rho = min(self.max_rho, recent_s / (self.window_s * num_workers))
         return min(self.max_beta, rho / (1.0 - rho))
 
-    def kv_wait_s(self, usage: float, num_slots: float, mean_residency_s: float) -> float:
+    def kv_wait_s(self, usage: float, num_slots: float, mean_residency_s: float, eviction_weight: float = 1.0) -> float:
         """Return the expected wait for blocks at a pool of which `usage` is held, this request's blocks included.
 
         The pool has slots for `num_slots` such requests. All are taken with a probability of about
-        usage ** (sqrt(2 (num_slots + 1)) - 1); beyond usage = 1 the pool must turn over.
+        usage ** (sqrt(2 (num_slots + 1)) - 1); beyond usage = 1 the pool must turn over. Long before a request waits,
+        a filling pool evicts what others come back for: `eviction_weight` says how much that counts.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
         usage = max(0.0, usage)
         bounded = min(1.0, usage)
         taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
-        return self.kv_wait_weight * mean_residency_s * (taken + usage - bounded)
+        return self.kv_wait_weight * mean_residency_s * (taken * eviction_weight + usage - bounded)
 
 
 class FleetView(msgspec.Struct, frozen=True):

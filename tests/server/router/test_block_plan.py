@@ -14,6 +14,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
 from server.router.block_plan import BlockPlan, cheapest_plan, find_peers
 from server.router.placement import Decision
+from server.router.policies import CostModel
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
 
 RATES = st.sampled_from([0.0, 1.0, 3.0, 10.0, 1e6])
@@ -233,3 +234,19 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     chosen = news["decisions"][0]["candidates"][0]
     assert (chosen["worker"], chosen["matched_tokens"], chosen["moved_tokens"]) == ("b", 0, 40 * BLOCK)
     assert chosen["load_s"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("fetch_rate", "weight"), [(0.0, 1.0), (RATE / 2, 1.0), (2 * RATE, 0.5), (20 * RATE, 0.05), (1e9, 0.04)]
+)
+def test_an_eviction_costs_what_getting_the_block_back_costs(fetch_rate: float, weight: float) -> None:
+    cost = CostModel()
+    assert cost.eviction_weight(RATE, fetch_rate) == weight
+    assert cost.kv_wait_s(0.9, 4.0, 2.0, weight) == pytest.approx(weight * cost.kv_wait_s(0.9, 4.0, 2.0))
+    assert cost.kv_wait_s(2.0, 4.0, 2.0, weight) >= 2.0, "blocks that do not fit are waited for"
+
+
+def test_a_copy_costs_a_share_of_computing_it_however_fast_the_link() -> None:
+    cost = CostModel()
+    assert cost.load_cost_s(BlockPlan(1000, (), 1000, 0.001), RATE) == pytest.approx(0.04 * 1000 / RATE)
+    assert cost.load_cost_s(BlockPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"
