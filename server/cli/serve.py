@@ -432,8 +432,18 @@ class Supervisor:
         )
 
 
+def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
+    """Return what a user who keeps blocks on disk should know, or None."""
+    given = {word.partition("=")[0] for word in worker_args}
+    if secret or "--kv-disk" not in given or "--cluster-secret-file" in given:
+        return None
+    return f"the next start cannot read this one's --kv-disk, and deletes it: set {SECRET_VARIABLE} to keep it"
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    if (problem := disk_problem(args.worker_args, os.environ.get(SECRET_VARIABLE))) is not None:
+        print(f"headstart serve: {problem}", file=sys.stderr)
     os.environ[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)  # the parts share it
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         return asyncio.run(Supervisor(args, Path(folder)).run())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from server import config as gateway_config
-from server.cli.serve import find_redis_server, parse
+from server.cli.serve import disk_problem, find_redis_server, parse
 
 
 def test_options_of_one_part_are_passed_on() -> None:
@@ -21,6 +21,15 @@ def test_certificates_go_to_the_gateway() -> None:
     assert (gateway.tls_cert, gateway.tls_key, gateway.policy) == ("a.crt", "a.key", "round_robin")
     assert parse(["--gateway-args", "--tls-cert a --tls-key b"]).tls_cert
     assert not parse([]).tls_cert
+
+
+def test_blocks_on_disk_need_a_secret_that_stays() -> None:
+    """Serve makes one for each run, and blocks under another secret are deleted."""
+    for given in (["--kv-disk", "kv"], ["--kv-disk=kv"]):
+        assert "HEADSTART_CLUSTER_SECRET" in str(disk_problem(given, None))
+        assert disk_problem(given, "s") is None
+        assert disk_problem([*given, "--cluster-secret-file", "f"], None) is None
+    assert disk_problem(["--num-blocks", "9"], None) is None
 
 
 def test_engines_take_the_place_of_own_workers() -> None:
