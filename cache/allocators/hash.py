@@ -84,10 +84,10 @@ class HashAllocator(Allocator):
             while link is not None:
                 chain.append(link)
                 link = links[link.parent] if link.depth else None
-            seen |= {link.block_hash for link in chain}
-            if len(seen) > max_blocks:
-                break
-            chains.append(chain[::-1])
+            new = {link.block_hash for link in chain} - seen
+            if len(seen) + len(new) <= max_blocks:  # one that is too long leaves the room to others
+                seen |= new
+                chains.append(chain[::-1])
         return chains
 
     def reserve(self, root: BlockHash, hashes: Sequence[BlockHash]) -> HashAllocation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cache.allocators import make_allocator
+from cache.allocators.base import Allocator
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from tests.waiting import until
@@ -26,6 +27,7 @@ from worker.engine.step import Runner
 from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
+from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import GenerateRequest, TokenizerBundle, pack_request
@@ -84,6 +86,8 @@ async def live_worker(
     *,
     bundle: TokenizerBundle = BUNDLE,
     queue_limits: QueueLimits | None = None,
+    make_transfers: Callable[[Allocator], KVTransfers | None] = lambda allocator: None,
+    token: str = "",
     **limits,
 ) -> AsyncIterator[LiveWorker]:
     metrics = WorkerMetrics()
@@ -92,10 +96,15 @@ async def live_worker(
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
-    engine = EngineCore(scheduler, runner, PrefillRate(1000, 1.0), bundle, member, metrics, max_step_s=60.0)
+    transfers = make_transfers(allocator)
+    engine = EngineCore(
+        scheduler, runner, PrefillRate(1000, 1.0), bundle, member, metrics, max_step_s=60.0, transfers=transfers
+    )
     service.start(engine)
     try:
-        async with serve(service) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        app = make_app(service, token)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with serve(service, app) as url, aiohttp.ClientSession(connector=connector) as http:
             yield LiveWorker(url, service, scheduler, engine, http)
     finally:
         engine.stop()

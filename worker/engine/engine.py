@@ -213,9 +213,11 @@ class EngineCore:
         def empty_pool() -> Epoch:
             self._scheduler.preempt_all()
             if self._transfers is not None:
-                self._transfers.purge()
+                self._transfers.loads.give_up_all()
             emptied = self._scheduler.allocator.reset()
             assert emptied, "the pool is held although every sequence was preempted"
+            if self._transfers is not None:
+                self._transfers.purge()
             self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
             self._reporter.begin_epoch(self.member)
             return self.member.epoch

@@ -27,7 +27,7 @@ from cache.records import WorkerState
 from worker.common.sockets import HostNames
 from worker.engine.protocol import EngineDeadError, RefusedError
 from worker.http.blocks import AdoptEndpoint, BlocksEndpoint
-from worker.http.body import read_body
+from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
 from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
 
@@ -144,7 +144,7 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive))
         stream = await self._service.submit(unpack_request(body))
-        watch = asyncio.create_task(_disconnected(receive))
+        watch = asyncio.create_task(disconnected(receive))
         watch.add_done_callback(lambda _: stream.close())
         try:
             for _ in range(2):  # until an idle engine has the request: its Started leaves with the head
@@ -158,11 +158,6 @@ class GenerateEndpoint:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Endpoints:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
 from worker.engine.protocol import RefusedError
-from worker.http.body import read_body
+from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
 from worker.kv_transfer.peers import BlockExchange, BlocksWanted, Handover, frame_head
 from worker.wire import CONTENT_TYPE, Failed, pack, unpack
@@ -26,6 +26,8 @@ from worker.wire import CONTENT_TYPE, Failed, pack, unpack
 MAX_FETCHES: Final = 8
 """Peers that are served at a time. Others compute."""
 _NUM_THREADS: Final = 2
+STALL_S: Final = 10.0
+"""Time for a peer to take a part of the answer."""
 _ADOPT_S: Final = 10.0
 """Time for a hand-over: chains that have not begun by then are left out."""
 _HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
@@ -40,7 +42,10 @@ def exchange_for(service: WorkerService, layout: str) -> BlockExchange:
 
 
 class BlocksEndpoint:
-    """Pure ASGI: a refusal, or 200 and records up to the first block that is not here. A slow peer is waited for."""
+    """Pure ASGI: a refusal, or 200 and records up to the first block that is not here.
+
+    A slow peer is waited for. One that takes nothing for STALL_S loses the answer, as one does that has left.
+    """
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service
@@ -51,10 +56,12 @@ class BlocksEndpoint:
         wanted = unpack(await read_body(Request(scope, receive)), BlocksWanted)
         exchange = self._exchange(wanted)
         self._num_open += 1
+        left = asyncio.create_task(disconnected(receive))
         try:
-            await self._send_records(wanted, exchange, send)
+            await self._send_records(wanted, exchange, send, left)
         finally:
             self._num_open -= 1
+            left.cancel()
 
     def _exchange(self, wanted: BlocksWanted) -> BlockExchange:
         """Return what has the blocks. Raises RefusedError."""
@@ -65,7 +72,9 @@ class BlocksEndpoint:
             raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
         return exchange
 
-    async def _send_records(self, wanted: BlocksWanted, exchange: BlockExchange, send: Send) -> None:
+    async def _send_records(
+        self, wanted: BlocksWanted, exchange: BlockExchange, send: Send, left: asyncio.Task[None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         payload = exchange.new_payload()
         head = frame_head(len(payload))
@@ -77,10 +86,11 @@ class BlocksEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         for link in wanted.links():
             record = await loop.run_in_executor(self._threads, read, link)
-            if record is None:
+            if record is None or left.done():
                 break
             self._service.metrics.served_bytes.inc(len(record))
-            await send({"type": "http.response.body", "body": record, "more_body": True})
+            async with asyncio.timeout(STALL_S):
+                await send({"type": "http.response.body", "body": record, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -94,9 +104,10 @@ class AdoptEndpoint:
         handover = unpack(await read_body(request), Handover)
         exchange = exchange_for(self._service, handover.layout)
         engine = self._service.engine
-        end_s, num_adopted = time.monotonic() + _ADOPT_S, 0
+        epoch, end_s, num_adopted = engine.member.epoch, time.monotonic() + _ADOPT_S, 0
         for chain in handover.chains:
-            if self._service.draining or time.monotonic() >= end_s:
+            is_purged = engine.member.epoch != epoch
+            if is_purged or self._service.draining or time.monotonic() >= end_s:
                 break
             if len(chain.hashes) // HASH_BYTES > engine.load.num_free_blocks:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from worker.engine.protocol import RefusedError
 from worker.wire import Failed
@@ -20,3 +21,9 @@ async def read_body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise RefusedError(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
     return bytes(body)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left. Call it after the whole body is read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

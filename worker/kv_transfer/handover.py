@@ -11,7 +11,7 @@ from typing import Final
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
 from cache.store import ChainLink
-from worker.kv_transfer.peers import BlockExchange, FetchError, Handover, OfferedChain
+from worker.kv_transfer.peers import MAX_BLOCKS, MAX_CHAINS, BlockExchange, FetchError, Handover, OfferedChain
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> li
     shares: list[list[OfferedChain]] = [[] for _ in room]
     for chain in chains:
         roomiest = max(range(len(left)), key=left.__getitem__)
-        if left[roomiest] >= len(chain):
+        if left[roomiest] >= len(chain) and len(chain) <= MAX_BLOCKS and len(shares[roomiest]) < MAX_CHAINS:
             left[roomiest] -= len(chain)
             hashes = b"".join(link.block_hash for link in chain)
             shares[roomiest].append(OfferedChain(chain[0].parent, hashes))

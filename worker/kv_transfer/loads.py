@@ -124,7 +124,9 @@ class LoadQueue:
         if num_cached_blocks >= len(hashes):
             return False
         other = self._loads.get(hashes[num_cached_blocks])
-        if other is not None:  # another sequence loads the same: look again when that has ended
+        if other is not None:  # it is loaded already, for another sequence or for none: look again when that has ended
+            compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
+            other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
             sequence.load = other
             return True
         sources, seconds = self._choose(sequence, hashes, num_cached_blocks)
@@ -163,11 +165,11 @@ class LoadQueue:
         for load in self.active.copy():
             if load.num_arrived > load.allocation.num_filled:
                 load.allocation.fill(load.num_arrived)
-            if load.finished:
+            late = next((source for source in load.sources if load.num_arrived < source.stop), None)
+            if load.finished or late is None:
                 self._end(load)
             elif now_s >= load.deadline_s:
                 self._end(load)
-                late = next(source for source in load.sources if load.num_arrived < source.stop)
                 late.rate.add(0, now_s - load.started_s, now_s)
 
     def stop(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ MAX_BLOCKS: Final = 1 << 16
 MAX_CHAINS: Final = 4096
 _CONNECT_TIMEOUT_S: Final = 1.0
 _READ_TIMEOUT_S: Final = 5.0
+"""For the head of an answer, and for each record: its thread waits for no peer that drips."""
 _MAX_ANSWER_BYTES: Final = 4096
 _BIN32: Final = b"\xc6"
 _FRAME_HEAD: Final = 5
@@ -49,10 +51,13 @@ class BlocksWanted(Struct, frozen=True):
     """`RecordFormat.fingerprint` of the asking worker."""
     parent: _Hash
     """The parent of the first block."""
-    depth: Annotated[int, Meta(ge=0, le=1 << 32)]
+    depth: Annotated[int, Meta(ge=0, lt=1 << 31)]
     """Blocks before the first one."""
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
     """One after the other."""
+
+    def __post_init__(self) -> None:
+        _check_hashes(self.hashes)
 
     def links(self) -> list[ChainLink]:
         hashes = split_hashes(self.hashes)
@@ -65,6 +70,9 @@ class OfferedChain(Struct, frozen=True):
 
     root: _Hash
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
+
+    def __post_init__(self) -> None:
+        _check_hashes(self.hashes)
 
     def block_hashes(self) -> list[BlockHash]:
         return split_hashes(self.hashes)
@@ -102,6 +110,11 @@ class BlockExchange(Protocol):
         """Ask the worker at `url` to adopt chains. Return the blocks that it took. Blocks the thread; may raise."""
 
 
+def _check_hashes(joined: bytes) -> None:
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"hashes: {len(joined)} bytes are no whole number of hashes of {HASH_BYTES}")
+
+
 def split_hashes(joined: bytes) -> list[BlockHash]:
     return [BlockHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES)]
 
@@ -131,10 +144,10 @@ class PeerClient:
             connection.request("POST", "/blocks", pack(wanted), self._headers)
             assert connection.sock is not None
             connection.sock.settimeout(_READ_TIMEOUT_S)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise FetchError(f"{url} answered {response.status}")
-            yield PeerStream(response, self._record)
+            with connection.getresponse() as response:  # it may own the socket
+                if response.status != 200:
+                    raise FetchError(f"{url} answered {response.status}")
+                yield PeerStream(response, self._record)
         finally:
             connection.close()
 
@@ -145,10 +158,10 @@ class PeerClient:
             connection.request("POST", "/adopt", pack(handover), self._headers)
             assert connection.sock is not None
             connection.sock.settimeout(timeout_s)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise FetchError(f"{url} answered {response.status}")
-            return unpack(response.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    raise FetchError(f"{url} answered {response.status}")
+                return unpack(response.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
         finally:
             connection.close()
 
@@ -156,6 +169,8 @@ class PeerClient:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise FetchError(f"no URL of a worker: {url!r:.200}")
+        if parts.scheme == "http" and self._tls is not None:
+            raise FetchError(f"--worker-ca asks for TLS, and {url!r:.200} has none")
         if parts.scheme == "http":
             return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S)
         return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S, context=self._tls)
@@ -172,16 +187,20 @@ class PeerStream:
 
     def read(self, link: ChainLink, payload: memoryview) -> bool:
         head = memoryview(self._head)
-        if not self._fill(head) or not self._fill(payload):
+        end_s = time.monotonic() + _READ_TIMEOUT_S
+        if not self._fill(head, end_s) or not self._fill(payload, end_s):
             return False
         return head[:_FRAME_HEAD] == self._expected and self._record.verifies(bytes(head[_FRAME_HEAD:]), link, payload)
 
-    def _fill(self, buffer: memoryview) -> bool:
-        """Read until `buffer` is full. False: the stream has ended."""
+    def _fill(self, buffer: memoryview, end_s: float) -> bool:
+        """Read until `buffer` is full. False: the stream has ended. Raises TimeoutError, OSError or HTTPException."""
         num_read = 0
         while num_read < len(buffer):
-            count = self._response.readinto(buffer[num_read:])
-            if count == 0:
+            data = self._response.read1(len(buffer) - num_read)  # what one receive gives: `readinto` waits for all
+            if not data:
                 return False
-            num_read += count
+            buffer[num_read : num_read + len(data)] = data
+            num_read += len(data)
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"a record takes more than {_READ_TIMEOUT_S:.0f} s")
         return True

@@ -51,10 +51,9 @@ class BlockSaver:
 
     def offer(self, hashes: Iterable[BlockHash]) -> None:
         """Queue findable blocks. Those that are evicted before their turn are not saved."""
-        num_queued = len(self.queue)
-        self.queue.extend(hashes)
-        if len(self.queue) > num_queued:
+        if offered := list(hashes):
             self._is_idle.clear()
+            self.queue.extend(offered)
             self._wake.set()
 
     def forget(self) -> None:
@@ -78,16 +77,19 @@ class BlockSaver:
         while not self._stopping:
             self._wake.wait()
             self._wake.clear()
-            try:
-                while self.queue and not self._stopping:
-                    if num_saved := self.save(self.queue.popleft(), payload):
+            while not self._stopping and (block_hash := self._next()) is not None:
+                try:
+                    if num_saved := self.save(block_hash, payload):
                         self._saved(self._store, num_saved)
-            except IndexError:  # `forget` came first
-                pass
-            except Exception:
-                logger.exception("a block was not saved")
-            if not self.queue:
+                except Exception:
+                    logger.exception("a block was not saved")
+            if not self._wake.is_set():
                 self._is_idle.set()
+
+    def _next(self) -> BlockHash | None:
+        with suppress(IndexError):
+            return self.queue.popleft()
+        return None
 
     def save(self, block_hash: BlockHash, payload: memoryview) -> int:
         """Save a block, after those before it that the store has dropped. Return the number of blocks saved."""

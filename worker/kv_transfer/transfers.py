@@ -98,8 +98,7 @@ class KVTransfers:
         return self._rates[PEER].tokens_per_s(time.monotonic())
 
     def purge(self) -> None:
-        """End the loads, and delete every block below the pool."""
-        self.loads.give_up_all()
+        """Delete every block below the pool, which is empty: a block that is saved now is not found there any more."""
         with self._reporting:  # events of before are reported by now, or never
             for store in self._stores:
                 self.savers[store.tier].forget()
@@ -128,7 +127,8 @@ class KVTransfers:
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Read a block for a peer, from wherever this worker has it, and return the record's header. None: a miss."""
-        if not self._pool.read(link.block_hash, payload):
+        is_known = self._allocator.link(link.block_hash) == link
+        if not is_known or not self._pool.read(link.block_hash, payload):
             holder = next((store for store in self._stores if link.block_hash in store), None)
             if holder is None or not holder.read(link, payload):
                 return None
@@ -137,6 +137,7 @@ class KVTransfers:
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
         """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
         adopted: Future[int] = Future()
+        adopted.set_running_or_notify_cancel()  # so that whoever stops waiting cannot cancel it
 
         def begin() -> None:
             first = len(self._allocator.find_blocks(hashes))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from random import Random
 
 from cache.allocators.hash import HashAllocator
-from cache.block_record import RecordFormat
+from cache.block_record import RecordFormat, layout_fingerprint
 from cache.store import BlockStore, ChainLink
 from cache.types import BlockId
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
@@ -21,6 +21,10 @@ from worker.kv_transfer.transfers import KVTransfers
 BLOCK_SIZE = 4
 PAYLOAD_BYTES = 4 * BLOCK_SIZE
 SECRET = b"of the fleet"
+LAYOUT = layout_fingerprint(
+    namespace="n", numerics="cpu", dtype="int32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE
+)
+RECORD = RecordFormat(LAYOUT, PAYLOAD_BYTES, SECRET)
 
 
 class TokenCopier:
@@ -43,6 +47,24 @@ class TokenCopier:
         first = block_id * BLOCK_SIZE
         tokens = [int.from_bytes(payload[at : at + 4], "little") for at in range(0, PAYLOAD_BYTES, 4)]
         self._runner.kv[first : first + BLOCK_SIZE] = tokens
+
+
+class BytesCopier:
+    """A pool of bytes alone, 16 a block."""
+
+    num_bytes = PAYLOAD_BYTES
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [bytearray(PAYLOAD_BYTES) for _ in range(num_blocks)]
+
+    def new_payload(self) -> memoryview:
+        return memoryview(bytearray(PAYLOAD_BYTES))
+
+    def read(self, block_id: BlockId, payload: memoryview) -> None:
+        payload[:] = self.blocks[block_id]
+
+    def write(self, block_id: BlockId, payload: memoryview) -> None:
+        self.blocks[block_id][:] = payload
 
 
 class PeersInProcess:
@@ -123,5 +145,6 @@ class MovingEngine(HandEngine):
         """Empty the pool and the stores, as the engine does."""
         self.settle()
         self.scheduler.preempt_all()
-        self.transfers.purge()
+        self.transfers.loads.give_up_all()
         assert self.allocator.reset()
+        self.transfers.purge()

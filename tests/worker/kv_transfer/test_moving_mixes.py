@@ -12,19 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.block_record import RecordFormat, layout_fingerprint
 from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
-from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, SECRET, MovingEngine
+from tests.worker.kv_transfer.moving_engine import PAYLOAD_BYTES, RECORD, MovingEngine
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import generate
 from worker.scheduler.request import Request
 from worker.wire import BlockSource, End
-
-LAYOUT = layout_fingerprint(
-    namespace="n", numerics="cpu", dtype="int32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE
-)
-RECORD = RecordFormat(LAYOUT, PAYLOAD_BYTES, SECRET)
 
 arrivals = st.lists(
     st.fixed_dictionaries(

@@ -1,0 +1,44 @@
+"""A worker over HTTP whose blocks move, and the blocks of one prompt that it has computed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from cache.allocators.hash import HashAllocator
+from cache.hashing import hash_chain
+from cache.store import BlockStore, ChainLink
+from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD, SECRET, TokenCopier
+from tests.worker.live_worker import LiveWorker, live_worker
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from tests.worker.scheduler.engine import ROOT, generate
+from worker.engine.metrics import WorkerMetrics
+from worker.engine.rates import PrefillRate
+from worker.kv_transfer.peers import PeerClient
+from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.kv_transfer.transfers import KVTransfers
+from worker.wire import gateway_token
+
+NUM_BLOCKS = 65
+PROMPT = range(33)
+HASHES = hash_chain(ROOT, PROMPT, BLOCK_SIZE)
+LINKS = [ChainLink(each, HASHES[n - 1] if n else ROOT, n) for n, each in enumerate(HASHES)]
+PAYLOADS = [b"".join(token.to_bytes(4, "little") for token in PROMPT[n * 4 : n * 4 + 4]) for n in range(len(HASHES))]
+TOKEN = gateway_token(SECRET)
+
+
+@asynccontextmanager
+async def moving_worker(*stores: BlockStore) -> AsyncIterator[LiveWorker]:
+    """A worker that has computed PROMPT."""
+    runner = ArithmeticRunner(NUM_BLOCKS, BLOCK_SIZE)
+
+    def make(allocator: HashAllocator) -> KVTransfers:
+        pool = PoolBlocks(allocator, TokenCopier(runner))
+        client = PeerClient(RECORD, TOKEN)
+        return KVTransfers(allocator, pool, PrefillRate(10, 1.0), stores, RECORD, client, WorkerMetrics())
+
+    async with live_worker(runner, NUM_BLOCKS, BLOCK_SIZE, make_transfers=make, token=TOKEN) as worker:
+        worker.http.headers["authorization"] = f"Bearer {TOKEN}"
+        status, _ = await worker.generate(generate(PROMPT, 1))
+        assert status == 200
+        yield worker

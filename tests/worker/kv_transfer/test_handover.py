@@ -1,0 +1,243 @@
+"""The hand-over: who gets which chain, and peers that refuse, hang or are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.allocators.hash import HashAllocator
+from cache.hashing import hash_chain
+from cache.records import WorkerLoad, WorkerMember
+from cache.redis_index import RegistryEntry
+from cache.store import ChainLink
+from cache.types import Epoch, WorkerId
+from tests.running import listening
+from tests.waiting import until
+from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD
+from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, TOKEN, moving_worker
+from tests.worker.scheduler.engine import ROOT
+from worker.kv_transfer import handover, peers
+from worker.kv_transfer.handover import _share_out, hand_over
+from worker.kv_transfer.peers import FetchError, Handover, OfferedChain, PeerClient
+from worker.kv_transfer.transfers import KVTransfers
+
+MEMBER = WorkerMember(
+    WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", BLOCK_SIZE, 512, 1, layout=RECORD.fingerprint
+)
+
+
+def entry(name: str, num_free: int, url: str = "", *, draining: bool = False, lease_left_s: float = 5.0, **fields):
+    member = WorkerMember(
+        WorkerId(name), Epoch("e"), url or f"http://{name}", "m", "ns", "cpu", BLOCK_SIZE, 512, 1,
+        layout=fields.get("layout", RECORD.fingerprint),
+    )  # fmt: skip
+    return RegistryEntry(member, WorkerLoad(num_free_blocks=num_free, draining=draining), 0, {}, 0, lease_left_s, 0.0)
+
+
+def chain(*numbers: int) -> list[ChainLink]:
+    hashes = hash_chain(ROOT, [n for n in numbers for _ in range(BLOCK_SIZE)], BLOCK_SIZE)
+    return [ChainLink(each, hashes[n - 1] if n else ROOT, n) for n, each in enumerate(hashes)]
+
+
+class Exchange:
+    """Records the offers."""
+
+    layout = RECORD.fingerprint
+
+    def __init__(self, chains: list[list[ChainLink]], refuse: Exception | None = None) -> None:
+        self.chains = chains
+        self.refuse = refuse
+        self.asked: list[int] = []
+        self.offers: dict[str, Handover] = {}
+
+    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
+        self.asked.append(max_blocks)
+        chains: Future[list[list[ChainLink]]] = Future()
+        chains.set_result(self.chains if max_blocks else [])
+        return chains
+
+    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+        self.offers[url] = handover
+        if self.refuse is not None and len(self.offers) == 1:
+            raise self.refuse
+        return sum(len(each.block_hashes()) for each in handover.chains)
+
+
+async def test_only_peers_that_can_hold_blocks_are_asked() -> None:
+    exchange = Exchange([chain(1, 2), chain(3)])
+    entries = [
+        entry("w", 100),
+        entry("other-layout", 100, layout="x"),
+        entry("gone", 100, lease_left_s=0.0),
+        entry("draining", 100, draining=True),
+        entry("full", 0),
+        entry("peer", 10),
+    ]
+    assert await hand_over(MEMBER, exchange, entries) == 3
+    assert exchange.offers.keys() == {"http://peer"}
+    assert exchange.asked == [5]
+    offered = exchange.offers["http://peer"]
+    assert (offered.url, offered.epoch, offered.layout) == (MEMBER.url, MEMBER.epoch, MEMBER.layout)
+
+
+@pytest.mark.parametrize("entries", [[], [entry("w", 100)], [entry("peer", 1)]])
+async def test_without_a_peer_nothing_is_offered(entries: Sequence[RegistryEntry]) -> None:
+    exchange = Exchange([chain(1)])
+    assert await hand_over(MEMBER, exchange, entries) == 0
+    assert exchange.offers == {}
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), FetchError("503"), ValueError("port")])
+async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) -> None:
+    exchange = Exchange([chain(1, 2), chain(3, 4)], error)
+    assert await hand_over(MEMBER, exchange, [entry("a", 10), entry("b", 10)]) == 2
+    assert len(exchange.offers) == 2
+
+
+@given(
+    chains=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), max_size=30),
+    room=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+)
+def test_no_peer_gets_more_than_its_room(chains, room) -> None:
+    made = [chain(*numbers) for numbers in chains]
+    shares = _share_out(made, room)
+    assert len(shares) == len(room)
+    for share, most in zip(shares, room, strict=True):
+        assert sum(len(each.block_hashes()) for each in share) <= most
+    offered = [each.hashes for share in shares for each in share]
+    if made and len(made[0]) <= max(room):
+        assert b"".join(link.block_hash for link in made[0]) in offered
+
+
+def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hand-over with one chain too many would be refused as a whole."""
+    monkeypatch.setattr(handover, "MAX_CHAINS", 3)
+    monkeypatch.setattr(handover, "MAX_BLOCKS", 2)
+    (share,) = _share_out([chain(1, 2, 3), *(chain(n) for n in range(10, 20))], [100])
+    assert [len(each.block_hashes()) for each in share] == [1, 1, 1]
+
+
+def test_a_chain_that_is_too_long_leaves_the_room_to_others() -> None:
+    allocator = HashAllocator(65, BLOCK_SIZE)
+    allocator.track_chains()
+    for length, first in ((3, 100), (20, 200)):  # the longest was used last
+        prompt = range(first, first + length * BLOCK_SIZE)
+        allocation = allocator.allocate(len(prompt), prompt, ROOT)
+        assert allocation is not None
+        allocation.commit(prompt, len(prompt))
+        allocation.free()
+    assert [len(each) for each in allocator.recent_chains(100)] == [20, 3]
+    assert [len(each) for each in allocator.recent_chains(10)] == [3]
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=12),
+    max_blocks=st.integers(0, 40),
+)
+def test_recent_chains_are_whole_and_bounded(prompts, max_blocks: int) -> None:
+    allocator = HashAllocator(21, BLOCK_SIZE)
+    allocator.track_chains()
+    for numbers in prompts:
+        prompt = [n for n in numbers for _ in range(BLOCK_SIZE)]
+        allocation = allocator.allocate(len(prompt), prompt, ROOT)
+        assert allocation is not None
+        allocation.commit(prompt, len(prompt))
+        allocation.free()
+    chains = allocator.recent_chains(max_blocks)
+    for links in chains:
+        assert [link.depth for link in links] == list(range(len(links)))
+        assert [link.parent for link in links] == [ROOT, *(link.block_hash for link in links[:-1])]
+    assert len({link for links in chains for link in links}) <= max_blocks
+    if max_blocks >= 20:
+        assert {link.block_hash for links in chains for link in links} == set(allocator.cached_hashes())
+
+
+# --- over HTTP -----------------------------------------------------------------------------------------------------
+
+
+async def adopt(worker, url: str, *chains: OfferedChain, epoch: str = "e1") -> int:
+    message = Handover(url, epoch, RECORD.fingerprint, chains)
+    return await asyncio.to_thread(PeerClient(RECORD, TOKEN).offer, worker.url, message, 30.0)
+
+
+async def test_a_worker_adopts_the_chains_of_another() -> None:
+    async with moving_worker() as leaver, moving_worker() as peer:
+        await asyncio.wrap_future(peer.engine.purge())
+        offered = OfferedChain(ROOT, b"".join(HASHES))
+        assert await adopt(peer, leaver.url, offered) == 8
+        assert [peer.scheduler.allocator.link(each) for each in HASHES] == LINKS
+        assert await adopt(peer, leaver.url, offered) == 0, "it has them"
+        peer.scheduler.allocator.check_integrity()
+        assert peer.scheduler.allocator.num_free_blocks == peer.scheduler.allocator.num_blocks - 1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "", "http://127.0.0.1:99999"])
+async def test_an_offer_that_no_worker_makes_costs_nothing(url: str) -> None:
+    async with moving_worker() as peer:
+        await asyncio.wrap_future(peer.engine.purge())
+        assert await adopt(peer, url, OfferedChain(ROOT, b"".join(HASHES))) == 0
+        await peer.settled()
+        assert peer.scheduler.allocator.num_free_blocks == peer.scheduler.allocator.num_blocks - 1
+
+
+async def test_chains_that_are_none_cost_nothing() -> None:
+    """No hashes, the same one twice, more than the pool holds, a chain under another root."""
+    async with moving_worker() as leaver, moving_worker() as peer:
+        await asyncio.wrap_future(peer.engine.purge())
+        allocator = peer.scheduler.allocator
+        for root, hashes in (
+            (ROOT, b""),
+            (b"x" * 16, b"".join(HASHES)),
+            (ROOT, b"".join(reversed(HASHES))),
+            (ROOT, Random(1).randbytes(16 * 10_000)),
+            (ROOT, HASHES[0] * 3),
+        ):
+            await adopt(peer, leaver.url, OfferedChain(root, hashes))
+            await peer.settled()
+            allocator.check_integrity()
+            assert allocator.num_free_blocks == allocator.num_blocks - 1
+        assert set(allocator.cached_hashes()) <= {HASHES[0]}
+
+
+async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stops cancels its handlers, while the engine goes on."""
+    monkeypatch.setattr(peers, "_READ_TIMEOUT_S", 0.5)
+    asked, hangs = asyncio.Event(), asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await hangs.wait()
+
+    async with moving_worker() as peer, listening(hang) as port:
+        await asyncio.wrap_future(peer.engine.purge())
+        exchange = peer.engine.exchange
+        assert isinstance(exchange, KVTransfers)
+        adopted = asyncio.wrap_future(exchange.adopt(f"http://127.0.0.1:{port}", "e1", ROOT, HASHES))
+        await asked.wait()
+        adopted.cancel()
+        await until(lambda: exchange.loads.num_active == 0)
+        await peer.settled()
+        assert peer.engine.health(60.0) is None
+
+
+async def test_a_purge_ends_a_hand_over_to_the_purged_worker() -> None:
+    """Chains that the peer has not fetched yet stay away."""
+    async with moving_worker() as leaver, moving_worker() as peer:
+        await asyncio.wrap_future(peer.engine.purge())
+        exchange = peer.engine.exchange
+        assert isinstance(exchange, KVTransfers)
+        fetch = exchange.adopt
+
+        def purge_first(*chain_of_one) -> Future[int]:
+            peer.engine.purge().result()
+            return fetch(*chain_of_one)
+
+        exchange.adopt = purge_first  # type: ignore[method-assign]
+        chains = [OfferedChain(ROOT, b"".join(HASHES[:count])) for count in (2, 4, 8)]
+        assert await adopt(peer, leaver.url, *chains) == 2

@@ -1,0 +1,204 @@
+"""Savers: blocks evicted before their turn, ancestors that the store dropped, and a purge at the worst time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from cache.allocators.base import Allocation
+from cache.allocators.hash import HashAllocator
+from cache.hashing import hash_chain
+from cache.store import BlockStore, ChainLink
+from cache.stores.host import HostStore
+from cache.types import BlockHash
+from tests.waiting import HANG_S, wait_until
+from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
+from tests.worker.kv_transfer.moving_worker import HASHES, moving_worker
+from tests.worker.scheduler.engine import ROOT
+from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.kv_transfer.saver import BlockSaver
+from worker.kv_transfer.transfers import KVTransfers
+
+
+def host_store(num_blocks: int) -> HostStore:
+    return HostStore([memoryview(bytearray(num_blocks * PAYLOAD_BYTES))], PAYLOAD_BYTES)
+
+
+class Pool:
+    """A small pool, and the saver of a store below it."""
+
+    def __init__(self, store: BlockStore, num_blocks: int = 9) -> None:
+        self.allocator = HashAllocator(num_blocks, BLOCK_SIZE)
+        self.allocator.track_chains()
+        self.copier = BytesCopier(num_blocks)
+        self.store = store
+        self.num_saved = 0
+        self.saver = BlockSaver(store, self.allocator, PoolBlocks(self.allocator, self.copier), self._count)
+
+    def _count(self, store: BlockStore, num_blocks: int) -> None:
+        self.num_saved += num_blocks
+
+    def compute(self, token_ids: Sequence[int]) -> tuple[list[BlockHash], Allocation]:
+        """Fill blocks with their hashes, as their content."""
+        hashes = hash_chain(ROOT, token_ids, BLOCK_SIZE)
+        allocation = self.allocator.allocate(len(token_ids), token_ids, ROOT)
+        assert allocation is not None
+        for block_id, block_hash in zip(allocation.block_table, hashes, strict=True):
+            self.copier.blocks[block_id][:] = block_hash
+        allocation.commit(token_ids, len(token_ids))
+        return hashes, allocation
+
+    def save(self, block_hash: BlockHash) -> int:
+        return self.saver.save(block_hash, self.copier.new_payload())
+
+    def assert_stored(self, hashes: Sequence[BlockHash]) -> None:
+        payload = self.copier.new_payload()
+        for depth, block_hash in enumerate(hashes):
+            link = ChainLink(block_hash, hashes[depth - 1] if depth else ROOT, depth)
+            assert self.store.read(link, payload)
+            assert payload == block_hash
+
+
+@pytest.fixture
+def threads() -> Iterator[list[BlockSaver]]:
+    started: list[BlockSaver] = []
+    yield started
+    for saver in started:
+        saver.stop()
+
+
+def test_a_block_evicted_before_its_turn_is_not_saved() -> None:
+    pool = Pool(host_store(8))
+    hashes, allocation = pool.compute(range(16))
+    allocation.free()
+    pool.compute(range(100, 132))
+    assert [pool.save(block_hash) for block_hash in hashes] == [0] * 4
+    assert len(pool.store) == 0
+
+
+def test_a_block_evicted_while_it_is_copied_is_not_saved() -> None:
+    pool = Pool(host_store(8))
+    hashes, allocation = pool.compute(range(16))
+    allocation.free()
+    read = pool.copier.read
+
+    def read_late(block_id, payload) -> None:
+        if hashes[0] in pool.allocator.cached_hashes():
+            pool.compute(range(100, 132))
+        read(block_id, payload)
+
+    pool.copier.read = read_late  # type: ignore[method-assign]
+    assert pool.save(hashes[3]) == 0
+    assert len(pool.store) == 0
+
+
+def test_ancestors_that_the_store_has_dropped_are_saved_again() -> None:
+    pool = Pool(host_store(3))
+    hashes, _ = pool.compute(range(12))
+    assert pool.save(hashes[2]) == 3
+    others, _ = pool.compute(range(50, 62))
+    for block_hash in others:
+        pool.save(block_hash)
+    assert pool.store.match(hashes) == 0
+    assert pool.save(hashes[2]) == 3
+    pool.assert_stored(hashes)
+
+
+def test_of_a_chain_longer_than_the_store_the_head_is_saved() -> None:
+    pool = Pool(host_store(3))
+    hashes, _ = pool.compute(range(20))
+    assert pool.save(hashes[4]) == 3
+    pool.assert_stored(hashes[:3])
+    assert pool.save(hashes[4]) == 0
+
+
+class PurgedWhileSaving(HostStore):
+    """Its saver has taken a block from the queue, and begins to save it just after the store was cleared."""
+
+    def __init__(self) -> None:
+        super().__init__([memoryview(bytearray(64 * PAYLOAD_BYTES))], PAYLOAD_BYTES)
+        self.after_clear: Callable[[], object] = lambda: None
+
+    def clear(self) -> None:
+        super().clear()
+        self.after_clear()
+
+
+async def test_a_purge_between_two_moves_of_the_saver_leaves_nothing_behind() -> None:
+    store = PurgedWhileSaving()
+    async with moving_worker(store) as worker:
+        transfers = worker.engine.exchange
+        assert isinstance(transfers, KVTransfers)
+        (saver,) = transfers.savers.values()
+        store.after_clear = lambda: saver.save(HASHES[-1], transfers.new_payload())
+        await asyncio.wrap_future(worker.engine.purge())
+        assert len(store) == 0
+
+
+def test_a_write_that_began_before_a_purge_is_not_kept() -> None:
+    store = host_store(8)
+    pool = Pool(store)
+    hashes, _ = pool.compute(range(8))
+    read = pool.copier.read
+
+    def read_and_purge(block_id, payload) -> None:
+        read(block_id, payload)
+        store.clear()
+
+    pool.copier.read = read_and_purge  # type: ignore[method-assign]
+    assert pool.save(hashes[1]) == 0
+    assert len(store) == 0
+
+
+def test_the_thread_saves_all_that_is_offered(threads: list[BlockSaver]) -> None:
+    pool = Pool(host_store(8))
+    hashes, _ = pool.compute(range(32))
+    pool.saver.start_thread()
+    threads.append(pool.saver)
+    for block_hash in hashes:
+        pool.saver.offer([block_hash])
+    pool.saver.flush(HANG_S)
+    assert pool.num_saved == 8
+    pool.assert_stored(hashes)
+
+
+class EmptiedInTime(deque[BlockHash]):
+    """The thread takes the last block just before another is added."""
+
+    def extend(self, hashes) -> None:
+        self.clear()
+        super().extend(hashes)
+
+
+def test_a_block_offered_while_the_thread_takes_the_last_wakes_it(threads: list[BlockSaver]) -> None:
+    pool = Pool(host_store(8))
+    hashes, _ = pool.compute(range(32))
+    pool.saver.queue = EmptiedInTime(hashes[:1])
+    pool.saver.offer(hashes[1:2])
+    pool.saver.start_thread()
+    threads.append(pool.saver)
+    wait_until(lambda: hashes[1] in pool.store)
+
+
+def test_a_store_that_raises_costs_one_block(threads: list[BlockSaver], caplog: pytest.LogCaptureFixture) -> None:
+    store = host_store(8)
+    pool = Pool(store)
+    hashes, _ = pool.compute(range(32))
+    write, failed = store.write, []
+
+    def write_or_fail(link: ChainLink, payload: memoryview, generation: int) -> bool:
+        if not failed:
+            failed.append(link)
+            raise OSError("the disk is on fire")
+        return write(link, payload, generation)
+
+    store.write = write_or_fail  # type: ignore[method-assign]
+    pool.saver.start_thread()
+    threads.append(pool.saver)
+    pool.saver.offer(hashes)
+    pool.saver.flush(HANG_S)
+    assert "not saved" in caplog.text
+    pool.assert_stored(hashes)
