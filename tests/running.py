@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ async def running(*parts: Runnable) -> AsyncIterator[None]:
 @asynccontextmanager
 async def listening(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
     """The port of a server that runs `serve` for each connection; all of them have ended when this ends."""
     connections: set[asyncio.Task[None]] = set()
@@ -46,7 +48,7 @@ async def listening(
             with suppress(ConnectionError):
                 await writer.wait_closed()
 
-    listener = await asyncio.start_server(connected, "127.0.0.1", 0)
+    listener = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls)
     try:
         yield listener.sockets[0].getsockname()[1]
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,9 +51,14 @@ _WARM_UP_TOKENS: Final = 256
 
 
 def build_engine(
-    config: WorkerConfig, url: str, worker_id: str, metrics: WorkerMetrics, report: Callable[[str], None]
+    config: WorkerConfig,
+    url: str,
+    worker_id: str,
+    metrics: WorkerMetrics,
+    report: Callable[[str], None],
+    tls: ssl.SSLContext | None = None,
 ) -> EngineCore:
-    """Load the model and build the engine over it; `report` receives the progress.
+    """Load the model and build the engine over it; `report` receives the progress. `tls` is for calls to peers.
 
     Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
     """
@@ -92,7 +98,7 @@ def build_engine(
     allocator = make_allocator(config.prefix_cache, num_blocks, config.block_size, window_size)
     scheduler = Scheduler(allocator, limits, bundle.eos_token_ids)
     namespace = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
-    transfers = make_transfers(config, model, runner, allocator, namespace, rate, metrics)
+    transfers = make_transfers(config, model, runner, allocator, namespace, rate, metrics, tls)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
@@ -131,6 +137,7 @@ def make_transfers(
     namespace: str,
     rate: PrefillRate,
     metrics: WorkerMetrics,
+    tls: ssl.SSLContext | None,
 ) -> KVTransfers | None:
     """Open the stores below the pool, and let blocks move. None: the allocator has no names for blocks.
 
@@ -158,8 +165,7 @@ def make_transfers(
         stores.append(HostStore([copier.new_payload(count) for count in counts], copier.num_bytes))
     if config.kv_disk is not None:
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
-    ca = config.workers_ca()
-    peers = PeerClient(record, gateway_token(secret), None if ca is None else ca.context)
+    peers = PeerClient(record, gateway_token(secret), tls)
     return KVTransfers(allocator, PoolBlocks(allocator, copier), rate, stores, record, peers, metrics)
 
 

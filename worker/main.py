@@ -26,7 +26,7 @@ import uvicorn
 from cache.redis_index import check_key_part
 from worker.common.logs import configure_logging
 from worker.common.sockets import listen, reachable
-from worker.common.tls import ServerCertificate
+from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.config import WorkerConfig, parse
 from worker.engine.metrics import WorkerMetrics
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a worker with these options. Return the exit status."""
     try:
         config = parse(argv)
-        certificate = config.certificate()
+        certificate, ca = config.certificate(), config.workers_ca()
         tracing = open_tracing("headstart-worker", config.otlp_endpoint, config.worker_id or socket.gethostname())
     except ValueError as error:
         print(f"headstart worker: {error}", file=sys.stderr)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(config.log_level, config.log_format)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
-            status = runner.run(Worker(config, tracing, certificate).run())
+            status = runner.run(Worker(config, tracing, certificate, ca).run())
     finally:
         if tracing is not None:
             tracing.close()
@@ -87,10 +87,15 @@ class Worker:
     """Owns the parts of the process, from the socket to the engine."""
 
     def __init__(
-        self, config: WorkerConfig, tracing: Tracing | None = None, certificate: ServerCertificate | None = None
+        self,
+        config: WorkerConfig,
+        tracing: Tracing | None = None,
+        certificate: ServerCertificate | None = None,
+        ca: WorkerCa | None = None,
     ) -> None:
         self._config = config
         self._certificate = certificate
+        self._ca = ca
         self._metrics = WorkerMetrics()
         limits = QueueLimits(config.max_waiting_requests, config.max_queued_tokens, config.max_queue_s)
         self._service = WorkerService(self._metrics, tracing, limits)
@@ -171,16 +176,19 @@ class Worker:
             group.create_task(engine.supervise())
             if self._publisher is not None:
                 group.create_task(self._publisher.run())
-            if self._certificate is not None:
-                group.create_task(self._certificate.follow())
+            for files in (self._certificate, self._ca):
+                if files is not None:
+                    group.create_task(files.follow())
 
     async def _load(self, url: str, worker_id: str) -> Engine:
         """Build the engine and its publisher. Raises ValueError, OSError or RuntimeError."""
 
+        tls = None if self._ca is None else self._ca.context
+
         def build() -> Engine:
             from worker.loader import build_engine  # torch takes seconds to import: the port answers in that time
 
-            return build_engine(self._config, url, worker_id, self._metrics, self._report)
+            return build_engine(self._config, url, worker_id, self._metrics, self._report, tls)
 
         if self._config.redis is not None:
             check_key_part("--worker-id", worker_id)

@@ -49,7 +49,7 @@ import sys
 import torch
 import worker.loader
 from worker.main import main
-def build_engine(config, url, worker_id, metrics, report):
+def build_engine(config, url, worker_id, metrics, report, tls):
     report("loading for ever")
     while True:
         torch.randn(2000).sort()
@@ -199,6 +199,13 @@ def test_an_unusable_configuration_exits_with_status_two(start, option: list[str
     assert code == 2
     assert "headstart worker:" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_ca_that_cannot_be_read_is_named_before_the_model_loads(start) -> None:
+    code, stderr = start("--worker-ca", "/nowhere/ca.crt").end()
+    assert code == 2
+    assert "--worker-ca /nowhere/ca.crt" in stderr
+    assert "loading" not in stderr
 
 
 async def test_a_lost_device_fails_every_stream_and_ends_the_worker(start, model: Path) -> None:

@@ -9,16 +9,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 
 from cache.block_record import RecordFormat
 from cache.hashing import hash_chain
 from cache.store import ChainLink
+from tests.certificates import Authority
 from tests.running import listening
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, PAYLOAD_BYTES, RECORD, SECRET
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, PAYLOADS, PROMPT, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
+from worker.common.tls import ServerCertificate, WorkerCa
 from worker.kv_transfer import peers
 from worker.kv_transfer.peers import FetchError, PeerClient, frame_head
 from worker.wire import gateway_token
@@ -117,7 +120,9 @@ WHOLE = b"".join(chunk(frame(n)) for n in range(8)) + b"0\r\n\r\n"
 
 
 @asynccontextmanager
-async def answering(*parts: bytes | Callable[[asyncio.StreamWriter], object]) -> AsyncIterator[str]:
+async def answering(
+    *parts: bytes | Callable[[asyncio.StreamWriter], object], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
     """A peer that sends this to anybody, and closes the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,8 +134,8 @@ async def answering(*parts: bytes | Callable[[asyncio.StreamWriter], object]) ->
             else:
                 await part(writer)
 
-    async with listening(serve) as port:
-        yield f"http://127.0.0.1:{port}"
+    async with listening(serve, tls) as port:
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
 
 
 async def test_the_scripted_peer_is_understood() -> None:
@@ -224,6 +229,22 @@ async def test_an_address_that_is_none(url: str) -> None:
     got = await fetched(url)
     assert got.payloads == []
     assert got.error is not None
+
+
+async def test_a_peer_shows_the_certificate_of_the_workers(tmp_path: Path) -> None:
+    """All workers share one, for `--worker-tls-name`, and are called by their addresses."""
+    authority = Authority(tmp_path)
+    tls = ServerCertificate(*map(str, authority.issue("workers", "workers.example"))).context
+    trusted, other = authority.path, Authority(tmp_path / "other").path
+    async with answering(CHUNKED + WHOLE, tls=tls) as url:
+        for ca, name, num_fetched in (
+            (trusted, "workers.example", 8),
+            (trusted, None, 0),
+            (other, "workers.example", 0),
+        ):
+            got = await fetched(url, PeerClient(RECORD, TOKEN, WorkerCa(str(ca), name).context))
+            assert len(got.payloads) == num_fetched
+            assert num_fetched or isinstance(got.error, ssl.SSLCertVerificationError)
 
 
 async def test_with_tls_the_token_never_leaves_in_the_clear() -> None:
