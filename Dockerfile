@@ -66,6 +66,8 @@ RUN if [ "${DEVICE}" = cuda ]; then \
    && rm -rf /var/lib/apt/lists/*; \
     fi
 COPY --from=worker-packages /opt/headstart /opt/headstart
+# A named volume takes this owner: docker run -v kv:/kv ... --kv-disk /kv
+RUN install -d -o 10001 -g 10001 -m 0700 /kv
 USER 10001:10001
 EXPOSE 8100
 HEALTHCHECK --interval=10s --timeout=6s --start-period=1800s --retries=3 \
