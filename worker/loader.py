@@ -24,6 +24,7 @@ from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import make_copier
+from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig, default_step_tokens
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
@@ -165,8 +166,16 @@ def make_transfers(
         stores.append(HostStore([copier.new_payload(count) for count in counts], copier.num_bytes))
     if config.kv_disk is not None:
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
-    peers = PeerClient(record, gateway_token(secret), tls)
+    peers = PeerClient(record, gateway_token(secret), tls) if may_exchange(config) else None
     return KVTransfers(allocator, PoolBlocks(allocator, copier), rate, stores, record, peers, metrics)
+
+
+def may_exchange(config: WorkerConfig) -> bool:
+    """Tell whether blocks may come from other workers: not where anybody could reach this one and forge them."""
+    if config.cluster_secret() or is_loopback(config.host):
+        return True
+    logger.warning("without a cluster secret this worker exchanges no blocks with others: anybody could forge them")
+    return False
 
 
 def bound_primitives() -> None:

@@ -3,9 +3,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from worker.config import parse
+from worker.loader import may_exchange
 
 PROGRAM = """
 import sys
+from pathlib import Path
+
+import pytest
+
+from worker.config import parse
+from worker.loader import may_exchange
 import psutil
 import torch
 from worker.loader import bound_primitives
@@ -31,3 +43,20 @@ def growth(how: str) -> int:
 
 def test_products_of_many_lengths_are_not_kept() -> None:
     assert growth("bound") < 0.5 * growth("free")
+
+
+@pytest.mark.parametrize(
+    ("options", "may"),
+    [
+        ([], True),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "0.0.0.0", "--cluster-secret-file", "secret"], True),
+    ],
+)
+def test_who_could_be_reached_and_cannot_tell_peers_from_others_exchanges_no_blocks(
+    options: list[str], may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADSTART_CLUSTER_SECRET", raising=False)
+    (tmp_path / "secret").write_text("of the fleet")
+    assert may_exchange(parse(options)) == may

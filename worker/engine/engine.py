@@ -114,7 +114,7 @@ class EngineCore:
 
     @property
     def exchange(self) -> BlockExchange | None:
-        return self._transfers
+        return self._transfers if self._transfers is not None and self._transfers.layout else None
 
     def start(
         self,

@@ -46,10 +46,10 @@ class KVTransfers:
         prefill_rate: PrefillRate,
         stores: Sequence[BlockStore],
         record: RecordFormat,
-        peers: PeerClient,
+        peers: PeerClient | None,
         metrics: WorkerMetrics,
     ) -> None:
-        """`stores`: below the pool, the fastest first."""
+        """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers."""
         allocator.track_chains()
         self.record = record
         self._allocator = allocator
@@ -95,7 +95,7 @@ class KVTransfers:
         return tuple(self._rates[store.tier].tokens_per_s(now_s) for store in self._stores)
 
     def fetch_tokens_per_s(self) -> float:
-        return self._rates[PEER].tokens_per_s(time.monotonic())
+        return 0.0 if self._peers is None else self._rates[PEER].tokens_per_s(time.monotonic())
 
     def purge(self) -> None:
         """Delete every block below the pool, which is empty: a block that is saved now is not found there any more."""
@@ -116,7 +116,8 @@ class KVTransfers:
 
     @property
     def layout(self) -> str:
-        return self.record.fingerprint
+        """The fingerprint of its records; empty: it exchanges none."""
+        return "" if self._peers is None else self.record.fingerprint
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -136,12 +137,14 @@ class KVTransfers:
 
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
         """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        assert self._peers is not None, "it exchanges none"
+        fetch = partial(self._peers.fetching, url, epoch)
         adopted: Future[int] = Future()
         adopted.set_running_or_notify_cancel()  # so that whoever stops waiting cannot cancel it
 
         def begin() -> None:
             first = len(self._allocator.find_blocks(hashes))
-            source = LoadSource(PEER, first, len(hashes), self._rates[PEER], partial(self._peers.fetching, url, epoch))
+            source = LoadSource(PEER, first, len(hashes), self._rates[PEER], fetch)
             load = self.loads.load_chain(root, hashes, source, time.monotonic() + _ADOPT_S)
             if load is None:
                 adopted.set_result(0)
@@ -154,6 +157,7 @@ class KVTransfers:
 
     def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
         """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        assert self._peers is not None, "it exchanges none"
         return self._peers.offer(url, handover, timeout_s)
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
@@ -169,7 +173,7 @@ class KVTransfers:
                 found.append(LoadSource(store.tier, at, at + count, self._rates[store.tier], partial(_opened, store)))
                 at += count
         source = sequence.request.wire.source
-        if source is not None and at < (stop := min(source.num_blocks, len(hashes))):
+        if self._peers is not None and source is not None and at < (stop := min(source.num_blocks, len(hashes))):
             fetch = partial(self._peers.fetching, source.url, source.epoch)
             found.append(LoadSource(PEER, at, stop, self._rates[PEER], fetch))
         return found
