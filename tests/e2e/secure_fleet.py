@@ -1,4 +1,7 @@
-"""Redis, two workers and a gateway as processes of their own: TLS on every port of theirs, keys, a cluster secret."""
+"""Redis, two workers and a gateway as processes of their own: TLS on every port of theirs, keys, a cluster secret.
+
+Blocks move as they may: the workers keep them on disk, too, and fetch from each other.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ class SecureFleet(Fleet):
         self.worker_certificate = ca.issue("worker", WORKER_NAME)
         self.gateway_certificate = ca.issue("gateway", "127.0.0.1")
         worker_common = ["--model", str(model), "--served-model-name", "tiny", "--threads", "1", *SMALL_POOL.split()]
-        worker_common += [*common, *worker_args]
+        worker_common += ["--worker-ca", str(ca.path), "--worker-tls-name", WORKER_NAME]
+        worker_common += ["--kv-disk", str(folder / "kv"), "--kv-disk-size", "64M", *common, *worker_args]
         workers = [
             Worker(f"w{n}", port, folder / f"w{n}.log", [*worker_common, *_tls(self.worker_certificate)], None)
             for n, port in enumerate(worker_ports)
@@ -75,19 +79,23 @@ class SecureFleet(Fleet):
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=HANG_S, verify=self.trust)
 
-    def ask_worker(self, worker: Worker, path: str) -> bytes:
-        """As a gateway does, with the token; its certificate is checked as that of WORKER_NAME."""
-        headers = {"authorization": f"Bearer {gateway_token(self.secret)}", "host": WORKER_NAME}
+    def ask_worker(self, worker: Worker, path: str, body: bytes | None = None) -> bytes:
+        """As gateways and peers do, with the token; its certificate is checked as that of WORKER_NAME."""
+        answer = self.send(worker, path, body, {"authorization": f"Bearer {gateway_token(self.secret)}"})
+        assert answer.status_code == 200, answer.text
+        return answer.content
+
+    def send(self, worker: Worker, path: str, body: bytes | None, headers: dict[str, str]) -> httpx.Response:
+        """GET, or POST a body."""
         request = httpx.Request(
-            "GET",
+            "GET" if body is None else "POST",
             f"https://127.0.0.1:{worker.port}{path}",
-            headers=headers,
+            content=body,
+            headers=headers | {"host": WORKER_NAME},
             extensions={"sni_hostname": WORKER_NAME},
         )
         with httpx.Client(verify=self.trust, timeout=HANG_S) as client:
-            answer = client.send(request)
-        assert answer.status_code == 200, answer.text
-        return answer.content
+            return client.send(request)
 
 
 def _redis(folder: Path, ca: Authority, port: int) -> tuple[RedisServer, str]:

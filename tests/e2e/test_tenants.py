@@ -12,12 +12,19 @@ import httpx
 import pytest
 
 from cache.hashing import Namespace, hash_chain, index_entry
+from cache.records import WorkerState
 from cache.redis_index.schema import Keys, decode_state
+from cache.store import ChainLink
+from cache.types import BlockHash
 from server.auth.identity import tenant_salt
+from tests.certificates import Authority
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
+from tests.faults.part import Worker
 from tests.redis_server import RedisServer
 from tests.waiting import HANG_S, wait_until
-from worker.wire import TokenizerBundle, unpack
+from worker.common.tls import WorkerCa
+from worker.kv_transfer.peers import BlocksWanted, PeerClient
+from worker.wire import TokenizerBundle, gateway_token, pack, unpack
 
 SECRET_WORDS = ("zanzibarquokka", "moonlitferrule", "obsidiantrellis")
 PROMPT = " ".join(f"The {word} of page {n} is {n * n}." for n in range(12) for word in SECRET_WORDS)
@@ -47,11 +54,18 @@ def prompt_ids(fleet: SecureFleet, prompt: str = PROMPT) -> list[int]:
     return ids
 
 
+def root_of(fleet: SecureFleet, salt: bytes) -> BlockHash:
+    b = unpack(fleet.ask_worker(fleet.workers[0], "/bundle"), TokenizerBundle)
+    return Namespace(b.model, b.revision, b.fingerprint, b.block_size).root(salt=salt)
+
+
+def chain(fleet: SecureFleet, salt: bytes, token_ids: Sequence[int]) -> list[BlockHash]:
+    return hash_chain(root_of(fleet, salt), token_ids, 16)
+
+
 def entries(fleet: SecureFleet, salt: bytes, token_ids: Sequence[int]) -> list[bytes]:
     """Return what Redis would hold for these tokens under a salt."""
-    b = unpack(fleet.ask_worker(fleet.workers[0], "/bundle"), TokenizerBundle)
-    root = Namespace(b.model, b.revision, b.fingerprint, b.block_size).root(salt=salt)
-    return [bytes(index_entry(link)) for link in hash_chain(root, token_ids, b.block_size)]
+    return [bytes(index_entry(link)) for link in chain(fleet, salt, token_ids)]
 
 
 class Redis:
@@ -185,6 +199,9 @@ def test_nothing_that_tells_of_a_prompt_is_in_redis_logs_or_metrics(fleet: Secur
         for number, entry in enumerate(entries(fleet, salt, ids)):
             needles[f"unkeyed hash {number} under {salt!r}"] = entry
             needles[f"unkeyed hash {number} under {salt!r} in hex"] = entry.hex().encode()
+    on_disk = {f"disk {path}": path.read_bytes() for path in fleet.folder.glob("kv/*/*.blocks")}
+    assert chain(fleet, tenant_salt(fleet.secret, "one"), ids)[0] in b"".join(on_disk.values())
+    places |= on_disk
     found = [(what, where) for where, data in places.items() for what, needle in needles.items() if needle in data]
     assert found == []
 
@@ -219,3 +236,92 @@ def test_certificates_are_replaced_under_a_running_fleet(fleet: SecureFleet) -> 
     fleet.authority.issue("worker", WORKER_NAME)
     wait_until(lambda: all(serial(*where) != old for where, old in zip(shown, before, strict=True)))
     assert fleet.post("one", completion()).status_code == 200
+
+
+def places(answer: httpx.Response) -> dict[str, int]:
+    """Return the cached tokens that came from elsewhere than the worker's pool, by place."""
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["usage"]["prompt_tokens_details"].get("headstart", {}))
+
+
+def explained(fleet: SecureFleet, prompt: str, tenant: str) -> list[dict[str, Any]]:
+    url = f"{fleet.ops_url}/route/explain?path=/v1/completions&tenant={tenant}"
+    answer = httpx.post(url, json={"model": "tiny", "prompt": prompt}, verify=fleet.trust, timeout=HANG_S)
+    assert answer.status_code == 200, answer.text
+    views: list[dict[str, Any]] = answer.json()["workers"]
+    return views
+
+
+def wanted(fleet: SecureFleet, worker: Worker, salt: bytes, prompt: str) -> bytes:
+    """Return what a peer asks for that has a prompt under this salt."""
+    member = unpack(fleet.ask_worker(worker, "/state"), WorkerState).member
+    hashes = b"".join(chain(fleet, salt, prompt_ids(fleet, prompt)))
+    return pack(BlocksWanted(member.epoch, member.layout, root_of(fleet, salt), 0, hashes))
+
+
+class AnyRecord:
+    """The format of the fleet's records, for a client that believes them: the test has no model to derive it from."""
+
+    payload_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    """Tokens, layers, K and V, heads, dimensions, float32: of the tiny model."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def verifies(self, header: bytes, link: ChainLink, payload: memoryview) -> bool:
+        return header[24:40] == link.block_hash
+
+
+def test_peers_speak_tls_and_check_each_other(fleet: SecureFleet) -> None:
+    """With the options of this fleet's workers a peer fetches; with another CA, or another name, it sends nothing."""
+    token = gateway_token(fleet.secret)
+    salt = tenant_salt(fleet.secret, "one")
+    answer = fleet.post("one", completion(PROMPT.replace("page", "leaf")))
+    holder = next(each for each in fleet.workers if each.name == answer.headers["x-headstart-worker"])
+    member = unpack(fleet.ask_worker(holder, "/state"), WorkerState).member
+    hashes = chain(fleet, salt, prompt_ids(fleet, PROMPT.replace("page", "leaf")))
+    links = [ChainLink(each, hashes[n - 1] if n else root_of(fleet, salt), n) for n, each in enumerate(hashes)]
+    payload = memoryview(bytearray(AnyRecord.payload_bytes))
+    others = Authority(fleet.folder / "others")
+    for ca, name, is_trusted in (
+        (fleet.authority.path, WORKER_NAME, True),
+        (fleet.authority.path, "other.name", False),
+        (fleet.authority.path, None, False),
+        (others.path, WORKER_NAME, False),
+    ):
+        client = PeerClient(AnyRecord(member.layout), token, WorkerCa(str(ca), name).context)
+        try:
+            with client.fetching(member.url, member.epoch, links) as reader:
+                assert reader.read(links[0], payload)
+                assert is_trusted
+        except ssl.SSLError:
+            assert not is_trusted
+
+
+def test_blocks_on_disk_and_of_peers_open_to_their_tenant_alone(fleet: SecureFleet) -> None:
+    """The last test of this module: one worker drains, so what it holds is fetched, over TLS and with the token."""
+    prompt = PROMPT.replace("page", "folio")
+    first = fleet.post("one", completion(prompt, seed=3, temperature=1))
+    holder = first.headers["x-headstart-worker"]
+    worker = next(each for each in fleet.workers if each.name == holder)
+    wait_until(lambda: any(view["index_tokens"] for view in explained(fleet, prompt, "one")))
+    own, other_salt = (tenant_salt(fleet.secret, tenant) for tenant in ("one", "two"))
+    assert len(fleet.ask_worker(worker, "/blocks", wanted(fleet, worker, own, prompt))) > 10_000
+    for salt in (other_salt, b"", tenant_salt(b"", "one")):
+        assert fleet.ask_worker(worker, "/blocks", wanted(fleet, worker, salt, prompt)) == b""
+    for headers in ({}, {"authorization": f"Bearer {fleet.keys['one']}"}, {"authorization": "Bearer x"}):
+        answers = [fleet.send(worker, "/blocks", wanted(fleet, worker, salt, prompt), headers) for salt in (own, b"")]
+        assert [answer.status_code for answer in answers] == [401, 401]
+        assert answers[0].content == answers[1].content
+    fleet.ask_worker(worker, "/drain", b"")
+    wait_until(lambda: any(view["guard"] == "draining" for view in explained(fleet, prompt, "one")))
+    for view in explained(fleet, prompt, "two"):
+        assert (view["matched_tokens"], view["fetched_tokens"], view["loaded_tokens"]) == (0, 0, {})
+        assert view["fetch_from"] is None
+    for salt in (None, "one", tenant_salt(fleet.secret, "one").hex()):
+        other = fleet.post("two", completion(prompt, seed=3, temperature=1, **({"cache_salt": salt} if salt else {})))
+        assert (cached_tokens(other), places(other)) == (0, {})
+    again = fleet.post("one", completion(prompt, seed=3, temperature=1))
+    assert again.headers["x-headstart-worker"] != holder
+    assert cached_tokens(again) == places(again).get("peer", 0), "it has come from the other, or been computed"
+    assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
