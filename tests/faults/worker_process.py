@@ -1,5 +1,5 @@
 """Worker processes for fault tests: the product's own `worker.main`, in a process forked from one that has torch loaded
-already, so that a fleet starts in a second. What a test may add is in `Additions`: it wraps the runner, nothing else.
+already, so that a fleet starts in a second. What a test may add is in `Additions`: to the runner, or to the disk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 
 import worker.loader
 import worker.main
+from cache.store import ChainLink
+from cache.stores.disk import DiskStore
 from worker.engine.engine import EngineCore
 from worker.engine.step import Launch, Runner, SequenceResult, Step
 from worker.scheduler.scheduler import Scheduler
@@ -39,6 +41,8 @@ class Additions:
     poison: str = "raise"
     """raise: the step raises. break: so do all steps from then on, as after an illegal access on a GPU. kill: the
     process dies by SIGKILL."""
+    disk_s: float = 0.0
+    """Duration of each read and write of a block on disk."""
 
 
 class AddingRunner:
@@ -75,6 +79,19 @@ class AddingRunner:
             raise InjectedError("the device is broken")
 
 
+def _slow_disk(seconds: float) -> type[DiskStore]:
+    class SlowDisk(DiskStore):
+        def _fill(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+            time.sleep(seconds)
+            return super()._fill(payload, link, slot)
+
+        def _keep(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+            time.sleep(seconds)
+            return super()._keep(payload, link, slot)
+
+    return SlowDisk
+
+
 def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) -> None:
     """The target of a forked process. Never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -89,6 +106,8 @@ def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) 
             return EngineCore(scheduler, AddingRunner(runner, additions), *args, **options)
 
         worker.loader.EngineCore = with_additions  # type: ignore[assignment, misc]
+        if additions.disk_s:
+            worker.loader.DiskStore = _slow_disk(additions.disk_s)  # type: ignore[misc]
     code = worker.main.main(list(argv))
     sys.stdout.flush()
     sys.stderr.flush()
