@@ -35,7 +35,7 @@ WORDS = ["up", "down", "left", "right", "north", "south", "east", "west"]
 
 
 def prompts(rng: random.Random) -> list[str]:
-    """A tree: every prompt goes on from an earlier one, or begins anew."""
+    """A tree: every prompt goes on from an earlier one, or stands alone."""
     texts: list[str] = []
     for _ in range(NUM_PROMPTS):
         start = rng.choice(texts) if texts and rng.random() < 0.7 else ""
