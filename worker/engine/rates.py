@@ -10,6 +10,8 @@ _HALF_LIFE_S: Final = 20.0
 _IDLE_HALF_LIFE_S: Final = 120.0
 """Seconds without prefill after which a measurement weighs half: what slowed the device may have ended."""
 _TRANSFER_MEMORY_S: Final = 30.0
+_GUESS_WEIGHT_S: Final = 0.01
+"""The guess weighs as much as a load of this length: a short one, which mostly opens a connection, proves little."""
 _HALF_LIFE_STARTS: Final = 32
 """Starts after which a measured interval weighs half."""
 
@@ -54,15 +56,18 @@ class TransferRate:
         self._measured_s = -math.inf
 
     def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
-        """Add a load that ended at `now_s`. One that brought nothing only makes the rate lower."""
-        self._num_tokens = 0.5 * self._num_tokens + num_tokens
-        self._duration_s = 0.5 * self._duration_s + duration_s
+        """Add a load that ended at `now_s`. One without tokens was late: only what follows counts against that."""
+        fade = 0.5 if num_tokens else 0.0
+        self._num_tokens = fade * self._num_tokens + num_tokens
+        self._duration_s = fade * self._duration_s + duration_s
         self._measured_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        if self._duration_s <= 0.0:
-            return self._guess
-        measured = max(self._num_tokens, 1.0) / self._duration_s
+        if self._num_tokens or not self._duration_s:
+            num_tokens = _GUESS_WEIGHT_S * self._guess + self._num_tokens
+            measured = num_tokens / (_GUESS_WEIGHT_S + self._duration_s)
+        else:
+            measured = 1.0 / self._duration_s
         return measured if now_s - self._measured_s < _TRANSFER_MEMORY_S else max(measured, self._guess)
 
     def seconds(self, num_tokens: int, now_s: float) -> float:

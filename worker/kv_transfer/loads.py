@@ -264,8 +264,9 @@ class LoadQueue:
                         num_read += 1
                         yield
             finally:
-                now_s = time.monotonic()
-                source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
+                if num_read:  # a miss says nothing of the rate
+                    now_s = time.monotonic()
+                    source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
 
     def _fill(self, load: PrefixLoad, link: ChainLink, payload: memoryview) -> bool:
         """Write a block into the pool. False: the load has ended, and its blocks are no longer its own."""
