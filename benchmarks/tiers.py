@@ -27,7 +27,7 @@ from benchmarks.tiers_load.worker import TIMEOUT_S, Answer, BenchWorker, drop_pa
 from worker.wire import BlockSource
 
 BLOCK_SIZE: Final = 16
-ANSWER_TOKENS: Final = 16
+ANSWER_TOKENS: Final = 8
 BATCH_SIZE: Final = 8
 BATCH_PROMPT_TOKENS: Final = 32
 BATCH_ANSWER_TOKENS: Final = 96
