@@ -145,6 +145,7 @@ class Gateway:
         self, url: str, prefix: str, secret: bytes, fetch: FetchState, client: WorkerClient, static: Sequence[str]
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.signed = bool(secret)
         reader_settings = ReaderSettings(
             prefix=prefix, refresh_interval_s=0.0, deadline_s=0.25, breaker_probe_s=0.02, cluster_secret=secret
         )
@@ -183,6 +184,8 @@ class Gateway:
         try:
             placement = await self.router.place(request)
         except NoWorkerError as error:
+            if not self.signed and any(member.model != MODEL for member in self.index.members()):
+                return  # a bit of the model's name was flipped on its way, and nothing is signed that would show it
             raise AssertionError(f"no worker: {error} {self._debug()}") from None
         assert math.isfinite(placement.promised_tokens)
         placement.close()
