@@ -37,7 +37,7 @@ class ActiveRequest:
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
     num_new_blocks: int
-    """Blocks that the worker did not hold when it was chosen."""
+    """Blocks that it takes, or will take, and that no report includes: the worker did not hold them."""
     started_s: float | None = None
     closed: bool = False
 
@@ -98,8 +98,8 @@ class WorkerLoadEstimate:
         self._advanced_s = 0.0
         self._num_arriving_blocks = 0
         """New blocks of own requests that no report includes yet."""
-        self._begun: deque[tuple[float, int]] = deque()
-        """When own prefills began, and their new blocks, until a report includes them."""
+        self._begun: deque[tuple[float, ActiveRequest]] = deque()
+        """When own prefills began, until a report includes their blocks."""
         self.reported_s = -math.inf
         """When the last report was written."""
         self._others_s = 0.0
@@ -131,7 +131,7 @@ class WorkerLoadEstimate:
             self.queued_s += prefill_s - request.prefill_s
             request.prefill_s = request.remaining_s = prefill_s
             request.started_s = now_s
-            self._begun.append((now_s, request.num_new_blocks))
+            self._begun.append((now_s, request))
 
     def first_token(self, request: ActiveRequest) -> bool:
         """Take it from the queue: its prefill is over. Return False if it was taken before."""
@@ -139,7 +139,7 @@ class WorkerLoadEstimate:
             return False
         del self._queue[request]
         if request.started_s is None:
-            self._num_arriving_blocks -= request.num_new_blocks
+            self._arrived(request)
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
         return True
 
@@ -149,6 +149,7 @@ class WorkerLoadEstimate:
             return False
         request.closed = True
         self.first_token(request)
+        self._arrived(request)
         self.num_outstanding -= 1
         self.num_blocks -= request.num_blocks
         return True
@@ -170,7 +171,7 @@ class WorkerLoadEstimate:
         """Return the blocks that own requests hold, or will hold, beyond those of the last report."""
         reported_s = max(self.reported_s, now_s - _MAX_REPORT_AGE_S)
         while self._begun and self._begun[0][0] <= reported_s:
-            self._num_arriving_blocks -= self._begun.popleft()[1]
+            self._arrived(self._begun.popleft()[1])
         return self._num_arriving_blocks
 
     def prefill_tokens_per_s(self, median: float, now_s: float) -> float:
@@ -226,6 +227,11 @@ class WorkerLoadEstimate:
                 request.remaining_s -= step_s / len(served)
             elapsed_s -= step_s
             running = [request for request in running if request.remaining_s > 1e-9]
+
+    def _arrived(self, request: ActiveRequest) -> None:
+        """Stop counting its blocks as arriving: a report includes them, or it holds none any more."""
+        self._num_arriving_blocks -= request.num_new_blocks
+        request.num_new_blocks = 0
 
     def _others_left_s(self, own_s: float, now_s: float) -> float:
         """Return what is left of the other gateways' work, computed in proportion with `own_s` of ours."""

@@ -271,11 +271,12 @@ class Scorer:
                 end_tokens = plan.end_tokens
         prefill_s = self.cost.prefill_s(request.num_prompt_tokens - end_tokens, tokens_per_s)
         queue_s, num_displaced = estimate.queue(prefill_s, now_s)
-        kv_wait_s = 0.0
-        if mean_residency_s and load.num_blocks:
+        usage = kv_wait_s = 0.0
+        if load.num_blocks:
             num_blocks = -(-request.num_prompt_tokens // block_size)
             num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(now_s)
             usage = (num_held + num_blocks - matched_tokens // block_size) / load.num_blocks
+        if mean_residency_s and load.num_blocks:
             weight = self.cost.eviction_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
             kv_wait_s = self.cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), mean_residency_s, weight)
         view = WorkerView(
@@ -289,6 +290,7 @@ class Scorer:
             prefill_s=prefill_s,
             queue_s=queue_s,
             num_displaced=num_displaced,
+            kv_usage=usage,
             kv_wait_s=kv_wait_s,
             recent_s=estimate.assigned.at(now_s),
             report_age_s=estimate.report_age_s(now_s),

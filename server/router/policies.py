@@ -30,8 +30,8 @@ class CostModel:
 
     rho  = min(.98, prefill seconds assigned to the fleet, decayed over 60 s, / (60 N))
     beta = min(8, rho / (1 - rho))
-    cost = queue_s + kv_wait_s + (1 + beta + num_displaced) * (prefill_s + load_cost_s)
-           + 0.03 * recent prefill seconds of the worker
+    cost = queue_s + (1 + beta + num_displaced) * (prefill_s + load_cost_s)
+           + 4 * kv_wait_s + 0.03 * recent prefill seconds of the worker     (both 0 at a free home: see `free_homes`)
 
     docs/routing.md says what each term is for.
     """
@@ -45,7 +45,7 @@ class CostModel:
     """Spreads conversations before queues do. Conversations that gather on a worker evict each other from its cache,
     and moving one later costs more than each of its turns would wait."""
 
-    kv_wait_weight: float = 1.0
+    kv_wait_weight: float = 4.0
     """0.0 ignores the fill of the pools."""
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts what other prompts come back for."""
@@ -81,7 +81,7 @@ class CostModel:
         usage = max(0.0, usage)
         bounded = min(1.0, usage)
         taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
-        return self.kv_wait_weight * mean_residency_s * (taken * eviction_weight + usage - bounded)
+        return mean_residency_s * (taken * eviction_weight + usage - bounded)
 
 
 class FleetView(msgspec.Struct, frozen=True):
@@ -117,20 +117,26 @@ class Headstart(Policy):
 
     With several gateways, a random part of the report's age is added: what others sent since is unknown, and all would
     take the same idle worker. An affinity key's own worker gets a small discount: any match or queue outweighs it.
+
+    A free home is charged for the prefill alone: what spreads requests is for those without a prefix of their own. So
+    no worker with a shorter match and the same rate costs less.
     """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         beta = fleet.cost.beta(fleet.recent_s, fleet.num_workers)
-        recent_weight = fleet.cost.recent_weight
+        recent_weight, kv_wait_weight = fleet.cost.recent_weight, fleet.cost.kv_wait_weight
         costs_s = [
             worker.queue_s
-            + worker.kv_wait_s
+            + kv_wait_weight * worker.kv_wait_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.load_cost_s)
             + recent_weight * worker.recent_s
             + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
             for worker in workers
         ]
-        if request.affinity_key:
+        homes = free_homes(workers)
+        for at in homes:
+            costs_s[at] = (1.0 + beta) * (workers[at].prefill_s + workers[at].load_cost_s)
+        if request.affinity_key and not homes:
             weights = rendezvous_weights(request.affinity_key.encode(), workers)
             at = weights.index(min(weights))
             costs_s[at] -= AFFINITY * request.num_prompt_tokens / workers[at].prefill_tokens_per_s
@@ -138,6 +144,22 @@ class Headstart(Policy):
             least_recent_s = min(worker.recent_s for worker in workers)
             costs_s[at] -= recent_weight * (workers[at].recent_s - least_recent_s)
         return costs_s
+
+
+def free_homes(workers: Sequence[WorkerView]) -> list[int]:
+    """Return where the request's longest match is, if most workers lack it, and it can start there at once.
+
+    Nothing waits or prefills there, and its blocks fit next to those of the running requests.
+    """
+    matches = [worker.matched_tokens for worker in workers]
+    longest = max(matches)
+    if longest == sorted(matches)[(len(matches) - 1) // 2]:
+        return []
+    return [
+        at
+        for at, worker in enumerate(workers)
+        if matches[at] == longest and not worker.queue_s and not worker.num_waiting and worker.kv_usage <= 1.0
+    ]
 
 
 class LongestPrefix(Policy):

@@ -65,6 +65,8 @@ class WorkerView(msgspec.Struct, eq=False):
 
     A float: half of each step stays with the oldest prefill and other gateways' work, which together count 0.5.
     """
+    kv_usage: float
+    """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
     recent_s: float

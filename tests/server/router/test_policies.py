@@ -40,6 +40,7 @@ def view(
         "prefill_s": 1.0,
         "queue_s": 0.0,
         "num_displaced": 0.0,
+        "kv_usage": 0.0,
         "kv_wait_s": 0.0,
         "recent_s": 0.0,
         "report_age_s": 0.0,
@@ -95,9 +96,9 @@ def test_an_impossible_report_raises_nothing(usage: float, num_slots: float) -> 
 
 def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
     policy = make_policy("headstart")
-    full, other = view("full", prefill_s=0.1, kv_wait_s=1.5), view("other", prefill_s=1.0)
+    full, other = view("full", prefill_s=0.1, kv_usage=1.2, kv_wait_s=1.5), view("other", prefill_s=1.0)
     assert chosen(policy, make_request(), full, other) == {"other"}
-    assert chosen(policy, make_request(), view("full", prefill_s=0.1, kv_wait_s=0.5), other) == {"full"}
+    assert chosen(policy, make_request(), replace(full, kv_wait_s=0.2), other) == {"full"}
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
