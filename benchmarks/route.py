@@ -149,6 +149,7 @@ def figures(outcomes: dict[tuple[str, str], list[Outcome]]) -> list[Figure]:
             Figure(f"{name}.ttft_p90_s", outcome.ttft_p90_s, "s"),
             Figure(f"{name}.ttft_p99_s", outcome.ttft_p99_s, "s"),
             Figure(f"{name}.max_over_mean_busy", outcome.max_over_mean_busy),
+            Figure(f"{name}.predicted_over_actual_p50", outcome.predicted_over_actual_p50, "x"),
         ]
     for cell in sorted({cell for _, cell in means}):
         ours, bound = means.get(("headstart", cell)), means[POOLED, cell]

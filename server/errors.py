@@ -11,12 +11,14 @@ from typing import ClassVar, Final
 import msgspec
 from starlette.exceptions import HTTPException
 
-from server.router.types import NoWorkerError
+from server.router.types import NoWorkerError, TtftBudgetError
 
 _NO_ROUTE: Final = (
     "There is no such route. This server offers /v1/chat/completions, /v1/completions, /v1/responses, "
     "/v1/models, /tokenize, /detokenize and /version."
 )
+TTFT_BUDGET: Final = "x-headstart-ttft-budget"
+"""The request header with the longest time to the first token, in seconds."""
 JSON_HEADERS: Final = (b"content-type", b"application/json")
 _REQUEST_ERROR: Final = "invalid_request_error"
 
@@ -142,6 +144,11 @@ def as_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case TtftBudgetError():
+            predicted = (b"x-headstart-predicted-ttft", b"%.3f" % error.predicted_s)
+            message = f"{error} Ask again later, or with a longer {TTFT_BUDGET}."
+            headers, retry_after_s = (predicted,), error.retry_after_s
+            return OverloadedError(message, code="ttft_budget_exceeded", retry_after_s=retry_after_s, headers=headers)
         case NoWorkerError(contended=True):
             return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         case NoWorkerError():

@@ -99,7 +99,12 @@ class Gateway:
         )
 
         self.router = router or Router(
-            self._index, self.fleet, gateway_id, policy=config.policy, on_stage=self.metrics.route_s.observe
+            self._index,
+            self.fleet,
+            gateway_id,
+            policy=config.policy,
+            on_stage=self.metrics.route_s.observe,
+            on_first_token=self.metrics.predicted_over_actual_ttft.observe,
         )
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(

@@ -27,6 +27,7 @@ from cache.types import Tier
 _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
 _DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_RATIO = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -115,6 +116,11 @@ class GatewayMetrics:
             "route_seconds", "A routing decision by stage: the index lookup, and the choice.", "stage", bounds=_ROUTE_S
         )
         self.route_s.start("lookup", "choose")
+        self.predicted_over_actual_ttft = metric(
+            "predicted_over_actual_ttft",
+            "Predicted over actual time from the choice of a worker to the first token.",
+            bounds=_RATIO,
+        )
         self.prompt_tokens = metric("prompt_tokens", "Prompt tokens accepted.")
         self.output_tokens = metric("output_tokens", "Tokens generated.")
         self._promised_tokens = metric("promised_cached_tokens", "Cached prompt tokens that the index promised.")

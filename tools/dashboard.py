@@ -136,6 +136,12 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "The index's lookup, and the choice.",
             ),
             Panel(
+                "Predicted over actual time to first token",
+                "short",
+                quantiles("headstart_predicted_over_actual_ttft"),
+                "From the choice of a worker. 1 is exact.",
+            ),
+            Panel(
                 "The index is blind",
                 "short",
                 (
@@ -233,6 +239,12 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
     (
         "The workers",
         (
+            Panel(
+                "Prefill that waits",
+                "s",
+                (("max by (model) (headstart_waiting_prefill_seconds{{}})", "{{model}}"),),
+                "At all workers of a model. Every gateway shows the same, but for the age of its view.",
+            ),
             Panel(
                 "Tokens that wait",
                 "short",

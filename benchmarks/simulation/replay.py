@@ -69,6 +69,8 @@ class Outcome:
     ttft_p90_s: float
     ttft_p99_s: float
     max_over_mean_busy: float
+    predicted_over_actual_p50: float
+    """The time from the decision to the first token, as predicted, over what it took: the median."""
 
 
 class Replay:
@@ -92,6 +94,7 @@ class Replay:
             for number in range(settings.num_gateways)
         ]
         self._ttft_s: dict[int, float] = {}
+        self._predicted: dict[int, float] = {}
         self._cached: dict[int, tuple[int, int]] = {}
         self._arrivals: list[int] = []
 
@@ -215,7 +218,8 @@ class Replay:
     def _prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
         job.placement.first_token()
-        self._ttft_s[job.request.number] = self._now_s - job.arrival_s
+        self._ttft_s[job.request.number] = ttft_s = self._now_s - job.arrival_s
+        self._predicted[job.request.number] = job.placement.predicted_ttft_s / ttft_s
         decode_s = worker.model.decode_s(job.request.num_output_tokens, worker.num_decoding)
         self._at(self._now_s + decode_s, lambda: self._decoded(worker, job))
         self._begin(worker)
@@ -268,6 +272,7 @@ class Replay:
             ttft_p90_s=_quantile(ttft_s, 0.9),
             ttft_p99_s=_quantile(ttft_s, 0.99),
             max_over_mean_busy=max(busy_s) / (sum(busy_s) / len(busy_s)),
+            predicted_over_actual_p50=_quantile(sorted(self._predicted[number] for number in scored), 0.5),
         )
 
 

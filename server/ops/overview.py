@@ -115,6 +115,11 @@ class Overview(Collector):
         running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
         usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
         pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
+        prefill = _gauge(
+            "headstart_waiting_prefill_seconds",
+            "Prefill seconds that wait at the model's workers, of all gateways: scale by it.",
+            "model",
+        )
         broken = self.fleet.broken()
         for model in sorted({worker.model for worker in self.fleet.workers()}):
             candidates = self.fleet.candidates(model, None)
@@ -124,12 +129,13 @@ class Overview(Collector):
             loads = [candidate.load for candidate in candidates]
             waiting.add_metric((model,), sum(load.num_waiting for load in loads))
             running.add_metric((model,), sum(load.num_running for load in loads))
+            prefill.add_metric((model,), sum(sum(load.queued_prefill_s.values()) for load in loads))
             num_blocks = sum(load.num_blocks for load in loads)
             num_free = sum(load.num_free_blocks for load in loads)
             usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
             for block_size in sorted({candidate.member.block_size for candidate in candidates}):
                 pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
-        yield from (workers, waiting, running, usage, pools)
+        yield from (workers, waiting, running, usage, pools, prefill)
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:

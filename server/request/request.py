@@ -32,7 +32,7 @@ from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed
 from server.request_context import Trace, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.router import Router
-from server.router.types import NoWorkerError
+from server.router.types import NoWorkerError, TtftBudgetError
 from server.text.retokenisation import RetokenisationCheck
 from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
@@ -76,11 +76,21 @@ class RequestServices:
 class Generation:
     """All choices of one prompt. Call `run` once; cancel it to abort the choices that still run."""
 
-    def __init__(self, spec: GenerationSpec, services: RequestServices, deadline_s: float | None = None) -> None:
-        """`deadline_s`: when the client's time is over, on the monotonic clock."""
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        services: RequestServices,
+        deadline_s: float | None = None,
+        ttft_budget_s: float | None = None,
+    ) -> None:
+        """`deadline_s`: when the client's time is over, on the monotonic clock.
+
+        `ttft_budget_s`: refuse instead of sending the prompt to workers that need longer to its first token.
+        """
         self.spec = spec
         self._services = services
         self._deadline_s = deadline_s
+        self._ttft_budget_s = ttft_budget_s
         self.worker: WorkerMember | None = None
         """The worker that first took the request."""
         self.promised_tokens = 0
@@ -164,6 +174,8 @@ class Generation:
             if full and all((each.worker_id, each.epoch) in full for each in workers):
                 raise soonest_error(full.values(), spec)
             request = self._route
+            if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
+                request = replace(request, ttft_budget_s=self._ttft_budget_s)
             if resumed or full or history.excluded:
                 request = replace(request, excluded=history.excluded.union(full))
                 if resumed:
@@ -175,6 +187,8 @@ class Generation:
                     if trace is not None:
                         trace.span.set_attribute("headstart.worker", placement.worker.worker_id)
                         trace.span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
+            except TtftBudgetError:
+                raise
             except NoWorkerError as error:
                 if full:
                     raise soonest_error(full.values(), spec) from error

@@ -50,7 +50,7 @@ class Decision(msgspec.Struct, eq=False):
     request: RouteRequest
     workers: Sequence[WorkerView]
     best: Sequence[WorkerView] = ()
-    """Empty when every worker is guarded."""
+    """Empty when every worker is guarded, or predicted to miss the request's budget."""
 
 
 class PlacementObserver(Protocol):
@@ -74,6 +74,8 @@ class Placement:
         self.worker = member
         self.promised_tokens = view.cached_tokens
         """Prompt tokens that were believed to be cached there, or to be loaded or fetched."""
+        self.placed_s = now_s
+        self.predicted_ttft_s = view.predicted_ttft_s
         self.source: BlockSource | None = None
         """From where it may fetch blocks."""
         if view.peers is not None:
@@ -199,7 +201,9 @@ class Scorer:
             scores = self._policy.scores(request, scored, fleet)
             for worker, score in zip(scored, scores, strict=True):
                 worker.guard, worker.score = None, score
-            lowest = min(scores)
+            if request.ttft_budget_s is not None:
+                scored = [worker for worker in scored if worker.predicted_ttft_s <= request.ttft_budget_s]
+            lowest = min([worker.score for worker in scored if worker.score is not None], default=0.0)
             decision.best = [worker for worker in scored if worker.score == lowest]
         return decision
 

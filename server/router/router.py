@@ -20,7 +20,7 @@ from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import QUEUE_FULL, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
-from server.router.types import NoWorkerError, RouteRequest, WorkerView
+from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError, WorkerView
 from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -104,16 +104,19 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_stage: Callable[[float, str], None] = lambda elapsed_s, stage: None,
+        on_first_token: Callable[[float], None] = lambda predicted_over_actual: None,
     ) -> None:
         """Raises ValueError for an unknown policy.
 
-        `on_stage` receives the duration of each stage of a decision: lookup and choose.
+        `on_stage` receives the duration of each stage of a decision: lookup and choose. `on_first_token` receives the
+        predicted over the actual time from a placement to its first token.
         """
         self._index = index
         self.fleet = fleet
         self.policy = policy
         self._clock = clock
         self._on_stage = on_stage
+        self._on_first_token = on_first_token
         self.decisions = DecisionLog()
         self.prefix_tree = PrefixTree(clock)
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random(), self)
@@ -165,6 +168,9 @@ class Router:
         member = placement.worker
         self.fleet.report_success(member.worker_id)
         self._recent.add((member.worker_id, member.epoch), placement.request.hashes)
+        actual_s = self._clock() - placement.placed_s
+        if actual_s > 0.0:
+            self._on_first_token(placement.predicted_ttft_s / actual_s)
 
     def index_state(self) -> dict[str, Any]:
         """Return the index's health as JSON: blind when it gives no answer or wrong ones, precision and recall."""
@@ -194,6 +200,7 @@ class Router:
             "fetch_from": peer,
             "load_s": worker.load_s,
             "prefill_s": worker.prefill_s,
+            "predicted_ttft_s": worker.predicted_ttft_s,
             "recent_s": worker.recent_s,
             "outstanding": worker.num_outstanding,
             "waiting": worker.num_waiting,
@@ -216,7 +223,9 @@ class Router:
 
 
 def _no_worker(decision: Decision) -> NoWorkerError:
-    workers, model = decision.workers, decision.request.model
+    workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
+    if budget_s is not None and (predicted_s := [w.predicted_ttft_s for w in workers if w.score is not None]):
+        return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
         message = f"no worker of model {model!r} is known"
         return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)

@@ -23,6 +23,16 @@ class NoWorkerError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class TtftBudgetError(NoWorkerError):
+    """Every worker that may take the request is predicted to give its first token after `budget_s`."""
+
+    def __init__(self, predicted_s: float, budget_s: float) -> None:
+        """`predicted_s`: the earliest prediction."""
+        message = f"The first token is predicted after {predicted_s:.3g} s, and the budget is {budget_s:g} s."
+        super().__init__(message, contended=True, retry_after_s=max(1.0, predicted_s - budget_s))
+        self.predicted_s = predicted_s
+
+
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The parts of a request that decide where it goes."""
 
@@ -40,6 +50,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()
     """Features that the worker must have (`worker.wire.required_features`)."""
+    ttft_budget_s: float | None = None
+    """Only workers whose predicted time to first token is not longer."""
 
 
 class WorkerView(msgspec.Struct, eq=False):
@@ -93,6 +105,12 @@ class WorkerView(msgspec.Struct, eq=False):
     def load_s(self) -> float:
         """How long it loads and fetches blocks before its prefill, while its engine computes for others."""
         return 0.0 if self.plan is None else self.plan.load_s
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """Time from the decision to the first token, as far as the worker's load tells."""
+        wait_s = self.kv_wait_s if self.kv_usage > 1.0 else 0.0  # below, it is the price of evictions
+        return self.queue_s + wait_s + self.load_s + self.prefill_s
 
     @property
     def num_outstanding(self) -> int:

@@ -67,6 +67,11 @@ def names_in_chart() -> set[str]:
                 metrics = document["spec"]["metrics"]
                 names |= {metric["pods"]["metric"]["name"] for metric in metrics if metric["type"] == "Pods"}
             elif document["kind"] == "ScaledObject":
-                for trigger in document["spec"]["triggers"]:
-                    names |= names_in(trigger["metadata"]["query"])
+                names |= _names_in_triggers(document)
+    for document in chart.parse((chart.EXAMPLES / "keda-prefill-seconds.yaml").read_text()):
+        names |= _names_in_triggers(document)
     return names
+
+
+def _names_in_triggers(scaler: chart.Document) -> set[str]:
+    return {name for trigger in scaler["spec"]["triggers"] for name in names_in(trigger["metadata"]["query"])}

@@ -122,6 +122,16 @@ def test_the_schemas_of_custom_kinds_can_refuse() -> None:
         assert "surprise" in custom_errors([changed]), kind
 
 
+def test_the_example_of_keda_scales_a_workload_of_the_chart() -> None:
+    (scaler,) = chart.parse((chart.EXAMPLES / "keda-prefill-seconds.yaml").read_text())
+    assert custom_errors([scaler]) == ""
+    target = scaler["spec"]["scaleTargetRef"]
+    rendered = chart.helm("helm4", {})
+    names = {(d["kind"], d["metadata"]["name"]) for d in chart.parse(rendered.stdout)}
+    release = {name.removesuffix("-gateway") for kind, name in names if kind == "Deployment"}
+    assert (target["kind"], target["name"].replace("chat-headstart", min(release))) in names
+
+
 def test_no_trace_of_a_registry_or_of_a_withdrawn_image() -> None:
     for path in sorted(CHART.rglob("*")):
         if path.is_file():

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.types import Epoch, WorkerId
+from cache.types import Epoch, GatewayId, WorkerId
 from server.ops.overview import Overview
 from server.workers.fleet import NoIndex
 from tests.server.conftest import ANSWER
@@ -92,3 +92,18 @@ def test_states_and_loads_are_summed_over_the_workers() -> None:
     assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "m"}) == 0.5
     pools = {"model_name": "m", "block_size": "16", "num_gpu_blocks": "300"}
     assert registry.get_sample_value("vllm:cache_config_info", pools) == 1.0
+
+
+def test_the_waiting_prefill_follows_the_load_of_all_gateways() -> None:
+    labels = {"model": "m"}
+
+    def waiting_s(*queued_s: dict[GatewayId, float]) -> float | None:
+        registry = CollectorRegistry()
+        loads = [WorkerLoad(queued_prefill_s=each) for each in queued_s]
+        registry.register(fleet_metrics([candidate(f"w{number}", load) for number, load in enumerate(loads)]))
+        return registry.get_sample_value("headstart_waiting_prefill_seconds", labels)
+
+    mine, other = GatewayId("mine"), GatewayId("other")
+    assert waiting_s({}, {}) == 0.0
+    assert waiting_s({mine: 1.5, other: 2.0}, {other: 0.5}) == 4.0
+    assert waiting_s() == 0.0, "a model without workers"

@@ -1,0 +1,54 @@
+"""A budget for the time to the first token: a constraint on the workers, never a new cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.records import WorkerLoad
+from cache.types import GatewayId, WorkerId
+from server.router.types import NoWorkerError, TtftBudgetError
+from tests.server.router.fleets import RATE, Fleets, chain, member
+
+
+async def test_the_best_worker_within_the_budget_is_chosen(three: Fleets) -> None:
+    """The holder costs least, but two seconds of prefills wait there."""
+    hashes = chain(200)
+    load = WorkerLoad({GatewayId("other"): 2.0}, prefill_tokens_per_s=RATE)
+    three.index.memory.publish(WorkerId("b"), hashes[:180], load=load)
+    assert await three.worker(hashes) == "b"
+    assert await three.worker(hashes, ttft_budget_s=3.0) == "b"
+    two = Fleets()
+    for name in "ab":
+        two.index.register(member(name, prefill_order="fifo"))
+    two.index.memory.publish(WorkerId("b"), hashes[:180], load=load)
+    assert await two.worker(hashes) == "b"
+    with pytest.raises(TtftBudgetError) as caught:
+        await two.worker(hashes, ttft_budget_s=2.0)
+    assert caught.value.predicted_s == pytest.approx(2.33, abs=0.01)
+    two.index.memory.publish(WorkerId("a"), hashes[:150])
+    assert await two.worker(hashes, ttft_budget_s=1.0) == "a"
+
+
+async def test_a_missed_budget_names_the_earliest_prediction_and_places_nothing(three: Fleets) -> None:
+    with pytest.raises(TtftBudgetError, match=r"predicted after 1\.61 s, and the budget is 0\.5 s"):
+        await three.place(chain(100), ttft_budget_s=0.5)
+    assert three.router.scorer.num_outstanding() == 0
+
+
+async def test_without_a_worker_the_budget_is_not_blamed(three: Fleets) -> None:
+    for name in "abc":
+        three.index.memory.publish(WorkerId(name), load=WorkerLoad(draining=True))
+    with pytest.raises(NoWorkerError, match="draining") as caught:
+        await three.place(chain(100), ttft_budget_s=0.5)
+    assert not isinstance(caught.value, TtftBudgetError)
+
+
+async def test_the_prediction_of_an_idle_worker_is_the_prefill(three: Fleets) -> None:
+    ratios: list[float] = []
+    three.router._on_first_token = ratios.append
+    placement = await three.place(chain(100))
+    assert placement.predicted_ttft_s == pytest.approx(1.611)
+    placement.prefill_started(0)
+    three.clock.now_s += 2 * placement.predicted_ttft_s
+    placement.first_token()
+    assert ratios == [pytest.approx(0.5)]
