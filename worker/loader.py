@@ -195,11 +195,17 @@ def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
     row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
     step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (row,))])
     runner.run(step)
+    decode = Step([SequenceStep([0], num_tokens - 1, block_table, slots[-1:], (row,))])
+    runner.run(decode)
+    prefill_s, decode_s = _duration_s(runner, step), _duration_s(runner, decode)
+    step_tokens = num_tokens * decode_s / max(prefill_s - decode_s, decode_s)
+    return PrefillRate(num_tokens, prefill_s, step_tokens)
+
+
+def _duration_s(runner: Runner, step: Step) -> float:
     begun_s = time.monotonic()
     runner.run(step)
-    rate = PrefillRate(num_tokens, time.monotonic() - begun_s)
-    runner.run(Step([SequenceStep([0], num_tokens - 1, block_table, slots[-1:], (row,))]))  # decodes differ
-    return rate
+    return time.monotonic() - begun_s
 
 
 def device_of(config: WorkerConfig) -> str:

@@ -70,7 +70,7 @@ async def chat_spec(
         grammar_param=grammar_param,
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
-        affinity_key=request.prompt_cache_key,
+        affinity_key=request.affinity_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
     )
     return spec, rules

@@ -85,7 +85,7 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
                 first_index=index * num_sampled,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,
-                affinity_key=request.prompt_cache_key,
+                affinity_key=request.affinity_key,
             )
         )
         await pace.rest()

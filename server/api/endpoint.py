@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
 from server.auth.identity import Identity, identity_of
-from server.errors import TTFT_BUDGET, InvalidRequestError, NotFoundError, UnavailableError, as_api_error
+from server.errors import NotFoundError, UnavailableError, as_api_error
 from server.event_loop import Pace, rested
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.hints import read_hints
 from server.request.request import Generation, RequestServices
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, RequestContext
@@ -32,7 +32,6 @@ from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
 
-_TTFT_BUDGET: Final = TTFT_BUDGET.encode()
 PART_BYTES: Final = 1 << 18
 """The chunk size of a long unstreamed response, which goes out as it is written."""
 
@@ -87,7 +86,7 @@ class GenerateEndpoint(ABC):
         deadline_s = time.monotonic() + services.request_timeout_s
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
-        ttft_budget_s = ttft_budget_of(scope)
+        hints = read_hints(scope["headers"])
         request = await self.prepare(await read_body(receive), identity)
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         if usage is not None:
@@ -96,7 +95,7 @@ class GenerateEndpoint(ABC):
         context.num_prompt_tokens = num_prompt_tokens
         generations, pace = [], Pace()
         for spec in request.specs:
-            generations.append(Generation(spec, services.requests, deadline_s, ttft_budget_s))
+            generations.append(Generation(spec, services.requests, deadline_s, hints))
             await pace.rest()
         response = ResponseStream(generations, deadline_s)
         services.open_responses.add(response)
@@ -184,21 +183,6 @@ class GenerateEndpoint(ABC):
             if context.trace is not None:
                 mark_failed(context.trace.span, type(failure).__name__)
             await writer.write(formatter.error_event(failure), more=False)
-
-
-def ttft_budget_of(scope: Scope) -> float | None:
-    """Return the longest time to the first token that the client accepts. Raises InvalidRequestError."""
-    value = next((value for name, value in scope["headers"] if name == _TTFT_BUDGET), None)
-    if value is None:
-        return None
-    try:
-        budget_s = float(value)
-    except ValueError:
-        budget_s = math.nan
-    if not 0.0 < budget_s < math.inf:
-        message = f"{TTFT_BUDGET}: give seconds, such as 0.5, instead of {value.decode('latin-1')[:40]!r}."
-        raise InvalidRequestError(message, param=TTFT_BUDGET)
-    return budget_s
 
 
 async def read_body(receive: Receive) -> bytes:

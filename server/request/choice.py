@@ -10,6 +10,7 @@ from msgspec import Struct
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from server.models import ServedModel
+from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
 from worker.wire import ChoiceState, SamplingParams, TokenLogprobs, Tokens, sampling_features
@@ -40,17 +41,20 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     tenant: str = ""
     """The opaque tag by which workers know the tenant."""
     affinity_key: str | None = None
+    """The conversation, as the body names it; a session header comes first."""
     end_of_thought_id: int | None = None
     """The token that ends the model's reasoning, where one token does."""
 
-    def route_request(self) -> RouteRequest:
+    def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
+        session = hints.session or self.affinity_key
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
             num_prompt_tokens=len(self.prompt_ids),
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
-            affinity_key=self.affinity_key,
+            affinity_key=f"{self.tenant}/{session}" if session else None,
+            hard_affinity=hints.hard_affinity,
             adapter=self.model.adapter,
             required=tuple(sampling_features(self.sampling)),
         )

@@ -27,6 +27,7 @@ from cache.types import GatewayId, WorkerIncarnation
 from server.errors import InternalError, WorkerLostError
 from server.metrics import GatewayMetrics, known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
+from server.request.hints import NO_HINTS, RoutingHints
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed, soonest_error
 from server.request_context import Trace, trace_attempt, trace_stage
@@ -81,16 +82,13 @@ class Generation:
         spec: GenerationSpec,
         services: RequestServices,
         deadline_s: float | None = None,
-        ttft_budget_s: float | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> None:
-        """`deadline_s`: when the client's time is over, on the monotonic clock.
-
-        `ttft_budget_s`: refuse instead of sending the prompt to workers that need longer to its first token.
-        """
+        """`deadline_s`: when the client's time is over, on the monotonic clock."""
         self.spec = spec
         self._services = services
         self._deadline_s = deadline_s
-        self._ttft_budget_s = ttft_budget_s
+        self._ttft_budget_s = hints.ttft_budget_s
         self.worker: WorkerMember | None = None
         """The worker that first took the request."""
         self.promised_tokens = 0
@@ -102,7 +100,7 @@ class Generation:
         self.client_has_output = False
         """Set when the client has seen a part, which may not be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
-        self._route = spec.route_request()
+        self._route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
         """The numerics class of the last worker."""

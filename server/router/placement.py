@@ -20,7 +20,7 @@ from server.rates import DecayedRatio
 from server.router.block_plan import BlockPlan, Peers, PeersByLayout, cheapest_plan, find_peers
 from server.router.load_tracker import FifoLoadEstimate, WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
-from server.router.policies import CostModel, FleetView, Policy
+from server.router.policies import CostModel, FleetView, Policy, rendezvous_worker
 from server.router.types import RouteRequest, WorkerView
 from worker.wire import BlockSource
 
@@ -203,6 +203,9 @@ class Scorer:
                 worker.guard, worker.score = None, score
             if request.ttft_budget_s is not None:
                 scored = [worker for worker in scored if worker.predicted_ttft_s <= request.ttft_budget_s]
+            if request.hard_affinity and request.affinity_key and scored:
+                decision.best = [rendezvous_worker(request.affinity_key, scored)]
+                return decision
             lowest = min([worker.score for worker in scored if worker.score is not None], default=0.0)
             decision.best = [worker for worker in scored if worker.score == lowest]
         return decision

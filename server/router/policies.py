@@ -18,6 +18,8 @@ import msgspec
 from server.router.block_plan import BlockPlan
 from server.router.types import RouteRequest, WorkerView
 
+LIKE_RATES: Final = 1.5
+"""A free home counts as quick as a worker whose measured rate is so much higher: equal devices differ by less."""
 AFFINITY: Final = 0.1
 """Discount for the affinity key's worker, as a fraction of the full prompt's prefill time."""
 _RENDEZVOUS_SEED: Final = b"3"
@@ -119,7 +121,7 @@ class Headstart(Policy):
     take the same idle worker. An affinity key's own worker gets a small discount: any match or queue outweighs it.
 
     A free home is charged for the prefill alone: what spreads requests is for those without a prefix of their own. So
-    no worker with a shorter match and the same rate costs less.
+    no worker with a shorter match and a like rate costs less.
     """
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
@@ -135,10 +137,11 @@ class Headstart(Policy):
         ]
         homes = free_homes(workers)
         for at in homes:
-            costs_s[at] = (1.0 + beta) * (workers[at].prefill_s + workers[at].load_cost_s)
+            tokens_per_s = workers[at].prefill_tokens_per_s
+            like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= LIKE_RATES * tokens_per_s])
+            costs_s[at] = (1.0 + beta) * (workers[at].prefill_s * tokens_per_s / like + workers[at].load_cost_s)
         if request.affinity_key and not homes:
-            weights = rendezvous_weights(request.affinity_key.encode(), workers)
-            at = weights.index(min(weights))
+            at = workers.index(rendezvous_worker(request.affinity_key, workers))
             costs_s[at] -= AFFINITY * request.num_prompt_tokens / workers[at].prefill_tokens_per_s
             # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
             least_recent_s = min(worker.recent_s for worker in workers)
@@ -207,6 +210,12 @@ def rendezvous_weights(key: bytes, workers: Sequence[WorkerView]) -> list[int]:
     """
     key = blake2b(key, digest_size=32).digest()
     return [_weight(key, worker.member.worker_id.encode()) for worker in workers]
+
+
+def rendezvous_worker(key: str, workers: Sequence[WorkerView]) -> WorkerView:
+    """Return the key's own worker."""
+    weights = rendezvous_weights(key.encode(), workers)
+    return workers[weights.index(min(weights))]
 
 
 def _weight(key: bytes, worker_id: bytes) -> int:

@@ -46,6 +46,9 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     excluded: frozenset[WorkerIncarnation] = frozenset()
     """Workers that have failed this request. One that has restarted since may have it."""
     affinity_key: str | None = None
+    """The conversation, with its tenant."""
+    hard_affinity: bool = False
+    """Only the affinity key's own worker, among those that may take the request."""
     adapter: str = ""
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()

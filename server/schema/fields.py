@@ -229,6 +229,11 @@ class ModelFields(Struct, kw_only=True):
     user: str | None = None
 
     @property
+    def affinity_key(self) -> str | None:
+        """The body's name for what the request belongs to."""
+        return self.prompt_cache_key or self.user
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()

@@ -17,20 +17,25 @@ _HALF_LIFE_STARTS: Final = 32
 
 
 class PrefillRate:
-    """Tokens per second over the recent steps that mostly prefilled."""
+    """Tokens per second over the recent steps that mostly prefilled.
 
-    def __init__(self, num_tokens: int = 0, duration_s: float = 0.0) -> None:
+    A step has a fixed part, worth `step_tokens`. Without it, a worker whose prompts are mostly cached, so that its
+    prefills are short, would look slow: and it is the one that holds what others would have to compute.
+    """
+
+    def __init__(self, num_tokens: int = 0, duration_s: float = 0.0, step_tokens: float = 0.0) -> None:
         """Begin with a measurement, if there is one."""
-        self._num_tokens = float(num_tokens)
+        self._step_tokens = step_tokens
+        self._num_tokens = num_tokens + step_tokens if num_tokens else 0.0
         self._duration_s = duration_s
         self._measured_s: float | None = None
 
     def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
-        """Add a measurement that ended at `now_s`."""
+        """Add the measurement of a step that ended at `now_s`."""
         idle_s = 0.0 if self._measured_s is None else max(0.0, now_s - duration_s - self._measured_s)
         self._measured_s = now_s
         fade = 0.5 ** (duration_s / _HALF_LIFE_S + idle_s / _IDLE_HALF_LIFE_S)
-        self._num_tokens = fade * self._num_tokens + num_tokens
+        self._num_tokens = fade * self._num_tokens + num_tokens + self._step_tokens
         self._duration_s = fade * self._duration_s + duration_s
 
     @property

@@ -102,7 +102,7 @@ async def test_a_cache_key_reaches_the_router_and_a_tier_is_answered(worker: Scr
     async with gateway(worker) as target:
         status, _, raw = await post(target.url, ROUTES[path] | {"prompt_cache_key": "k", "service_tier": "auto"}, path)
         assert status == 200
-        assert target.router.placements[0].request.affinity_key == "k"
+        assert target.router.placements[0].request.affinity_key == f"{worker.received[0].tenant}/k"
     if "chat" in path:
         assert json.loads(raw)["service_tier"] == "default"
 

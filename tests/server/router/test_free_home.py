@@ -27,6 +27,8 @@ class Case:
     """One fleet as its workers report it, and what this gateway knows."""
 
     rng: random.Random
+    rates: tuple[float, ...] = (1.0,)
+    """Over RATE: each worker has one of these."""
     clock: Clock = field(default_factory=Clock)
     num_prefilling: dict[WorkerId, int] = field(default_factory=dict)
     """Own requests at each worker without a first token."""
@@ -85,7 +87,7 @@ class Case:
         load = WorkerLoad(
             queued_prefill_s={OTHER: rng.choice([0.01, 4.0])} if rng.random() < 0.1 else {},
             assigned_prefill_s=rng.choice([0.0, 5.0, 60.0]),
-            prefill_tokens_per_s=RATE,
+            prefill_tokens_per_s=RATE * rng.choice(self.rates),
             num_running=rng.randrange(30),
             num_waiting=rng.choice([0] * 9 + [1, 9]),
             num_free_blocks=int(num_blocks * rng.choice([0.0, 0.3, rng.random(), rng.random(), 1.0, 1.0])),
@@ -124,6 +126,25 @@ def test_the_holder_wins_when_nothing_waits_at_it() -> None:
             assert [view.member.worker_id for view in decision.best] == [holder], f"seed {seed}"
     print(f"{num_meeting} of {NUM_CASES} cases meet the condition")
     assert num_meeting >= MIN_MEETING
+
+
+def test_rates_count_when_they_differ_by_more_than_measurements_do() -> None:
+    num_like = num_unlike = 0
+    for seed in range(5_000):
+        rates = random.Random(seed).choice([(1.0, 1.2, 1.45), (1.0, 1.6, 4.0, 30.0)])
+        case = Case(random.Random(seed), rates)
+        holder = case.holder()
+        decision = case.scorer.decide(case.request, case.candidates)
+        if holder is None:
+            continue
+        home = next(view for view in decision.workers if view.member.worker_id == holder)
+        soonest_s = min(view.prefill_s for view in decision.workers if view is not home)
+        like = len(rates) == 3
+        if like or home.prefill_s < soonest_s:
+            assert list(decision.best) == [home], f"seed {seed}"
+            num_like += like
+            num_unlike += not like
+    assert min(num_like, num_unlike) > 300, (num_like, num_unlike)
 
 
 def test_work_of_the_last_minute_does_not_beat_a_clear_holder() -> None:

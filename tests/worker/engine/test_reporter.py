@@ -42,6 +42,18 @@ def test_an_old_measurement_yields_to_a_new_one() -> None:
     assert slow.tokens_per_s == pytest.approx(1000.0, rel=0.01)
 
 
+def test_short_prefills_do_not_look_slow() -> None:
+    """A worker whose prompts are cached runs short steps, mostly their fixed part."""
+    rate = PrefillRate(1000, 1.05, step_tokens=50.0)
+    assert rate.tokens_per_s == pytest.approx(1000.0)
+    for second in range(200):
+        rate.add(10, 0.06, 2.0 + second)
+    assert rate.tokens_per_s == pytest.approx(1000.0)
+    for second in range(2000):
+        rate.add(10, 0.12, 300.0 + second)
+    assert rate.tokens_per_s == pytest.approx(500.0, rel=0.01)
+
+
 def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
     reporter = Reporter(engine.scheduler, PrefillRate(100, 1.0), WorkerMetrics())
