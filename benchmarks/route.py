@@ -62,6 +62,7 @@ class Run:
     policy: str
     settings: ReplaySettings
     load: float
+    half: int | None
 
 
 def parse_cell(text: str) -> Cell:
@@ -72,14 +73,17 @@ def parse_cell(text: str) -> Cell:
 
 
 @cache
-def _trace(name: str) -> ConversationTrace | CodingAgentTrace | ToolChatTrace:
+def _trace(name: str, half: int | None) -> ConversationTrace | CodingAgentTrace | ToolChatTrace:
     if name == "tau":
-        return ToolChatTrace(DATA / TOOL_CHAT)
-    return ConversationTrace(DATA / CONVERSATION) if name == "conv" else CodingAgentTrace(DATA / CODING_AGENT)
+        return ToolChatTrace(DATA / TOOL_CHAT, half)
+    if name == "conv":
+        return ConversationTrace(DATA / CONVERSATION, half)
+    return CodingAgentTrace(DATA / CODING_AGENT, half)
 
 
 def execute(run: Run) -> Outcome:
-    workload = _trace(run.cell.trace).workload(num_workers=run.cell.num_workers, load=run.load, seed=run.settings.seed)
+    trace = _trace(run.cell.trace, run.half)
+    workload = trace.workload(num_workers=run.cell.num_workers, load=run.load, seed=run.settings.seed)
     policy = "headstart" if run.policy == POOLED else run.policy
     return Replay(workload, COMPARED[policy], run.settings).run()
 
@@ -103,9 +107,11 @@ def plan(options: Namespace) -> list[Run]:
                 fetch=options.fetch,
                 lower_tier=options.lower_tier,
                 load=options.tier_load,
+                hold_s=0.0 if policy == POOLED else options.hold,
                 redis=options.index == "redis" and policy != POOLED,
             ),
             options.load,
+            options.half,
         )
         for cell in options.cells
         for policy in (*options.policies, POOLED)
@@ -187,6 +193,8 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--spreadings", type=int, default=6, help="arrival orders, of which the mean is taken")
     parser.add_argument("--seed", type=int, default=0, help="of the first spreading")
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
+    parser.add_argument("--half", type=int, choices=(0, 1), help="only the even or the odd sessions of each recording")
+    parser.add_argument("--hold", type=float, default=0.0, metavar="S", help="--hold-s of the gateways")
     parser.add_argument("--gateways", type=int, default=1, help="each with load estimates of its own")
     parser.add_argument(
         "--engine",
@@ -220,7 +228,7 @@ def main(argv: list[str]) -> int:
     options = options_of(argv)
     outcomes = execute_all(plan(options), options.jobs)
     names = ["spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age"]
-    names += ["fetch", "lower_tier", "tier_load"]
+    names += ["half", "hold", "fetch", "lower_tier", "tier_load"]
     env = {name: getattr(options, name) for name in names}
     publish(Report("route", figures(outcomes), env), options, _draw(outcomes))
     return 0

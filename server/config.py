@@ -72,6 +72,9 @@ class GatewayConfig(SharedConfig):
         "CIDR,...",
         type=_comma_separated,
     )
+    hold_s: float = _fleet(
+        3.0, "a request that would wait longer at its worker waits at the gateway; 0: none does (default 3)", least=0
+    )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
     aliases: Mapping[str, str] | None = _api(

@@ -103,6 +103,7 @@ class Gateway:
             self.fleet,
             gateway_id,
             policy=config.policy,
+            hold_s=config.hold_s,
             on_stage=self.metrics.route_s.observe,
             on_first_token=self.metrics.predicted_over_actual_ttft.observe,
         )

@@ -242,8 +242,11 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             Panel(
                 "Prefill that waits",
                 "s",
-                (("max by (model) (headstart_waiting_prefill_seconds{{}})", "{{model}}"),),
-                "At all workers of a model. Every gateway shows the same, but for the age of its view.",
+                (
+                    ("max by (model) (headstart_waiting_prefill_seconds{{}})", "{{model}}, at workers"),
+                    ("sum by (model) (headstart_held_prefill_seconds{{}})", "{{model}}, at gateways"),
+                ),
+                "Of all workers every gateway shows the same, but for the age of its view.",
             ),
             Panel(
                 "Tokens that wait",

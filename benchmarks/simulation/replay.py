@@ -24,7 +24,8 @@ from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
-from server.router.placement import Scorer
+from server.router.held_requests import RETRY_S, HeldRequests
+from server.router.placement import Decision, Scorer
 from server.router.policies import CostModel, Policy
 from server.router.types import RouteRequest
 
@@ -56,6 +57,8 @@ class ReplaySettings:
     """Blocks of a tier below each worker's pool, over the pool's; 0.0: there is none."""
     load: float = 20.0
     """Blocks come from the tier at so many times the prefill rate."""
+    hold_s: float = 0.0
+    """`--hold-s` of the gateways."""
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
 
@@ -71,6 +74,20 @@ class Outcome:
     max_over_mean_busy: float
     predicted_over_actual_p50: float
     """The time from the decision to the first token, as predicted, over what it took: the median."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A request at its gateway."""
+
+    session: Session
+    turn: int
+    gateway: int
+    arrived_s: float
+
+    @property
+    def request(self) -> TraceRequest:
+        return self.session.requests[self.turn]
 
 
 class Replay:
@@ -93,6 +110,7 @@ class Replay:
             self._make_gateway(GatewayId(f"gateway-{number}"), make_policy(), random.Random(rng.getrandbits(64)))
             for number in range(settings.num_gateways)
         ]
+        self._held = [HeldRequests[Arrival](settings.hold_s) for _ in self._gateways]
         self._ttft_s: dict[int, float] = {}
         self._predicted: dict[int, float] = {}
         self._cached: dict[int, tuple[int, int]] = {}
@@ -171,14 +189,35 @@ class Replay:
     # --- the course of a request --------------------------------------------------------------------------------
 
     def _arrive(self, session: Session, turn: int) -> None:
-        request = session.requests[turn]
-        self._arrivals.append(request.number)
-        gateway_id, scorer = self._gateway_rng.choice(self._gateways)
+        arrival = Arrival(session, turn, self._gateway_rng.choice(range(len(self._gateways))), self._now_s)
+        self._arrivals.append(arrival.request.number)
+        decision, held = self._decide(arrival), self._held[arrival.gateway]
+        if held.add(arrival, decision.request, decision.wait_s, self._now_s) is None:
+            self._place(arrival, decision)
+        elif len(held) == 1:
+            self._at(self._now_s + RETRY_S, partial(self._retry, held))
+
+    def _retry(self, held: HeldRequests[Arrival]) -> None:
+        """Place the held requests that need not wait any more."""
+        for each in held.due(self._now_s):
+            decision = self._decide(each.item)
+            if not held.stays(each, decision.wait_s, self._now_s):
+                held.remove(each)
+                self._place(each.item, decision)
+        if held:
+            self._at(self._now_s + RETRY_S, partial(self._retry, held))
+
+    def _decide(self, arrival: Arrival) -> Decision:
+        request = arrival.request
         route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes)
-        placement = scorer.place(scorer.decide(route, self._candidates(request)))
-        number = int(placement.worker.worker_id[-2:])
-        worker = self._workers[number]
-        worker.submit(Job(request, gateway_id, self._now_s, placement, session, turn), self._now_s)
+        return self._gateways[arrival.gateway][1].decide(route, self._candidates(request))
+
+    def _place(self, arrival: Arrival, decision: Decision) -> None:
+        gateway_id, scorer = self._gateways[arrival.gateway]
+        placement = scorer.place(decision)
+        worker = self._workers[int(placement.worker.worker_id[-2:])]
+        job = Job(arrival.request, gateway_id, arrival.arrived_s, placement, arrival.session, arrival.turn)
+        worker.submit(job, self._now_s)
         self._begin(worker)
 
     def _begin(self, worker: SimulatedWorker) -> None:
@@ -218,8 +257,9 @@ class Replay:
     def _prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
         job.placement.first_token()
-        self._ttft_s[job.request.number] = ttft_s = self._now_s - job.arrival_s
-        self._predicted[job.request.number] = job.placement.predicted_ttft_s / ttft_s
+        self._ttft_s[job.request.number] = self._now_s - job.arrival_s
+        placement = job.placement
+        self._predicted[job.request.number] = placement.predicted_ttft_s / (self._now_s - placement.placed_s)
         decode_s = worker.model.decode_s(job.request.num_output_tokens, worker.num_decoding)
         self._at(self._now_s + decode_s, lambda: self._decoded(worker, job))
         self._begin(worker)

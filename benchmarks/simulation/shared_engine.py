@@ -33,7 +33,7 @@ class SharedWorker(SimulatedWorker):
             request = job.request
             job.allocation = self.cache.allocate(len(request.block_ids), request.block_ids, ROOT, hashes=request.chain)
             if job.allocation is None:
-                assert self.num_active or self.num_decoding, "a prompt larger than the pool"
+                assert len(request.block_ids) < self.cache.num_blocks, "a prompt larger than the pool"
                 break
             self.report(now_s)
             self.queue.popleft()

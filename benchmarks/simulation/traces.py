@@ -1,4 +1,4 @@
-"""The recorded workloads, as requests whose blocks are already hashed.
+"""The recorded workloads, as requests whose blocks are already hashed: all sessions, or the even or odd `half` of them.
 
 Most traces name blocks by id, not by content; where there is text, its blocks get ids too. One id becomes one token of
 a block of one token, so that the real hash chain and allocator work on it; sizes in tokens are kept next to it.
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,11 +80,16 @@ class ConversationTrace:
     BLOCK_SIZE: Final = 512
     PREFILL_TOKENS_PER_S: Final = 8000.0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, half: int | None = None) -> None:
+        """Conversations differ in their second block: the first may be a shared system prompt."""
         self._times_s: list[float] = []
         self._requests: list[TraceRequest] = []
         distinct: set[int] = set()
+        conversations: dict[int, int] = {}
         for number, line in enumerate(_lines(path)):
+            conversation = conversations.setdefault(line["hash_ids"][:2][-1], len(conversations))
+            if half is not None and conversation % 2 != half:
+                continue
             distinct.update(line["hash_ids"])
             num_tokens = line["input_length"]
             block_ids = line["hash_ids"][: num_tokens // self.BLOCK_SIZE]
@@ -120,10 +125,10 @@ class CodingAgentTrace:
     MAX_TURNS: Final = 40
     START_S: Final = 2400.0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, half: int | None = None) -> None:
         numbers = count()
         self._sessions: list[tuple[list[TraceRequest], list[float]]] = []
-        for line in _lines(path):
+        for line in islice(_lines(path), half, None, 1 if half is None else 2):
             requests, think_s = self._session(line, numbers)
             if requests:
                 self._sessions.append((requests, think_s))
@@ -182,7 +187,7 @@ class ToolChatTrace:
     MAX_PROMPT_TOKENS: Final = 8192
     START_S: Final = 30.0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, half: int | None = None) -> None:
         from benchmarks.gateway_load.processes import make_bundle
         from benchmarks.replay_load.workload import Shape, load
         from server.text.chat_template import TemplateEnvironment
@@ -191,7 +196,7 @@ class ToolChatTrace:
         template = TemplateEnvironment().from_string(bundle.chat_template or "")
         numbers = count()
         self._sessions: list[list[TraceRequest]] = []
-        for conversation in load(path, Shape()):
+        for conversation in islice(load(path, Shape()), half, None, 1 if half is None else 2):
             requests = []
             for turn in conversation.turns:
                 messages = [{**message, "content": message.get("content") or ""} for message in turn.messages]

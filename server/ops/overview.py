@@ -120,6 +120,8 @@ class Overview(Collector):
             "Prefill seconds that wait at the model's workers, of all gateways: scale by it.",
             "model",
         )
+        held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
+        held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
         broken = self.fleet.broken()
         for model in sorted({worker.model for worker in self.fleet.workers()}):
             candidates = self.fleet.candidates(model, None)
@@ -127,7 +129,10 @@ class Overview(Collector):
             for state in ("serving", "draining", "broken"):
                 workers.add_metric((model, state), states.count(state))
             loads = [candidate.load for candidate in candidates]
-            waiting.add_metric((model,), sum(load.num_waiting for load in loads))
+            held_prefills_s = self.router.held_prefills_s(model)
+            held.add_metric((model,), len(held_prefills_s))
+            held_s.add_metric((model,), sum(held_prefills_s))
+            waiting.add_metric((model,), len(held_prefills_s) + sum(load.num_waiting for load in loads))
             running.add_metric((model,), sum(load.num_running for load in loads))
             prefill.add_metric((model,), sum(sum(load.queued_prefill_s.values()) for load in loads))
             num_blocks = sum(load.num_blocks for load in loads)
@@ -135,7 +140,7 @@ class Overview(Collector):
             usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
             for block_size in sorted({candidate.member.block_size for candidate in candidates}):
                 pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
-        yield from (workers, waiting, running, usage, pools, prefill)
+        yield from (workers, waiting, running, usage, pools, prefill, held, held_s)
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:

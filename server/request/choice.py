@@ -57,6 +57,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hard_affinity=hints.hard_affinity,
             adapter=self.model.adapter,
             required=tuple(sampling_features(self.sampling)),
+            priority=self.priority,
+            tenant=self.tenant,
         )
 
 

@@ -52,6 +52,11 @@ class Decision(msgspec.Struct, eq=False):
     best: Sequence[WorkerView] = ()
     """Empty when every worker is guarded, or predicted to miss the request's budget."""
 
+    @property
+    def wait_s(self) -> float:
+        """How long the request would wait at the chosen worker before its prefill; 0 without one."""
+        return min([worker.wait_s for worker in self.best], default=0.0)
+
 
 class PlacementObserver(Protocol):
     """Follows placements."""

@@ -1,10 +1,15 @@
 """The router: looks the prompt up in the index, asks the fleet for candidates, and places the request.
 
 The lookup is awaited. Everything after it happens in one turn of the event loop, so that decisions see each other.
+
+    place --> decide --> wait at the worker short --> placed
+                |
+                +------> long --> held --> decide again, the tenants in turn --> placed
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -13,9 +18,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
 from server.router.decisions import DecisionLog
+from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import QUEUE_FULL, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
@@ -91,6 +99,15 @@ class IndexAccuracy:
         self.blind = blind
 
 
+class _Waiting(msgspec.Struct, eq=False):
+    """A held request, and where it goes once that is known."""
+
+    request: RouteRequest
+    prefill_s: float
+    """Its prefill at its worker, as last decided."""
+    placed: asyncio.Future[Placement]
+
+
 class Router:
     """Places requests at workers. Owned by the gateway's event loop."""
 
@@ -101,6 +118,7 @@ class Router:
         gateway_id: GatewayId,
         *,
         policy: str = "headstart",
+        hold_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_stage: Callable[[float, str], None] = lambda elapsed_s, stage: None,
@@ -108,6 +126,7 @@ class Router:
     ) -> None:
         """Raises ValueError for an unknown policy.
 
+        `hold_s`: requests that would wait longer at their worker wait here (see `HeldRequests`); 0.0: none does.
         `on_stage` receives the duration of each stage of a decision: lookup and choose. `on_first_token` receives the
         predicted over the actual time from a placement to its first token.
         """
@@ -120,6 +139,9 @@ class Router:
         self.decisions = DecisionLog()
         self.prefix_tree = PrefixTree(clock)
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random(), self)
+        self.held = HeldRequests[_Waiting](hold_s)
+        self._releasing: asyncio.Task[None] | None = None
+        """Runs while requests are held."""
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
         self._failed_s = self._answered_s = -math.inf
@@ -127,17 +149,58 @@ class Router:
 
     async def place(self, request: RouteRequest) -> Placement:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
+        found, decision = await self._decide(request)
+        if request.may_be_held and (wait_s := decision.wait_s) > 0.0:
+            waiting = _Waiting(request, decision.best[0].prefill_s, asyncio.get_running_loop().create_future())
+            if (held := self.held.add(waiting, request, wait_s, self._clock())) is not None:
+                return await self._wait(held)
+        return self._place(decision, found)
+
+    async def _decide(self, request: RouteRequest) -> tuple[Sequence[Candidate] | None, Decision]:
+        """Return what the index found, None for no answer, and the decision made with it."""
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model)
         found_s = self._clock()
         self._on_stage(found_s - begun_s, "lookup")
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken())
+        self._on_stage(self._clock() - found_s, "choose")
+        return found, decision
+
+    def _place(self, decision: Decision, found: Sequence[Candidate] | None) -> Placement:
+        """Raises NoWorkerError."""
         if not decision.best:
             raise _no_worker(decision)
         placement = self.scorer.place(decision)
-        self._on_stage(self._clock() - found_s, "choose")
-        self.decisions.decided(decision, placement, found_s, index_answered=found is not None)
+        self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
         return placement
+
+    async def _wait(self, held: HeldRequest[_Waiting]) -> Placement:
+        """Wait for a held request's placement. Raises NoWorkerError."""
+        placed = held.item.placed
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release())
+        try:
+            return await placed
+        except asyncio.CancelledError:
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
+                placed.result().close()
+            raise
+        finally:
+            self.held.remove(held)
+
+    async def _release(self) -> None:
+        """Place held requests as soon as they would wait no longer at a worker, until none is left."""
+        while self.held:
+            for held in self.held.due(self._clock()):
+                request, placed = held.item.request, held.item.placed
+                found, decision = await self._decide(request)
+                if placed.done() or self.held.stays(held, decision.wait_s, self._clock()):
+                    continue
+                try:
+                    placed.set_result(self._place(decision, found))
+                except NoWorkerError as error:
+                    placed.set_exception(error)
+            await asyncio.sleep(RETRY_S)
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return what `place` would see of each worker, and whom it would choose, without placing anything."""
@@ -151,6 +214,10 @@ class Router:
             "choice": [worker.member.worker_id for worker in decision.best],
             "workers": [self._explained(worker) for worker in decision.workers],
         }
+
+    def held_prefills_s(self, model: str) -> list[float]:
+        """Return the prefill seconds of each held request."""
+        return [held.item.prefill_s for held in self.held if held.item.request.model == model]
 
     def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None:
         """Compare what was promised with what the worker found. Called by placements."""

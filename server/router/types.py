@@ -55,6 +55,14 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Features that the worker must have (`worker.wire.required_features`)."""
     ttft_budget_s: float | None = None
     """Only workers whose predicted time to first token is not longer."""
+    priority: int = 0
+    """Lower is earlier."""
+    tenant: str = ""
+
+    @property
+    def may_be_held(self) -> bool:
+        """It may wait at the gateway: it is new, has no budget, and may go to any worker."""
+        return self.ttft_budget_s is None and self.numerics is None and not self.hard_affinity
 
 
 class WorkerView(msgspec.Struct, eq=False):
@@ -110,10 +118,14 @@ class WorkerView(msgspec.Struct, eq=False):
         return 0.0 if self.plan is None else self.plan.load_s
 
     @property
+    def wait_s(self) -> float:
+        """Time from the decision until it prefills, as far as the worker's load tells."""
+        return self.queue_s + (self.kv_wait_s if self.kv_usage > 1.0 else 0.0)  # below, it is the price of evictions
+
+    @property
     def predicted_ttft_s(self) -> float:
         """Time from the decision to the first token, as far as the worker's load tells."""
-        wait_s = self.kv_wait_s if self.kv_usage > 1.0 else 0.0  # below, it is the price of evictions
-        return self.queue_s + wait_s + self.load_s + self.prefill_s
+        return self.wait_s + self.load_s + self.prefill_s
 
     @property
     def num_outstanding(self) -> int:

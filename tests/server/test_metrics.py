@@ -55,6 +55,7 @@ def fleet_metrics(
     models: Sequence[str] = ("m",),
     broken: Sequence[str] = (),
     blind: bool = False,
+    held_prefills_s: Sequence[float] = (),
 ) -> Overview:
     fleet = SimpleNamespace(
         workers=lambda: [SimpleNamespace(model=model) for model in models],
@@ -62,7 +63,12 @@ def fleet_metrics(
         broken=lambda: set(broken),
     )
     scorer = SimpleNamespace(num_outstanding=lambda: 0)
-    router = SimpleNamespace(fleet=fleet, index_state=lambda: {"blind": blind}, scorer=scorer)
+    router = SimpleNamespace(
+        fleet=fleet,
+        index_state=lambda: {"blind": blind},
+        scorer=scorer,
+        held_prefills_s=lambda model: list(held_prefills_s),
+    )
     services = SimpleNamespace(requests=SimpleNamespace(router=router, metrics=None))
     return Overview(None, services, NoIndex())  # type: ignore[arg-type]
 
@@ -107,3 +113,11 @@ def test_the_waiting_prefill_follows_the_load_of_all_gateways() -> None:
     assert waiting_s({}, {}) == 0.0
     assert waiting_s({mine: 1.5, other: 2.0}, {other: 0.5}) == 4.0
     assert waiting_s() == 0.0, "a model without workers"
+
+
+def test_held_requests_wait_too() -> None:
+    registry = CollectorRegistry()
+    registry.register(fleet_metrics([candidate("w", WorkerLoad(num_waiting=1))], held_prefills_s=(0.5, 2.0)))
+    assert registry.get_sample_value("headstart_held_requests", {"model": "m"}) == 2.0
+    assert registry.get_sample_value("headstart_held_prefill_seconds", {"model": "m"}) == 2.5
+    assert registry.get_sample_value("vllm:num_requests_waiting", {"model_name": "m"}) == 3.0

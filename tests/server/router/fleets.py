@@ -84,7 +84,7 @@ def make_request(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest
 class Fleets:
     """A router over a fleet whose workers answer from a dict."""
 
-    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = ()) -> None:
+    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = (), hold_s: float = 0.0) -> None:
         self.clock = Clock()
         self.index = Index(self.clock)
         self.states: dict[str, WorkerState] = {}
@@ -94,6 +94,7 @@ class Fleets:
             self.fleet,
             GatewayId("g"),
             policy=policy,
+            hold_s=hold_s,
             clock=self.clock,
             rng=random.Random(1),
         )

@@ -1,0 +1,95 @@
+"""The queue of requests that this gateway holds, since each would wait for long at its worker. It has no I/O.
+
+A held request is placed once it would wait at its worker for at most `hold_s`, or for a tenth of its wait so far. It
+goes where the index says by then: late binding. Short prompts seldom wait, since workers let them pass long ones.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Final, Generic, TypeVar
+
+from server.router.types import RouteRequest
+
+T = TypeVar("T")
+
+RETRY_S: Final = 0.05
+"""The least time between two decisions about a held request."""
+WAIT_SHARE: Final = 0.1
+"""A request goes once it would wait at its worker for so much of its wait so far: none waits here for ever."""
+_by_order: Final = attrgetter("order")
+
+
+class HeldRequest(Generic[T]):
+    """An item of the queue."""
+
+    __slots__ = ("due_s", "item", "order", "since_s")
+
+    def __init__(self, item: T, order: tuple[int, float, int], since_s: float, due_s: float) -> None:
+        self.item = item
+        self.order = order
+        """Its place: priority, the tenant's turn, arrival."""
+        self.since_s = since_s
+        self.due_s = due_s
+        """No earlier can another decision differ from the last."""
+
+
+class HeldRequests(Generic[T]):
+    """Held requests by priority, then tenants in turn, by their prompt tokens, then by arrival.
+
+    Source of the turns: Goyal et al., "Start-time Fair Queueing" (SIGCOMM 1996).
+    """
+
+    def __init__(self, hold_s: float) -> None:
+        """`hold_s`: the longest wait at a worker for which a request is sent there at once. 0.0: any."""
+        self.hold_s = hold_s
+        self._queue: list[HeldRequest[T]] = []
+        self._turn_tokens = 0.0
+        """The turn of the last request that left, in prompt tokens of virtual time."""
+        self._next_turn: dict[str, float] = {}
+        """By tenant."""
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[HeldRequest[T]]:
+        return iter(self._queue)
+
+    def add(self, item: T, request: RouteRequest, wait_s: float, now_s: float) -> HeldRequest[T] | None:
+        """Hold a request that would wait `wait_s` at its worker. Return None if it goes there at once."""
+        if not 0.0 < self.hold_s < wait_s:
+            return None
+        turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
+        self._next_turn[request.tenant] = turn + request.num_prompt_tokens
+        self._num_added += 1
+        held = HeldRequest(item, (request.priority, turn, self._num_added), now_s, self._due_s(wait_s, 0.0, now_s))
+        insort(self._queue, held, key=_by_order)
+        return held
+
+    def due(self, now_s: float) -> list[HeldRequest[T]]:
+        """Return those worth another decision, in their order."""
+        return [held for held in self._queue if held.due_s <= now_s]
+
+    def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
+        """Return whether it stays in the queue: it would still wait `wait_s` at its worker."""
+        waited_s = now_s - held.since_s
+        if wait_s <= max(self.hold_s, waited_s * WAIT_SHARE):
+            return False
+        held.due_s = self._due_s(wait_s, waited_s, now_s)
+        return True
+
+    def remove(self, held: HeldRequest[T]) -> None:
+        """Take it out: it goes to a worker, or its client has left."""
+        self._queue.remove(held)
+        self._turn_tokens = max(self._turn_tokens, held.order[1])
+        if not self._queue:
+            self._turn_tokens = 0.0
+            self._next_turn.clear()
+
+    def _due_s(self, wait_s: float, waited_s: float, now_s: float) -> float:
+        """Return when it can go at the earliest: a worker computes a second of its queue in a second."""
+        at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * waited_s) / (1.0 + WAIT_SHARE))
+        return now_s + max(RETRY_S, at_worker_s)

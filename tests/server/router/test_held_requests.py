@@ -1,0 +1,179 @@
+"""Requests wait at the gateway while every worker would let them wait longer, and go where the index says then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.records import WorkerLoad
+from cache.types import GatewayId, WorkerId
+from server.router.held_requests import WAIT_SHARE, HeldRequests
+from server.router.placement import Placement
+from server.router.types import NoWorkerError, RouteRequest
+from tests.server.router.fleets import RATE, Fleets, chain, make_request, member
+from tests.waiting import until
+
+OTHER = GatewayId("other")
+
+
+def request(tenant: str = "", priority: int = 0, num_prompt_tokens: int = 100) -> RouteRequest:
+    return make_request([], tenant=tenant, priority=priority, num_prompt_tokens=num_prompt_tokens)
+
+
+@pytest.fixture
+def fleets() -> Iterator[Fleets]:
+    """Two workers that run prefills one by one, each with ten seconds of another gateway's."""
+    fleets = Fleets(hold_s=3.0)
+    for name in "ab":
+        fleets.index.register(member(name, prefill_order="fifo"))
+        queue(fleets, name, 10.0)
+    return fleets
+
+
+def queue(fleets: Fleets, name: str, seconds: float) -> None:
+    load = WorkerLoad({OTHER: seconds}, prefill_tokens_per_s=RATE)
+    fleets.index.memory.publish(WorkerId(name), load=load)
+
+
+async def held(fleets: Fleets, num: int) -> None:
+    await until(lambda: len(fleets.router.held) == num)
+
+
+def pass_time(fleets: Fleets, seconds: float, left_s: float = 0.0) -> None:
+    """Let time pass, after which so much prefill is left at each worker."""
+    fleets.clock.now_s += seconds
+    for name in "ab":
+        queue(fleets, name, left_s)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.integers(1, 1000)), min_size=1, max_size=40))
+def test_priorities_come_first_and_then_tenants_in_turn(arrivals: list[tuple[str, int, int]]) -> None:
+    queue = HeldRequests[int](1.0)
+    for number, (tenant, priority, num_tokens) in enumerate(arrivals):
+        assert queue.add(number, request(tenant, priority, num_tokens), 9.0, 0.0) is not None
+    order = [each.item for each in queue.due(100.0)]
+    assert sorted(order) == list(range(len(arrivals)))
+    assert [arrivals[i][1] for i in order] == sorted(priority for _, priority, _ in arrivals)
+    for tenant in "abc":
+        own = [i for i in order if arrivals[i][0] == tenant]
+        assert own == sorted(own, key=lambda i: (arrivals[i][1], i)), "a tenant's own requests keep their order"
+    if len({priority for _, priority, _ in arrivals}) == 1:
+        # While two tenants have requests, what they got differs by no more than one request of each.
+        got, left = Counter[str](), Counter(tenant for tenant, _, _ in arrivals)
+        largest = max(num_tokens for *_, num_tokens in arrivals)
+        for i in order:
+            tenant, _, num_tokens = arrivals[i]
+            assert all(got[tenant] - got[other] <= largest for other in left if left[other])
+            got[tenant] += num_tokens
+            left[tenant] -= 1
+
+
+@given(st.floats(0.0, 1000.0), st.floats(0.0, 1000.0))
+def test_a_request_stays_while_its_worker_would_let_it_wait_and_it_came_lately(wait_s: float, at_s: float) -> None:
+    queue = HeldRequests[str](3.0)
+    held = queue.add("x", request(), 50.0, 0.0)
+    assert held is not None
+    stays = queue.stays(held, wait_s, at_s)
+    assert stays == (wait_s > max(3.0, WAIT_SHARE * at_s))
+    if stays:
+        # A worker computes a second in a second, so until then the answer cannot change; then it may.
+        sooner_s = at_s + 0.99 * (held.due_s - at_s)
+        if held.due_s - at_s > 0.06:
+            assert queue.stays(held, wait_s - (sooner_s - at_s), sooner_s)
+    queue.remove(held)
+    assert not len(queue)
+
+
+def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
+    assert HeldRequests[str](3.0).add("x", request(), 3.0, 0.0) is None
+    assert HeldRequests[str](0.0).add("x", request(), 1e9, 0.0) is None
+
+
+async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) -> None:
+    hashes = chain(40)
+    waiting = asyncio.create_task(fleets.place(hashes))
+    await held(fleets, 1)
+    assert fleets.router.scorer.num_outstanding() == 0
+    assert fleets.router.held_prefills_s("m") == [pytest.approx(0.65, abs=0.02)]
+    fleets.index.memory.publish(WorkerId("b"), hashes[:30])
+    pass_time(fleets, 8.0, left_s=1.0)
+    placement = await asyncio.wait_for(waiting, 5.0)
+    assert placement.worker.worker_id == "b"
+    assert placement.promised_tokens == 480
+    assert len(fleets.router.held) == 0
+
+
+async def test_a_short_queue_an_affinity_and_a_budget_hold_nothing(fleets: Fleets) -> None:
+    hard = {"affinity_key": "s", "hard_affinity": True}
+    for changes in ({"ttft_budget_s": 60.0}, hard, {"numerics": member("a").numerics}):
+        assert (await fleets.place(chain(4), **changes)).worker.worker_id in "ab"
+    queue(fleets, "a", 2.0)
+    fleets.clock.now_s += 0.01
+    queue(fleets, "a", 2.0)
+    assert (await asyncio.wait_for(fleets.place(chain(8)), 5.0)).worker.worker_id == "a"
+
+
+async def test_tenants_take_turns_when_places_come_free(fleets: Fleets) -> None:
+    placed: list[str] = []
+
+    async def place(tenant: str) -> None:
+        placement = await fleets.place([], num_prompt_tokens=4000, tenant=tenant)
+        placed.append(tenant)
+        placement.close()
+
+    tasks = [asyncio.create_task(place(tenant)) for tenant in "hhhhh"]
+    await held(fleets, 5)
+    tasks.append(asyncio.create_task(place("light")))
+    await held(fleets, 6)
+    for num_placed in range(1, 7):
+        fleets.clock.now_s += 10.0
+        queue(fleets, "a", 0.0)
+        queue(fleets, "b", 60.0)
+        await until(lambda num=num_placed: len(placed) >= num)
+    await asyncio.gather(*tasks)
+    assert placed.index("light") <= 2
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind(fleets: Fleets) -> None:
+    waiting = asyncio.create_task(fleets.place(chain(40)))
+    await held(fleets, 1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert len(fleets.router.held) == 0
+    assert fleets.router.scorer.num_outstanding() == 0
+
+
+async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fleets) -> None:
+    waiting = asyncio.create_task(fleets.place(chain(40)))
+    await held(fleets, 1)
+    (item,) = (each.item for each in fleets.router.held)
+    decided: asyncio.Future[Placement] = item.placed
+
+    def place_and_leave(placement: Placement) -> None:
+        decided.set_result(placement)
+        waiting.cancel()
+
+    item.placed = SimpleNamespace(done=decided.done, set_result=place_and_leave)
+    pass_time(fleets, 10.0)
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    assert decided.result().worker.worker_id in "ab"
+    assert fleets.router.scorer.num_outstanding() == 0
+
+
+async def test_the_last_worker_goes_while_a_request_is_held(fleets: Fleets) -> None:
+    waiting = asyncio.create_task(fleets.place(chain(40)))
+    await held(fleets, 1)
+    fleets.clock.now_s += 10.0
+    for name in "ab":
+        fleets.index.memory.publish(WorkerId(name), load=WorkerLoad(draining=True))
+    with pytest.raises(NoWorkerError, match="draining"):
+        await asyncio.wait_for(waiting, 5.0)
+    assert len(fleets.router.held) == 0
