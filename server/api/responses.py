@@ -52,9 +52,10 @@ class ResponsesEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         id_ = f"resp_{uuid.uuid4().hex}"
+        with trace_stage("validate"):
+            request = await RESPONSES.read(body, self._models.max_text_bytes)
         try:
             with trace_stage("validate"):
-                request = await RESPONSES.read(body, self._models.max_text_bytes)
                 chat = _chat_request(request)
                 chat.check()
             with trace_stage("tokenise"):

@@ -145,13 +145,11 @@ def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[st
 
 def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> Grammar | None:
     """Return the constraint on the output; at most one of both is given."""
+    if formatted is not None and (given := formatted.given_schema) is not None:
+        field, schema = given
+        return Grammar("json_schema", _json(schema, f"response_format.{field}"))
     if formatted is not None and formatted.type == "json_object":
         return Grammar("json_object", "")
-    if formatted is not None and formatted.json_schema is not None:
-        schema = formatted.json_schema.schema
-        if schema is None:
-            return Grammar("json_object", "")
-        return Grammar("json_schema", _json(schema, "response_format.json_schema.schema"))
     if structured is None:
         return None
     [name] = structured.given()

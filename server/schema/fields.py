@@ -6,7 +6,6 @@ ModelFields          the fields of every generating route, /v1/responses include
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
@@ -28,24 +27,6 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ShortText = Annotated[str, Meta(max_length=64)]
 FormatType = Literal["text", "json_object", "json_schema"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-_PRIVATE: Final = "is not offered on the public port"
-_CONSTRAINTS: Final = "is not offered: use structured_outputs"
-NOT_OFFERED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"), _PRIVATE),
-    **dict.fromkeys(("custom_logit_processor", "logits_processors", "lora_path", "prompt_embeds"), _PRIVATE),
-    **dict.fromkeys(("return_hidden_states", "session_params", "vllm_xargs"), _PRIVATE),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _CONSTRAINTS),
-    **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex"), _CONSTRAINTS),
-    **dict.fromkeys(("mirostat", "moderation"), "is not offered"),
-    "n_predict": "is not offered: use max_tokens",
-    "repeat_penalty": "is not offered: use repetition_penalty",
-    "return_tokens_as_token_ids": "is not offered: use return_token_ids",
-    "stop_regex": "is not offered: use stop",
-    "thinking_token_budget": "is not offered: use reasoning_effort",
-    "use_beam_search": "is not offered: the server samples",
-}
-"""The fields that every route knows and refuses, each with the reason."""
 
 
 class TextPart(Struct, kw_only=True):
@@ -82,11 +63,16 @@ class Message(Struct, kw_only=True):
     reasoning: str | None = None
     refusal: str | None = None
     audio: Any = None
+    prefix: Any = None
+    partial: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequestError, whose `param` is a field of the message."""
         if self.role not in ROLES:
             raise invalid("role", f"must be one of {', '.join(ROLES)}")
+        if self.prefix or self.partial:
+            name = "prefix" if self.prefix else "partial"
+            raise unsupported(name, "is not offered: use continue_final_message")
         if self.audio is not None:
             raise unsupported("audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
@@ -157,8 +143,30 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
+    """A format. Others than OpenAI put the schema into `schema` (llama.cpp, Fireworks) or `value` (TGI)."""
+
     type: FormatType
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
+
+    @property
+    def given_schema(self) -> tuple[str, dict[str, Any]] | None:
+        """The schema, wherever it is given, after the field that holds it."""
+        nested = None if self.json_schema is None else self.json_schema.schema
+        places = {"json_schema.schema": nested, "schema": self.schema, "value": self.value}
+        return next(((name, schema) for name, schema in places.items() if schema is not None), None)
+
+    def check(self) -> None:
+        """Raises InvalidRequestError."""
+        given = [name for name in ("json_schema", "schema", "value") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise invalid(f"response_format.{given[1]}", f"and {given[0]} exclude each other")
+        if given and (self.type == "text" or (self.type == "json_object" and self.json_schema is not None)):
+            raise invalid(f"response_format.{given[0]}", "needs the type json_schema")
+        if self.type == "json_schema" and self.given_schema is None:
+            name = "json_schema" if self.json_schema is None else "json_schema.schema"
+            raise invalid(f"response_format.{name}", "is required")
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -284,9 +292,8 @@ class SamplingFields(ModelFields, kw_only=True):
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available with stream: true")
         formatted = self.response_format
-        if formatted is None or formatted.type == "text":
+        if formatted is None:
             return
-        if self.structured_outputs is not None:
+        formatted.check()
+        if formatted.type != "text" and self.structured_outputs is not None:
             raise invalid("structured_outputs", "and response_format exclude each other")
-        if formatted.type == "json_schema" and formatted.json_schema is None:
-            raise invalid("response_format.json_schema", "is required")

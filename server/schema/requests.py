@@ -1,8 +1,8 @@
 """The bodies of /v1/chat/completions, /v1/completions and /v1/responses, checked field by field.
 
 `null` equals absent. A wrong type or range is a 400 that names the field. So is a known field that is not offered and
-would change the answer, unless it is empty or false. Hints that cannot change the answer are accepted, and unknown
-fields are ignored. docs/api.md lists every field, and a test compares the two.
+would change the answer (`server.schema.field_table`), unless its value asks for nothing. Hints that cannot change the
+answer are accepted, and unknown fields are ignored. docs/api.md lists every field, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import LARGE_BODY_BYTES, invalid, read_json, unsupported
+from server.schema.field_table import Refusal, refused_at
 from server.schema.fields import (
     MAX_TOOLS,
-    NOT_OFFERED,
     Count,
     FormatType,
     Message,
@@ -248,17 +248,21 @@ BodyT = TypeVar("BodyT", bound=ModelFields)
 
 
 class NotOffered:
-    """The value of a refused field. Only null, false, "" and [] are accepted, since they say nothing."""
+    """The value of a refused field: one that asks for nothing."""
+
+    neutral: ClassVar[tuple[Any, ...]] = ()
 
 
 class BodyDecoder(Generic[BodyT]):
     """The decoder and the checks of one route's bodies."""
 
-    def __init__(self, kind: type[BodyT], refused: Mapping[str, str]) -> None:
-        """`refused`: the fields that are known and not offered, each with the reason."""
-        self.refused = refused
+    def __init__(self, kind: type[BodyT], route: str) -> None:
+        self.refused: Mapping[str, Refusal] = refused_at(route, kind.__struct_fields__)
         self._text_field = kind.text_field
-        fields = [(name, NotOffered | None, None) for name in refused]
+        fields = [
+            (name, type("NotOffered", (NotOffered,), {"neutral": refusal.neutral}) | None, None)
+            for name, refusal in self.refused.items()
+        ]
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
 
@@ -269,7 +273,7 @@ class BodyDecoder(Generic[BodyT]):
             request: BodyT = await read_json(body, self._decode, max_text_bytes, self._text_field)
         except InvalidRequestError as error:
             if error.param is not None and error.param in self.refused:
-                raise unsupported(error.param, self.refused[error.param]) from None
+                raise unsupported(error.param, self.refused[error.param].why) from None
             raise
         if is_large:
             await asyncio.sleep(0)
@@ -280,8 +284,8 @@ class BodyDecoder(Generic[BodyT]):
 
 
 def _accept_nothing(kind: type, value: object) -> NotOffered:
-    if kind is NotOffered and value in (False, "", []):
-        return NotOffered()
+    if issubclass(kind, NotOffered) and value in kind.neutral:
+        return kind()
     raise ValueError("not offered")
 
 
@@ -294,34 +298,6 @@ def _one_prompt(item: object, param: str) -> str | list[int]:
         raise invalid(param, f"holds token ids, which are integers from 0: {error}") from None
 
 
-CHAT: Final = BodyDecoder(
-    ChatRequest,
-    {
-        **NOT_OFFERED,
-        "add_special_tokens": "is not offered: the chat template writes them",
-        "audio": "is not offered: this server makes text",
-        "chat_template": "is not accepted from a request",
-        "documents": "is not offered",
-        "echo": "is not offered: use /v1/completions",
-        "function_call": "is deprecated: use tool_choice",
-        "functions": "is deprecated: use tools",
-        "input_ids": "is not offered: use /v1/completions with a prompt of token ids",
-        "mm_processor_kwargs": "is not offered: this model reads text",
-        "web_search_options": "is not offered",
-    },
-)
-COMPLETION: Final = BodyDecoder(
-    CompletionRequest, {**NOT_OFFERED, "suffix": "is not offered: the model does not fill in the middle"}
-)
-RESPONSES: Final = BodyDecoder(
-    ResponsesRequest,
-    {
-        **NOT_OFFERED,
-        "background": "needs stored responses, which this server does not keep",
-        "context_management": "is not offered: send what the model shall see",
-        "conversation": "needs stored conversations, which this server does not keep: send the whole input",
-        "max_tool_calls": "concerns built-in tools, which are not offered",
-        "previous_response_id": "needs stored responses, which this server does not keep: send the whole input",
-        "prompt": "needs stored prompts, which this server does not keep: send instructions and input",
-    },
-)
+CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")
+COMPLETION: Final = BodyDecoder(CompletionRequest, "/v1/completions")
+RESPONSES: Final = BodyDecoder(ResponsesRequest, "/v1/responses")

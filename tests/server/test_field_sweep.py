@@ -1,0 +1,173 @@
+"""Every field that clients or other servers know is honoured, refused by name, or one that cannot change an answer."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
+from tokenizers import Tokenizer
+
+from server.schema.field_table import IGNORED, REFUSED
+from server.schema.requests import CHAT, COMPLETION, RESPONSES, BodyDecoder
+from tests.server.conftest import ANSWER, CHATML, bundle_of
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import post
+from tests.server.test_fields import BODIES, KINDS, hints
+
+ENGINES: Final = tomllib.loads((Path(__file__).parents[1] / "data" / "engine_fields.toml").read_text())
+OPENAI: Final[dict[str, Any]] = {
+    "/v1/chat/completions": ChatParams,
+    "/v1/completions": CompletionParams,
+    "/v1/responses": ResponseParams,
+}
+NAMES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/responses": "responses"}
+DECODERS: Final[dict[str, BodyDecoder[Any]]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
+}
+TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+MESSAGES: Final = [{"role": "user", "content": "y"}]
+PARTIAL: Final = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}}
+VALUES: Final[dict[str, dict[str, Any]]] = {
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "add_special_tokens": {"add_special_tokens": False},
+    "allowed_token_ids": {"allowed_token_ids": [1, 2]},
+    "bad_words": {"bad_words": ["x"]},
+    "best_of": {"best_of": 2},
+    "cache_salt": {"cache_salt": "x"},
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+    "continue_final_message": {"continue_final_message": True, "add_generation_prompt": False, "messages": PARTIAL},
+    "echo": {"echo": True},
+    "frequency_penalty": {"frequency_penalty": 1.0},
+    "ignore_eos": {"ignore_eos": True},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop": "a"},
+    "input": {"input": "another"},
+    "instructions": {"instructions": "Be brief."},
+    "logit_bias": {"logit_bias": {"1": 5}},
+    "max_completion_tokens": {"max_completion_tokens": 3},
+    "max_output_tokens": {"max_output_tokens": 3},
+    "max_tokens": {"max_tokens": 3},
+    "messages": {"messages": MESSAGES},
+    "min_p": {"min_p": 0.5},
+    "min_tokens": {"min_tokens": 2},
+    "n": {"n": 2},
+    "presence_penalty": {"presence_penalty": 1.0},
+    "priority": {"priority": -1},
+    "prompt": {"prompt": "another"},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "reasoning_effort": {"reasoning_effort": "high"},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "return_token_ids": {"return_token_ids": True},
+    "seed": {"seed": 7},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "stop": {"stop": "a"},
+    "stop_token_ids": {"stop_token_ids": [3]},
+    "stream": {"stream": True},
+    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+    "temperature": {"temperature": 0.5},
+    "text": {"text": {"format": {"type": "json_object"}}},
+    "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
+    "tools": {"tools": [TOOL]},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 1},
+    "truncation_side": {"truncation_side": "right", "truncate_prompt_tokens": 1},
+    "typical_p": {"typical_p": 0.5},
+}
+"""A value that changes the answer, with what it needs to be accepted."""
+WORDS: Final[dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": {},
+    "/v1/completions": {"prompt": "The capital of France"},
+    "/v1/responses": {},
+}
+COMPLETION_VALUES: Final = {"logprobs": {"logprobs": 2}}
+CHAT_VALUES: Final = {
+    "logprobs": {"logprobs": True},
+    "top_logprobs": {"top_logprobs": 2, "logprobs": True},
+    "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [TOOL], "tool_choice": "required"},
+    "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
+    "tools": {"tools": [TOOL]},
+}
+RESPONSES_TOOL: Final = {"type": "function", **TOOL["function"]}
+RESPONSES_VALUES: Final = {
+    "reasoning": {"reasoning": {"effort": "high"}},
+    "top_logprobs": {"top_logprobs": 2},
+    "include": {"include": ["message.output_text.logprobs"]},
+    "tools": {"tools": [RESPONSES_TOOL]},
+    "tool_choice": {"tool_choice": "required", "tools": [RESPONSES_TOOL]},
+    "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [RESPONSES_TOOL], "tool_choice": "required"},
+}
+OWN: Final = {
+    "/v1/chat/completions": VALUES | CHAT_VALUES,
+    "/v1/completions": VALUES | COMPLETION_VALUES,
+    "/v1/responses": VALUES | RESPONSES_VALUES,
+}
+UNCHANGED: Final = {"model", "modalities", "truncation"}
+"""Honoured fields of which every other value is an error."""
+
+
+def known(path: str) -> dict[str, str]:
+    """Name every field that a client or a server knows on this route, with who knows it."""
+    fields = dict.fromkeys(OPENAI[path].__annotations__, "openai")
+    for engine, table in ENGINES.items():
+        fields |= dict.fromkeys(table.get(NAMES[path], ()), engine)
+    for other, kind in KINDS.items():
+        fields |= dict.fromkeys(kind.__struct_fields__, other)
+    return fields
+
+
+@pytest.fixture
+def worker(raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    """One whose template, tokens and answer show every field."""
+    template = CHATML + "{{ enable_thinking }}{{ reasoning_effort }}"
+    reply = [*raw_tokenizer.encode(ANSWER).ids, 0]
+    return ScriptedWorker(bundle_of(raw_tokenizer, chat_template=template, add_bos=True), reply=reply)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_known_field_has_an_entry(path: str) -> None:
+    entries = {*KINDS[path].__struct_fields__, *REFUSED[path], *IGNORED}
+    assert {field: who for field, who in known(path).items() if field not in entries} == {}
+    assert not set(IGNORED) & {*KINDS[path].__struct_fields__, *REFUSED[path]}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_no_honoured_field_is_ignored(worker: ScriptedWorker, path: str) -> None:
+    """A value that would change the answer changes what the worker gets, or what the client gets."""
+    silent = []
+    async with gateway(worker) as target:
+
+        async def observed(body: dict[str, Any]) -> tuple[Any, ...]:
+            status, _, raw = await post(target.url, body, path)
+            assert status == 200, (body, raw)
+            request = worker.received[-1]
+            seeds = [choice.seed for choice in request.choices]
+            return list(request.prompt_ids), request.sampling, seeds, request.priority, request.root, shape(raw)
+
+        for field in sorted(set(KINDS[path].__struct_fields__) - hints(path) - UNCHANGED):
+            values = OWN[path][field]
+            body = {"seed": 1, **BODIES[path], **WORDS[path], **values}
+            before = {"seed": 1, **BODIES[path], **WORDS[path], **{k: v for k, v in values.items() if k != field}}
+            if await observed(body) == await observed(before):
+                silent.append(field)
+    assert silent == []
+
+
+def shape(raw: bytes) -> Any:
+    """Return an answer without what differs each time."""
+    text = raw.decode()
+    if text.startswith(("data:", "event:")):
+        events = [line for line in text.splitlines() if line.startswith("data:")]
+        return "stream", len(events), '"usage":{' in text
+    return re.sub(r'"(id|created|created_at)":("[^"]*"|[0-9]+)', "", text)
