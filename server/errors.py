@@ -73,7 +73,13 @@ class InvalidRequestError(ApiError, status=400, type=_REQUEST_ERROR):
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
-    """The prompt and `max_tokens` do not fit the model's context."""
+    """The prompt and `max_tokens` do not fit the model's context. Clients know it by OpenAI's sentence."""
+
+    def __init__(self, however: str, max_model_len: int | None, *, param: str | None = None) -> None:
+        """`max_model_len`: None if the text is too long for every model that is served."""
+        limit = "exceeded" if max_model_len is None else f"{max_model_len} tokens"
+        remedy = "Please reduce the length of the messages or completion."
+        super().__init__(f"This model's maximum context length is {limit}. However, {however}. {remedy}", param=param)
 
 
 class AuthenticationError(

@@ -14,20 +14,19 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from worker.common.json_whitespace import whitespace_options
 from worker.scheduler.request import ConstraintError
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_WHITESPACE: Final = r"[\x20\x0A]{1,40}"
-"""Between JSON tokens. Bounded: some models write spaces up to their length limit if they may."""
 _NUM_THREADS: Final = 2
 _MAX_TEXT_BYTES: Final = 256 * 1024
 _PARSER_LIMITS: Final = LLParserLimits(
@@ -137,7 +136,7 @@ class GrammarCompiler:
             if not matcher.is_error():
                 matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
         if matcher.is_error():
-            raise ConstraintError(f"{grammar.kind}: {_first_line(matcher.get_error())}")
+            raise ConstraintError(f"{grammar.kind}: {_reason(matcher.get_error())}")
         return matcher
 
     def _get_tokenizer(self) -> LLTokenizer:
@@ -175,9 +174,9 @@ def to_llguidance(grammar: Grammar) -> str:
     """Translate to llguidance's own form. Raise ValueError for malformed text."""
     match grammar.kind:
         case "json_object":
-            return _from_schema({"type": "object"})
+            return _from_schema({"type": "object"}, compact=grammar.compact)
         case "json_schema":
-            return _from_schema(json.loads(grammar.text))
+            return _from_schema(json.loads(grammar.text), compact=grammar.compact)
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.text))
         case "choice":
@@ -186,12 +185,12 @@ def to_llguidance(grammar: Grammar) -> str:
             return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
 
 
-def _from_schema(schema: object) -> str:
+def _from_schema(schema: object, *, compact: bool) -> str:
     if not isinstance(schema, dict | bool):
         raise ValueError(f"a JSON schema is an object, got {type(schema).__name__}")
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    overrides: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    overrides = cast("JsonCompileOptions", whitespace_options(schema, compact=compact))
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
 
 
@@ -199,6 +198,12 @@ def _choice_rule(options: object) -> str:
     if not isinstance(options, list) or not options or not all(isinstance(text, str) and text for text in options):
         raise ValueError("a list of texts that are not empty is needed")
     return "start: " + " | ".join(map(json.dumps, options))
+
+
+def _reason(text: str) -> str:
+    """Return an error's first line, and its reason where that stands further below."""
+    reason = next((line for line in text.splitlines() if line.startswith("error: ")), "")
+    return f"{_first_line(text)} {reason.removeprefix('error: ')}".rstrip()
 
 
 def _first_line(text: str) -> str:

@@ -68,6 +68,8 @@ class Grammar(Struct, frozen=True):
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
     text: str
+    compact: bool = False
+    """JSON without any white space."""
 
 
 class SamplingParams(Struct, frozen=True):
@@ -117,7 +119,8 @@ def required_features(request: GenerateRequest) -> list[str]:
 
 def sampling_features(sampling: SamplingParams) -> list[str]:
     """Name the fields that not every engine has."""
-    features = [] if sampling.grammar is None else [f"grammar:{sampling.grammar.kind}"]
+    grammar = sampling.grammar
+    features = [] if grammar is None else [f"grammar:{grammar.kind}", *(["grammar:compact"] if grammar.compact else [])]
     optional = ("allowed_token_ids", "logprobs", "prompt_logprobs")
     features += [name for name in optional if getattr(sampling, name) is not None]
     if sampling.typical_p != 1.0:
@@ -207,6 +210,8 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    """The token's place among all tokens, the likeliest has 1; 0: unknown."""
 
 
 class Started(_Frame, frozen=True, tag=0):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 from server.api import sampling
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
@@ -29,9 +29,8 @@ from server.schema.requests import CHAT, ChatRequest
 from server.text.chat_template import message_text
 from server.text.control_tokens import RenderedPrompt
 from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
+from worker.common.json_whitespace import whitespace_options
 from worker.wire import Grammar
-
-_SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,40}"}
 
 
 class ChatEndpoint(GenerateEndpoint):
@@ -84,8 +83,8 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
         raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
     max_chars = None if model.prompt_bytes is None else sampling.TEXT_ROOM * model.prompt_bytes
     if max_chars is not None and (num_chars := sum(map(_num_chars, request.messages))) > max_chars:
-        message = f"The messages hold {num_chars} characters, and {max_chars} at most are taken for this model"
-        raise ContextLengthError(f"{message}: send less of the conversation.", param="messages")
+        message = f"your messages hold {num_chars} characters, and {max_chars} at most are read"
+        raise ContextLengthError(message, model.max_model_len, param="messages")
     return await model.template.render_in_slices(request, model.tokenizer.executor)
 
 
@@ -105,14 +104,17 @@ def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> Outpu
         return OutputRules(forced=request.named_tool.name)
     parallel = request.parallel_tool_calls is not False
     if mode == "required":
-        return OutputRules(tools="list", parallel=parallel)
+        return OutputRules(tools="list", tool_names=_names(request), parallel=parallel)
     reasoning: ReasoningStart = "none"
     if model.thinks and sampling.grammar_of(request.response_format, request.structured_outputs) is None:
         reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
     if mode == "none":
         return OutputRules(reasoning=reasoning)
-    names = frozenset(tool.name for tool in request.usable_tools)
-    return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel)
+    return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=_names(request), parallel=parallel)
+
+
+def _names(request: ChatRequest) -> frozenset[str]:
+    return frozenset(tool.name for tool in request.usable_tools)
 
 
 def chat_grammar(request: ChatRequest, model: ServedModel) -> tuple[Grammar | None, str]:
@@ -158,7 +160,7 @@ def _marker(model: ServedModel, text: str) -> str:
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _SPACES})
+    return "%json " + json.dumps({**schema, "x-guidance": whitespace_options(schema)})
 
 
 def _calls_schema(request: ChatRequest, key: str) -> dict[str, Any]:
@@ -208,9 +210,9 @@ class ChatFormatter(ChunkFormatter):
         events, index = b"", delta.choice
         if index not in self._messages:
             self._messages[index] = ChoiceMessage(self._rules)
-            prompt_ids = response.first.spec.prompt_ids
+            prompt_ids, content = response.first.spec.prompt_ids, None if self._rules.calls_alone else ""
             fields: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)} if self._token_ids and index == 0 else {}
-            events = self._chunk(response, index, {"role": "assistant", "content": ""}, **fields)
+            events = self._chunk(response, index, {"role": "assistant", "content": content}, **fields)
         if not self._plain:
             events += self._parsed_events(response, delta)
         elif delta.text:

@@ -169,17 +169,22 @@ class CompletionFormatter(ChunkFormatter):
 
     def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> Iterator[bytes]:
         index, prompt = delta.choice, delta.choice // self._num_sampled
-        if self._echoes and index not in self._begun:
+        first: dict[str, Any] = {}
+        if index not in self._begun:
             self._begun.add(index)
-            logprobs = self._logprobs(response, prompt, (), echo=True)
-            yield from self._chunk(response, index=index, text=self._echoes[prompt], logprobs=logprobs)
+            if self._token_ids:
+                first["prompt_token_ids"] = list(response.generations[prompt].spec.prompt_ids)
+            if self._echoes:
+                logprobs = self._logprobs(response, prompt, (), echo=True)
+                yield from self._chunk(response, index=index, text=self._echoes[prompt], logprobs=logprobs, **first)
+                first = {}
         text, entries, token_ids = ("", [], []) if self._is_scoring else (delta.text, delta.entries, delta.token_ids)
-        if text or entries or (self._token_ids and token_ids) or delta.finish_reason is not None:
+        if text or entries or first or (self._token_ids and token_ids) or delta.finish_reason is not None:
             logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
             choice = Spread(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
             if self._token_ids:
                 choice["token_ids"] = token_ids
-            yield from self._chunk(response, **choice)
+            yield from self._chunk(response, **choice, **first)
 
     def _chunk(self, response: ResponseStream, *, logprobs: Spread | None, **fields: Any) -> Iterator[bytes]:
         choice = Spread(logprobs=logprobs, finish_reason=None) | fields

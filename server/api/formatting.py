@@ -189,7 +189,7 @@ def prompt_logprobs(
             yield None
             continue
         ranked = {id_: (value, rank) for rank, (id_, value) in enumerate(logprobs.top[:num_top], 1)}
-        ranked.setdefault(token_id, (logprobs.logprob, 0))
+        ranked.setdefault(token_id, (logprobs.logprob, logprobs.rank))
         yield {
             str(id_): {
                 "logprob": json_logprob(value),

@@ -60,15 +60,15 @@ async def prompt_tokens(
     room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
     longest = model.prompt_bytes
     if longest is not None and len(text) > TEXT_ROOM * longest:
-        message = f"The prompt has {len(text)} characters, and {TEXT_ROOM * longest} at most are taken."
-        raise ContextLengthError(message, param=request.text_field)
+        message = f"your prompt has {len(text)} characters, and {TEXT_ROOM * longest} at most are read"
+        raise ContextLengthError(message, model.max_model_len, param=request.text_field)
     try:
         ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)
     except TooManyTokensError as error:
         if keep is None:
             raise _too_long(request, model, f"at least {error.at_least}") from None
-        message = f"A prompt that is to be truncated may have {room} tokens; this one has more: send less text."
-        raise ContextLengthError(message, param=request.text_field) from None
+        message = f"your prompt, which is to be truncated, resulted in more than {room} tokens"
+        raise ContextLengthError(message, model.max_model_len, param=request.text_field) from None
     return truncated(ids, request)
 
 
@@ -96,9 +96,12 @@ def token_budget(request: SamplingFields, model: ServedModel, num_prompt_tokens:
 
 
 def _too_long(request: SamplingFields, model: ServedModel, num_prompt_tokens: str) -> ContextLengthError:
-    message = f"This model's context holds {model.max_model_len} tokens; the request has {num_prompt_tokens}"
-    asked = "" if request.token_limit is None else f" and {request.token_limit} for the answer"
-    return ContextLengthError(f"{message} in the prompt{asked}.", param=request.text_field)
+    what, asked = "messages" if request.text_field == "messages" else "prompt", request.token_limit
+    message = f"your {what} resulted in {num_prompt_tokens} tokens"
+    if asked is not None and num_prompt_tokens.isdecimal():
+        total = int(num_prompt_tokens) + asked
+        message = f"you requested {total} tokens ({num_prompt_tokens} in the {what}, {asked} in the completion)"
+    return ContextLengthError(message, model.max_model_len, param=request.text_field)
 
 
 async def sampling_params(
@@ -154,7 +157,8 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
         return None
     [name] = structured.given()
     kind: Any = "json_schema" if name == "json" else name
-    return Grammar(kind, "" if kind == "json_object" else _json(getattr(structured, name)))
+    text = "" if kind == "json_object" else _json(getattr(structured, name))
+    return Grammar(kind, text, bool(structured.disable_any_whitespace))
 
 
 def grammar_param(request: SamplingFields) -> str:
@@ -174,7 +178,9 @@ async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[in
     pairs = []
     async for key, value in rested(bias.items()):
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
-            raise invalid("logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys")
+            raise invalid(
+                "logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys, got {key!r:.40}"
+            )
         pairs.append((int(key), value))
     return tuple(pairs)
 
@@ -196,5 +202,5 @@ def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tupl
     """Return the ids. Raises InvalidRequestError for one that no token has."""
     ids = tuple(token_ids)
     if ids and max(ids) >= vocab_size:
-        raise invalid(param, f"has token ids from 0 to {vocab_size - 1}")
+        raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")
     return ids

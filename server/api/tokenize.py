@@ -14,7 +14,7 @@ from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
 from server.api.sampling import in_vocabulary
 from server.auth.identity import Identity, identity_of
-from server.errors import ContextLengthError
+from server.errors import ContextLengthError, InvalidRequestError
 from server.event_loop import rested
 from server.models import Models, ServedModel
 from server.schema.decoding import invalid, read_json, require_json
@@ -104,5 +104,5 @@ async def _encode(
     try:
         return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=limit)
     except TooManyTokensError:
-        message = f"At most {limit} tokens are counted in one request; this text has more: send it in parts."
-        raise ContextLengthError(message, param=param) from None
+        message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts."
+        raise InvalidRequestError(message, param=param, code=ContextLengthError.default_code) from None

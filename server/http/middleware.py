@@ -63,6 +63,8 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext(_request_id(scope), time.perf_counter())
         CURRENT.set(context)
+        if scope["path"].endswith("/") and scope["path"] != "/":  # a redirect would lose a POST's body
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

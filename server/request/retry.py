@@ -196,7 +196,7 @@ def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) ->
     """Return what a worker's Failed frame means to the client."""
     match failed.code, status:
         case "context_length_exceeded", _:
-            return ContextLengthError(failed.message, param=spec.prompt_param)
+            return ContextLengthError(failed.message.rstrip("."), spec.model.max_model_len, param=spec.prompt_param)
         case "invalid_grammar", _:
             return InvalidRequestError(failed.message, param=spec.grammar_param)
         case "queue_full" | "queue_timeout", _:

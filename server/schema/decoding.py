@@ -27,6 +27,10 @@ _SLICE_BYTES: Final = 1 << 17
 _STEPS: Final = bytes(1 if byte in b"[{" else 255 if byte in b"]}" else 0 for byte in range(256))
 """The change of depth at each byte, as signed bytes."""
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_LONE_SURROGATE: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+"""In a body that does not decode: the decoder takes whole pairs."""
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
@@ -95,13 +99,16 @@ async def read_json(
         num_bytes = (await paced(measure(body))).num_text_bytes
         limit = None if max_text_bytes is None else max_text_bytes()
         if limit is not None and num_bytes > limit:
-            message = f"The body's strings take {num_bytes} bytes, and at most {limit} are taken"
-            raise ContextLengthError(f"{message} for the models served here: send less text.", param=param)
+            message = f"the body's strings take {num_bytes} bytes, and the models served here read at most {limit}"
+            raise ContextLengthError(message, None, param=param)
     try:
         decoded = decode(body)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if (half := _LONE_SURROGATE.search(body)) is not None:
+            message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."
+            raise InvalidRequestError(message) from None
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None

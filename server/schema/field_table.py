@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-_NOTHING: Final = (False, "", [])
+_NOTHING: Final[tuple[Any, ...]] = (False, "", [])
 
 
 @dataclass(frozen=True, slots=True)

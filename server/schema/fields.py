@@ -169,21 +169,33 @@ class ResponseFormat(Struct, kw_only=True):
             raise invalid(f"response_format.{name}", "is required")
 
 
+_CONSTRAINTS: Final = ("json", "json_object", "regex", "choice", "grammar")
+
+
 class StructuredOutputs(Struct, kw_only=True):
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: Annotated[str, Meta(max_length=65_536)] | None = None
     choice: list[str] | None = None
     grammar: Annotated[str, Meta(max_length=1_000_000)] | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: Any = None
 
     def given(self) -> list[str]:
         """Name the constraints that the client gives."""
-        return [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
 
     def check(self) -> None:
         """Raises InvalidRequestError."""
+        for name in ("whitespace_pattern", "disable_additional_properties", "structural_tag"):
+            if getattr(self, name):
+                raise unsupported(f"structured_outputs.{name}", "is not offered")
         if len(self.given()) != 1:
-            raise invalid("structured_outputs", f"takes exactly one of {', '.join(self.__struct_fields__)}")
+            raise invalid("structured_outputs", f"takes exactly one of {', '.join(_CONSTRAINTS)}")
+        if self.disable_any_whitespace and not self.given()[0].startswith("json"):
+            raise invalid("structured_outputs.disable_any_whitespace", "needs json or json_object")
         if self.choice == []:
             raise invalid("structured_outputs.choice", "must not be empty")
 

@@ -39,6 +39,7 @@ _STRING: Final = r'"(?:[^"\\]|\\.)*"'
 _FIELDS: Final = re.compile(rf'"(name|type|id)"\s*:\s*({_STRING})\s*,')
 _HEAD: Final = re.compile(rf'\s*\{{((?:\s*"(?:name|type|id)"\s*:\s*{_STRING}\s*,)*)\s*({_STRING})\s*:\s*(?=\S)')
 """The fields before the arguments, and the key whose value begins where it ends."""
+_CUT_NAME: Final = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*(")?)\\?')
 _HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
 _BARE_NAME: Final = re.compile(rf"([^{{]{{0,{MAX_NAME_CHARS}}})\{{")
 _JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
@@ -87,6 +88,11 @@ class OutputRules:
     @property
     def plain(self) -> bool:
         return self.reasoning == "none" and self.tools is None and self.forced is None
+
+    @property
+    def calls_alone(self) -> bool:
+        """A grammar allows no content."""
+        return self.forced is not None or self.tools == "list"
 
     def markers(self) -> tuple[str, ...]:
         """Return the special tokens that the detokenizer must show to this parser."""
@@ -165,6 +171,17 @@ def call_of(text: str) -> tuple[str, str] | None:
         return None
     arguments: object = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
     return value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def cut_name(text: str) -> str | None:
+    """Return the name, or its part, of a call object that ends before its arguments; None before its name."""
+    name = _CUT_NAME.search(text)
+    if name is None:
+        return None
+    try:
+        return str(json.loads(name[1] + ("" if name[2] else '"')))
+    except ValueError:  # within an escape
+        return name[1].partition("\\")[0][1:]
 
 
 def _unquoted(text: str) -> str:
@@ -250,7 +267,8 @@ class OutputParser:
             if (yield from self._skip()) == "{":
                 yield from self._call()
                 yield from self._skip()
-                yield from self._begins("</tool_call>")
+                if not (yield from self._begins("</tool_call>")) and "</tool_call>".startswith(self._text.strip()):
+                    self._text = ""  # the text ends within the marker
 
     def _llama3(self) -> Reading:
         """Accept a call only as the whole answer and with a known tool's name: other JSON is content."""
@@ -264,6 +282,9 @@ class OutputParser:
                 self._text = text.removeprefix(tag).lstrip()
                 yield from self._call()
                 yield from self._skip("; \t\r\n")
+            elif head == "partial" and cut_name(text) in self._rules.tool_names:
+                self._emit("call", cut_name(text) or "")
+                self._text = ""
             else:
                 return
 
@@ -274,7 +295,13 @@ class OutputParser:
                     return
                 continue
             while (head := _BARE_NAME.match(self._text)) is None:
-                if self._ended or len(self._text) > MAX_NAME_CHARS:
+                if len(self._text) > MAX_NAME_CHARS:
+                    return
+                if self._ended:
+                    if self._text:
+                        name = self._text.partition("[ARGS]")[0]
+                        self._emit("call", name[: len(name) - ambiguous_len(name, ("[ARGS]",))].strip())
+                    self._text = ""
                     return
                 yield
             self._text = self._text[len(head[1]) :]
@@ -301,12 +328,15 @@ class OutputParser:
             yield
         parts: list[str] = []
         if not isinstance(head, tuple):
-            yield from self._value(parts.append)
-            if (call := call_of("".join(parts))) is None:
-                self._content("".join(parts))
-            else:
+            complete = yield from self._value(parts.append)
+            text = "".join(parts)
+            if (call := call_of(text)) is not None:
                 self._emit("call", call[0])
                 self._emit("arguments", call[1])
+            elif complete or (name := self._cut_name(text)) is None:
+                self._content("" if self._rules.tools == "list" else text)
+            else:
+                self._emit("call", name)
             return
         self._emit("call", head[0])
         self._text = self._text[head[1] :]
@@ -316,6 +346,12 @@ class OutputParser:
         else:
             yield from self._value(partial(self._emit, "arguments"))
         yield from self._value(lambda tail: None, depth=1)
+
+    def _cut_name(self, text: str) -> str | None:
+        """Return the name of a call that was cut before its arguments: of the tools the one that it can be alone."""
+        name = cut_name(text)
+        possible = [known for known in self._rules.tool_names if known.startswith(name or "")]
+        return possible[0] if len(possible) == 1 else name
 
     def _value(self, emit: Callable[[str], None], depth: int = 0) -> Asking:
         """Pass on a JSON value as it arrives. Return whether it is complete."""
@@ -394,6 +430,7 @@ class ChoiceMessage:
 
     def __init__(self, rules: OutputRules) -> None:
         self._parser = OutputParser(rules)
+        self._rules = rules
         self._num_calls = 0
 
     @property
@@ -432,9 +469,10 @@ class ChoiceMessage:
                     calls.append(call)
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        shown = content or (None if calls or self._rules.calls_alone else "")
+        message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
         if calls:
-            message |= {"content": content or None, "tool_calls": calls}
+            message["tool_calls"] = calls
         if reasoning:
             message["reasoning_content"] = reasoning
         return message

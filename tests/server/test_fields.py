@@ -72,7 +72,9 @@ def test_the_document_lists_every_field() -> None:
     refused = {field for refused in REFUSED.values() for field in refused}
     listed = set(FIELD.findall(section("Refused")))
     assert refused - listed == set()
-    assert listed - refused <= {"false", "true"} | {field for kind in KINDS.values() for field in kind.__struct_fields__}
+    assert listed - refused <= {"false", "true"} | {
+        field for kind in KINDS.values() for field in kind.__struct_fields__
+    }
     assert set(IGNORED) <= set(re.findall(r"`([a-z_.]+)`", section("Accepted as hints")))
     for path, kind in KINDS.items():
         fields = set(kind.__struct_fields__)
@@ -91,8 +93,11 @@ async def test_refused_fields_are_named(worker: ScriptedWorker, path: str) -> No
             assert set(error) == {"message", "type", "param", "code"}
         assert worker.received == []
         for number in range(3):
-            asks_nothing = {name: (None, *refusal.neutral)[number] for name, refusal in REFUSED[path].items()
-                            if number <= len(refusal.neutral)}
+            asks_nothing = {
+                name: (None, *refusal.neutral)[number]
+                for name, refusal in REFUSED[path].items()
+                if number <= len(refusal.neutral)
+            }
             status, _, raw = await post(target.url, {**BODIES[path], **asks_nothing}, path)
             assert status == 200, raw
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import smollm2
+from worker.common.json_whitespace import OPEN_DEPTH
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.scheduler.request import ConstraintError
 from worker.wire import ChoiceState, GenerateRequest, Grammar, SamplingParams, TokenizerBundle
@@ -78,6 +79,47 @@ async def test_json_of_a_schema(compiler: GrammarCompiler, bundle: TokenizerBund
     assert 0 <= value["age"] <= 99
     assert value["kind"] in ("cat", "dög")
     assert len(value["tags"]) <= 3
+
+
+NESTED = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "object", "properties": {"b": {"type": "integer"}}}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "depth"),
+    [
+        (Grammar("json_schema", json.dumps(SCHEMA)), 2),
+        (Grammar("json_schema", json.dumps(NESTED)), 3),
+        (Grammar("json_object", ""), OPEN_DEPTH),
+        (Grammar("json_schema", json.dumps(SCHEMA), compact=True), None),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+async def test_white_space_is_a_space_or_an_indented_line(
+    compiler: GrammarCompiler, bundle: TokenizerBundle, grammar: Grammar, depth: int | None, seed: int
+) -> None:
+    """A model that loves white space writes no more of it than a printer of JSON would."""
+    (constraint,) = (await compiler.constraints(request(grammar))).values()
+    tokenizer, rng, drawn = smollm2.tokenizer(), random.Random(seed), list[int]()
+    white = {id_ for text, id_ in tokenizer.get_vocab().items() if re.fullmatch("[ĠĊĉč]+", text)}
+    while not constraint.finished and len(drawn) < 80:
+        ids = set(allowed_ids(constraint, bundle.vocab_size))
+        if ids == {EOS} or (len(drawn) > 40 and EOS in ids):
+            break
+        chosen = rng.choice(sorted(ids & white or ids - {EOS}))
+        constraint.advance(chosen)
+        drawn.append(chosen)
+    text = re.sub(r'"(?:[^"\\]|\\.)*("|$)', '""', tokenizer.decode(drawn))
+    gaps = re.findall(r"\s+", text)
+    if depth is None:
+        assert gaps == []
+    else:
+        assert gaps or grammar.kind == "json_object"  # which may write one string for ever
+        assert all(re.fullmatch(rf" |\n {{0,{2 * depth}}}", gap) for gap in gaps), gaps
 
 
 @pytest.mark.parametrize(
@@ -170,3 +212,9 @@ async def test_only_so_many_bytes_are_kept(bundle: TokenizerBundle) -> None:
 
 async def test_without_a_grammar_nothing_is_constrained(compiler: GrammarCompiler) -> None:
     assert await compiler.constraints(request(None)) == {}
+
+
+async def test_an_error_of_a_regex_says_its_reason(compiler: GrammarCompiler) -> None:
+    for pattern, reason in (("((", "unclosed group"), ("a{5,2}", "repetition"), ("(?<=a)b", "look-around")):
+        with pytest.raises(ConstraintError, match=reason):
+            await compiler.constraints(request(Grammar("regex", pattern)))

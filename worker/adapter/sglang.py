@@ -31,6 +31,7 @@ UNSUPPORTED: Final = (
     "allowed_token_ids",
     "bad_words",
     "grammar:grammar",
+    "grammar:compact",
     "prompt_logprobs",
     "resume:grammar",
     "resume:penalties",

@@ -169,7 +169,8 @@ class VllmApi(EngineServer):
                 continue
             ranked = sorted((entry["logprob"], int(id_)) for id_, entry in found.items())[::-1]
             top = tuple((id_, logprob) for logprob, id_ in ranked[:num_top])
-            positions.append(TokenLogprobs(found[str(token_id)]["logprob"], top))
+            own = found[str(token_id)]
+            positions.append(TokenLogprobs(own["logprob"], top, own.get("rank") or 0))
         return positions
 
 
@@ -234,6 +235,8 @@ def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
                 params["structured_outputs"] = {"choice": json.loads(grammar.text)}
             case kind:
                 params["structured_outputs"] = {kind: grammar.text}
+        if grammar.compact:
+            params["structured_outputs"]["disable_any_whitespace"] = True
     return params
 
 

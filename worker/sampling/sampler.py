@@ -46,6 +46,8 @@ class LogprobRows:
     """(rows, max of num_top), best first"""
     ids: Tensor
     """The tokens of `values`."""
+    ranks: Tensor
+    """(rows,) of the chosen, from 1"""
     num_top: Sequence[int]
 
     def rows(self) -> list[TokenLogprobs]:
@@ -54,8 +56,10 @@ class LogprobRows:
             raise NonFiniteLogits("the model's logits are not finite", broken)
         ids, values = self.ids.tolist(), self.values.tolist()
         return [
-            TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
-            for row, (value, count) in enumerate(zip(self.chosen.tolist(), self.num_top, strict=True))
+            TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)), rank)
+            for row, (value, rank, count) in enumerate(
+                zip(self.chosen.tolist(), self.ranks.tolist(), self.num_top, strict=True)
+            )
         ]
 
 
@@ -107,7 +111,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) ->
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
     best = logprobs.topk(min(max(num_top, default=0), logits.shape[1]), dim=-1)
-    return LogprobRows(to_host(chosen), to_host(best.values), to_host(best.indices), num_top)
+    ranks = (logprobs > chosen[:, None]).sum(dim=-1) + 1
+    return LogprobRows(to_host(chosen), to_host(best.values), to_host(best.indices), to_host(ranks), num_top)
 
 
 def apply_rules(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> Tensor:

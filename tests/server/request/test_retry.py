@@ -29,6 +29,7 @@ from worker.wire import Failed, SamplingParams
 
 SPEC: Any = SimpleNamespace(
     request_id="r",
+    model=SimpleNamespace(max_model_len=2048),
     tenant="",
     prompt_param="messages",
     grammar_param="response_format",

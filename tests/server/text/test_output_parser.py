@@ -14,6 +14,7 @@ HERMES = OutputRules(tools="hermes")
 LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))
 MISTRAL = OutputRules(tools="mistral")
 LIST = OutputRules(tools="list")
+TWO_TOOLS = OutputRules(tools="list", tool_names=frozenset({"fly", "flow"}))
 THINKING = OutputRules(reasoning="maybe", tools="hermes")
 
 
@@ -56,7 +57,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     (LLAMA, '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', ("", "", [("f", "{}")])),
     (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', ("", "", [("f", "{}"), ("g", "{}")])),
     (LLAMA, '{"name": "other", "parameters": {}}', ("", '{"name": "other", "parameters": {}}', [])),
-    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g"', ("", '{"name": "g"', [("f", "{}")])),
+    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g"', ("", "", [("f", "{}"), ("g", "")])),
     (LLAMA, '{"answer": 42}', ("", '{"answer": 42}', [])),
     (LLAMA, '{"name": "f", "parameters": null}', ("", "", [("f", "null")])),
     (MISTRAL, "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', ("", "x" * 300 + '{"a": 1}', [])),
@@ -93,6 +94,33 @@ def test_every_format_at_once_and_character_by_character(case: int) -> None:
     assert read(rules, [text]) == expected
     assert read(rules, [text], ends_later=False) == expected
     assert read(rules, list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rules", "before", "text"),
+    [
+        (
+            OutputRules(tools="list", tool_names=frozenset({"fly", "flow"})),
+            "",
+            '[{"name": "fly", "arguments": {"a": "x"}}]',
+        ),
+        (HERMES, "<tool_call>", '{"name": "fly", "arguments": {"a": "x"}}</tool_call>'),
+        (MISTRAL, "[TOOL_CALLS]", '[{"name": "fly", "arguments": {"a": "x"}}]'),
+        (MISTRAL, "[TOOL_CALLS]", 'fly[ARGS]{"a": "x"}'),
+    ],
+)
+def test_a_call_that_is_cut_is_a_call(rules: OutputRules, before: str, text: str) -> None:
+    """Wherever the limit of tokens falls, no piece of a call is content, and arguments are what came of them."""
+    for size in range(len(text)):
+        cut = text[:size]
+        reasoning, content, calls = read(rules, [before + cut])
+        assert (reasoning, content.strip("{[ ")) == ("", "") or "fl" not in cut, cut
+        assert rules.tools != "list" or content == "", cut
+        if "fly" in cut:
+            ((name, arguments),) = calls
+            assert name == "fly"
+            assert '{"a": "x"}'.startswith(arguments.strip())
+        assert read(rules, list(before + cut)) == (reasoning, content, calls), cut
 
 
 @settings(max_examples=400, deadline=None)

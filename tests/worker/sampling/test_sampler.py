@@ -362,3 +362,9 @@ def test_truncations_that_keep_nearly_all_equal_a_full_sort(
         typical = one.softmax(-1)[near]
         num_needed = int((typical.cumsum(0) - typical < torch.tensor(typical_p)).sum())
         assert len(kept(one, typical_p=typical_p) ^ set(near[:num_needed].tolist())) <= 4
+
+
+def test_ranks_count_the_likelier_tokens() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 5.0, 0.0, 1.0]])
+    for token_ids, ranks in (([2, 3], [3, 3]), ([1, 1], [1, 1])):
+        assert [row.rank for row in token_logprobs(logits, torch.tensor(token_ids), [0, 2]).rows()] == ranks

@@ -1,0 +1,168 @@
+"""What today's clients send and expect beyond OpenAI's own clients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer
+
+from tests.server.api.test_tools import WEATHER
+from tests.server.conftest import ANSWER
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.sse_grammar import events
+from tests.server.test_app import chat, post
+from worker.wire import Grammar, TokenizerBundle
+
+SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.fixture
+def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
+    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+
+
+async def error_of(url: str, body: Any, path: str = "/v1/chat/completions") -> dict[str, Any]:
+    status, _, raw = await post(url, body, path)
+    assert status == 400, raw
+    error: dict[str, Any] = json.loads(raw)["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    "formatted",
+    [
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_object", "value": SCHEMA},
+        {"type": "json_schema", "schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+    ],
+)
+async def test_a_schema_is_honoured_wherever_it_stands(worker: ScriptedWorker, formatted: dict[str, Any]) -> None:
+    async with gateway(worker) as target:
+        for path, body in (
+            ("/v1/chat/completions", chat()),
+            ("/v1/completions", {"model": "tiny", "prompt": "x"}),
+        ):
+            assert (await post(target.url, {**body, "response_format": formatted}, path))[0] == 200
+    for request in worker.received:
+        assert request.sampling.grammar == Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
+
+
+@pytest.mark.parametrize(
+    ("formatted", "param"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "s"}}, "response_format.json_schema.schema"),
+        ({"type": "json_object", "json_schema": {"name": "s", "schema": SCHEMA}}, "response_format.json_schema"),
+        ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "response_format.value"),
+        ({"type": "text", "schema": SCHEMA}, "response_format.schema"),
+    ],
+)
+async def test_a_format_that_says_nothing_or_two_things_is_refused(
+    worker: ScriptedWorker, formatted: dict[str, Any], param: str
+) -> None:
+    async with gateway(worker) as target:
+        assert (await error_of(target.url, chat(response_format=formatted)))["param"] == param
+    assert worker.received == []
+
+
+async def test_white_space_of_json(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        structured = {"json": SCHEMA, "disable_any_whitespace": True}
+        assert (await post(target.url, chat(structured_outputs=structured)))[0] == 200
+        for structured, param in (
+            ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace"),
+            ({"json": SCHEMA, "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+            ({"json": SCHEMA, "structural_tag": {}}, None),
+            ({"json": SCHEMA, "structural_tag": {"a": 1}}, "structured_outputs.structural_tag"),
+        ):
+            if param is not None:
+                assert (await error_of(target.url, chat(structured_outputs=structured)))["param"] == param
+    (request,) = worker.received
+    assert request.sampling.grammar is not None
+    assert request.sampling.grammar.compact
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", range(1, 25))
+async def test_required_calls_cut_by_the_limit_are_calls(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer, stream: bool, max_tokens: int
+) -> None:
+    text = '[{"name": "get_weather", "parameters": {"city": "Berlin is a big city"}}]'
+    reply = raw_tokenizer.encode(text).ids
+    assert len(reply) > 25
+    async with gateway(ScriptedWorker(bundle, reply=reply)) as target:
+        body = chat(tools=[WEATHER], tool_choice="required", max_tokens=max_tokens, stream=stream)
+        status, _, raw = await post(target.url, body)
+    assert status == 200, raw
+    if stream:
+        choices = [event["choices"][0] for event in events(raw) if event != "[DONE]"]
+        contents = [choice["delta"].get("content") for choice in choices]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        names = [call["function"]["name"] for call in calls if "id" in call]
+        reason = choices[-1]["finish_reason"]
+    else:
+        choice = json.loads(raw)["choices"][0]
+        contents, reason = [choice["message"]["content"]], choice["finish_reason"]
+        calls = choice["message"].get("tool_calls", [])
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        names = [call["function"]["name"] for call in calls]
+    assert set(contents) == {None}
+    assert reason == "length"
+    assert '{"city": "Berlin is a big city"}'.startswith(arguments)
+    assert names in ([], ["get_weather"])
+    if '"name": "g' in raw_tokenizer.decode(reply[:max_tokens]):
+        assert names == ["get_weather"]
+
+
+async def test_streamed_completions_show_their_prompts_tokens(worker: ScriptedWorker) -> None:
+    body = {"model": "tiny", "prompt": ["The capital", "of"], "n": 2, "return_token_ids": True, "max_tokens": 2}
+    async with gateway(worker) as target:
+        _, _, whole = await post(target.url, body, "/v1/completions")
+        for more in ({}, {"echo": True}):
+            _, _, raw = await post(target.url, {**body, **more, "stream": True}, "/v1/completions")
+            shown: dict[int, list[int]] = {}
+            for event in events(raw):
+                for choice in event["choices"] if event != "[DONE]" else ():
+                    if "prompt_token_ids" in choice:
+                        assert choice["index"] not in shown, "once for each choice"
+                        shown[choice["index"]] = choice["prompt_token_ids"]
+            assert shown == {c["index"]: c["prompt_token_ids"] for c in json.loads(whole)["choices"]}
+
+
+async def test_small_errors_say_what_is_wrong(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        error = await error_of(target.url, chat(logit_bias={"3": 1, "99999": 2}))
+        assert "'99999'" in error["message"]
+        error = await error_of(target.url, chat(stop_token_ids=[1, 88888]))
+        assert "88888" in error["message"]
+        raw = json.dumps(chat()).replace("capital", r"capital \ud800").encode()
+        error = await error_of(target.url, raw)
+        assert "surrogate" in error["message"]
+        assert r"\ud800" in error["message"]
+        for name in ("prefix", "partial"):
+            partial = {"role": "assistant", "content": "x", name: True}
+            error = await error_of(target.url, chat(messages=[{"role": "user", "content": "x"}, partial]))
+            assert (error["param"], error["code"]) == (f"messages[1].{name}", "unsupported_parameter")
+        for body, what in (
+            (chat(messages=[{"role": "user", "content": "word " * 3000}]), "messages"),
+            (chat(max_tokens=2040), "messages"),
+            (chat(messages=[{"role": "user", "content": "x" * 90_000}]), "messages"),
+        ):
+            error = await error_of(target.url, body)
+            assert error["message"].startswith("This model's maximum context length is 2048 tokens. However, ")
+            assert (error["code"], error["param"]) == ("context_length_exceeded", what)
+    assert worker.received == []
+
+
+async def test_a_trailing_slash_is_no_other_route(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, aiohttp.ClientSession() as session:
+        assert (await post(target.url, chat(), "/v1/chat/completions/"))[0] == 200
+        for path in ("/v1/models/", "/v1/models/tiny/", "/health/ready/", "/version//"):
+            async with session.get(target.url + path, allow_redirects=False) as response:
+                assert response.status == 200, path
