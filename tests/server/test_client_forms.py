@@ -1,4 +1,4 @@
-"""What today's clients send and expect beyond OpenAI's own clients."""
+"""Forms of requests and answers that clients beyond OpenAI's own send and expect."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ HINTS: dict[str, Any] = {
     "store": True,
     "stream_options": {"include_obfuscation": False},
 }
-FIELD = re.compile(r"`([a-z_]+)`")
+FIELD = re.compile(r"`([a-z0-9_]+)`")
 
 
 def section(title: str) -> str:
