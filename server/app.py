@@ -1,4 +1,4 @@
-"""The public app: OpenAI's routes and health, nothing else. Operations have their own app, in `server.ops.app`."""
+"""The public app: OpenAI's and Anthropic's routes and health, nothing else. Operations have their own app, in `server.ops.app`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
 from server.api.formatting import json_response
+from server.api.messages import MessagesEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
 from server.auth.identity import identity_of
 from server.config import GatewayConfig
-from server.errors import UnavailableError
+from server.errors import MESSAGES_PATH, UnavailableError
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.models import ServedModel
@@ -44,16 +45,19 @@ class PublicApi:
         self._tokenize = TokenizeApi(self._models)
         self.chat = ChatEndpoint(endpoint)
         self.completions = CompletionEndpoint(endpoint)
+        self._messages = MessagesEndpoint(endpoint)
         self.endpoints: dict[str, GenerateEndpoint] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
             "/v1/responses": ResponsesEndpoint(endpoint),
+            MESSAGES_PATH: self._messages,
         }
         """The generating endpoints by path; all take POST."""
 
     def routes(self) -> list[Route]:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
+            Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count_tokens, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
             Route("/tokenize", self._tokenize.tokenize, methods=["POST"]),

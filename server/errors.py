@@ -1,6 +1,7 @@
 """Every error that a client can get, and the one place that turns an exception into one.
 
-Source: the OpenAI specification's `Error` schema: message, type, param and code are all required.
+Source: the OpenAI specification's `Error` schema: message, type, param and code are all required. Under /v1/messages
+errors have Anthropic's shape, https://platform.claude.com/docs/en/api/errors.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ from server.router.types import NoWorkerError, TtftBudgetError
 
 _NO_ROUTE: Final = (
     "There is no such route. This server offers /v1/chat/completions, /v1/completions, /v1/responses, "
-    "/v1/models, /tokenize, /detokenize and /version."
+    "/v1/messages, /v1/messages/count_tokens, /v1/models, /tokenize, /detokenize and /version."
 )
 TTFT_BUDGET: Final = "x-headstart-ttft-budget"
 """The request header with the longest time to the first token, in seconds."""
 JSON_HEADERS: Final = (b"content-type", b"application/json")
 _REQUEST_ERROR: Final = "invalid_request_error"
+MESSAGES_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's types of errors by status. The other statuses of clients are bad requests, those of ours api_error."""
 
 
 class ApiError(Exception):
@@ -168,3 +180,17 @@ def as_api_error(error: BaseException) -> ApiError:
         case TimeoutError():
             return DeadlineError("The request ran into its deadline.")
     return InternalError("The server met an internal error.")
+
+
+def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """Return the status and the body of an error as Anthropic has them: 529 for our 503, and the field in the text."""
+    status = 529 if error.status == 503 else error.status
+    kind = _ANTHROPIC_TYPES.get(status, _REQUEST_ERROR if status < 500 else "api_error")
+    names_field = not error.param or error.param in error.message
+    message = error.message if names_field else f"{error.param}: {error.message}"
+    fields = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    return status, msgspec.json.encode(fields)
+
+
+def takes_anthropic_errors(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")

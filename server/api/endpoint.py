@@ -145,7 +145,7 @@ class GenerateEndpoint(ABC):
     async def _stream(
         self, formatter: ResponseFormatter, response: ResponseStream, context: RequestContext, scope: Scope, send: Send
     ) -> None:
-        writer = SseWriter(send, response.headers)
+        writer = SseWriter(send, response.headers, formatter.ping)
         first_s = 0.0
 
         async def events_of(deltas: list[ChoiceDelta]) -> bytes:

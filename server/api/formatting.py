@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from server.errors import ApiError
-from server.http.stream import DONE, sse
+from server.http.stream import DONE, PING, sse
 from server.request.choice import ChoiceDelta, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream
@@ -54,6 +54,9 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 class ResponseFormatter(ABC):
     """The writer of one response in its route's shapes. Stateful: one formatter, one response."""
+
+    ping: ClassVar[bytes] = PING
+    """The keep-alive of a silent stream."""
 
     @abstractmethod
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:

@@ -57,12 +57,12 @@ class TokenizeApi:
             chat = await CHAT.read(encode_json(fields), lambda: None)
             model = self._models.allowed(name, identity)
             rendered = await render_chat(chat, model)
-            ids = await _encode(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
+            ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
         elif request.prompt is None:
             raise invalid("prompt", "is required")
         else:
             model = self._model(request.model, identity)
-            ids = await _encode(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
+            ids = await encode_any(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
         texts = None
         if request.return_token_strs:
             texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in rested(ids)]
@@ -96,7 +96,7 @@ class TokenizeApi:
         return next(iter(models.values()))
 
 
-async def _encode(
+async def encode_any(
     text: str, model: ServedModel, param: str, *, add_bos: bool = False, client_offsets: Collection[int] | None = None
 ) -> list[int]:
     """Tokenise a text that may be longer than a context. Raises ContextLengthError."""

@@ -25,7 +25,7 @@ _QUESTIONS: Final = frozenset({"/route/explain"})
 
 
 class Authenticator:
-    """Finds the identity of a request's sender by its `Authorization: Bearer KEY`. A key may hold spaces."""
+    """Finds the identity of a request's sender by its `Authorization: Bearer KEY`, or its `x-api-key: KEY`. A key may hold spaces."""
 
     def __init__(self, keys: KeyFile | None, everyone: Identity) -> None:
         """Without `keys`, every request is one of `everyone`, who is trusted."""
@@ -37,14 +37,23 @@ class Authenticator:
         """Raises AuthenticationError, or OverloadedError for a source that has failed too often."""
         if self._keys is None:
             return self._everyone
-        source, key = source_of(scope), _bearer(scope)
+        source, key = source_of(scope), _key(scope)
         self.throttle.check(source, key)
         identity = self._keys.find(key)
         if identity is None:
             self.throttle.failed(source)
-            raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
+            raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY.")
         self.throttle.succeeded(source, key)
         return identity
+
+
+def _key(scope: Scope) -> bytes:
+    """Return the bearer's key or, without an Authorization, the one in `x-api-key`; empty as in `_bearer`."""
+    names = [name for name, _ in scope["headers"]]
+    if b"authorization" in names or names.count(b"x-api-key") != 1:
+        return _bearer(scope)
+    key: bytes = scope["headers"][names.index(b"x-api-key")][1].strip()
+    return key if len(key) <= MAX_KEY_BYTES else b""
 
 
 def _bearer(scope: Scope) -> bytes:

@@ -15,7 +15,16 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
-from server.errors import ApiError, BodyTooLargeError, ForbiddenError, InternalError, MediaTypeError, as_api_error
+from server.errors import (
+    ApiError,
+    BodyTooLargeError,
+    ForbiddenError,
+    InternalError,
+    MediaTypeError,
+    anthropic_error,
+    as_api_error,
+    takes_anthropic_errors,
+)
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
@@ -50,7 +59,7 @@ class Application(Starlette):
 
 
 class RequestMiddleware:
-    """Gives each request a context, its headers to the answer, and every exception the four-key error object.
+    """Gives each request a context, its headers to the answer, and every exception an error object: four keys, or Anthropic's.
 
     Counts and times every answer. The outermost middleware.
     """
@@ -65,6 +74,7 @@ class RequestMiddleware:
         CURRENT.set(context)
         if scope["path"].endswith("/") and scope["path"] != "/":  # a redirect would lose a POST's body
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        anthropic = takes_anthropic_errors(scope["path"])
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -76,6 +86,8 @@ class RequestMiddleware:
                     (b"openai-processing-ms", b"%d" % elapsed_ms),
                     *context.key_headers(),
                 ]
+                if anthropic:
+                    message["headers"].append((b"request-id", context.request_id.encode()))
             await send(message)
 
         metrics = self._metrics
@@ -93,7 +105,8 @@ class RequestMiddleware:
             metrics.drops.inc(failure.code or failure.type)
             if context.status:  # the answer has begun
                 raise
-            await send_error(failure, send_with_headers)
+            answer = anthropic_error(failure, context.request_id) if anthropic else None
+            await send_error(failure, send_with_headers, answer)
         finally:
             metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s
@@ -104,10 +117,11 @@ class RequestMiddleware:
                 _log_answer(context, elapsed_s)
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | None = None) -> None:
+    """Send an error; `answer` is its status and body in another shape than ours."""
+    status, body = answer or (error.status, error.body())
     headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -36,9 +36,11 @@ class ClientGoneError(Exception):
 class SseWriter:
     """One streamed response. The 200 goes out with the first event or the first keep-alive, whichever is earlier."""
 
-    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]], ping: bytes = PING) -> None:
+        """`ping` is the keep-alive."""
         self._send = send
         self._headers = headers
+        self._ping_event = ping
         self._ping: asyncio.Task[None] | None = None
         self._writing = False
         self.started = False
@@ -55,9 +57,9 @@ class SseWriter:
             self._writing = False
 
     def ping(self) -> None:
-        """Send a comment, which clients ignore, unless something is being written."""
+        """Send the keep-alive, which clients ignore, unless something is being written."""
         if not self._writing and self._ping is None:
-            self._ping = asyncio.create_task(self._put(PING, more=True))
+            self._ping = asyncio.create_task(self._put(self._ping_event, more=True))
             self._ping.add_done_callback(self._pinged)
 
     def cancel_ping(self) -> None:
@@ -79,7 +81,7 @@ class SseWriter:
 
 
 class KeepAlive:
-    """Sends comments on streams that have been silent for `keepalive_s`. One task calls `run`."""
+    """Sends keep-alives on streams that have been silent for `keepalive_s`. One task calls `run`."""
 
     def __init__(self, keepalive_s: float) -> None:
         self._keepalive_s = keepalive_s

@@ -1,0 +1,342 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
+
+A body becomes a chat request, and both routes share one path to the worker, so that a conversation renders to the same
+prompt and finds the same cache. A message of blocks becomes several of a chat's:
+
+    user         [tool_result, tool_result, text]     tool, tool, user
+    assistant    [thinking, text, tool_use]           assistant, with its calls; thoughts are dropped, as templates do
+
+The answer is a list of content blocks, and each step is an event:
+
+    message_start, ping, (content_block_start, content_block_delta ..., content_block_stop) ..., message_delta, message_stop
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.chat import chat_spec, render_chat
+from server.api.endpoint import GenerateEndpoint, PreparedRequest
+from server.api.formatting import ResponseFormatter, encode_json, json_response, response_id
+from server.api.sampling import truncated
+from server.api.tokenize import encode_any
+from server.auth.identity import Identity, identity_of
+from server.errors import ApiError, InvalidRequestError, anthropic_error
+from server.event_loop import rested
+from server.request.choice import ChoiceDelta
+from server.request.response import ResponseStream
+from server.request_context import CURRENT, trace_stage
+from server.schema import fields as schema
+from server.schema.decoding import invalid, require_json
+from server.schema.messages import COUNT_TOKENS, MESSAGES, ContentBlock, CountTokensRequest, InputMessage
+from server.schema.requests import ChatRequest
+from server.text.output_parser import OutputParser, OutputRules, call_id
+
+FIELD_NAMES: Final = {
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""The chat's names of fields that this route calls otherwise."""
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_NOT_JSON: Final = "INVALID_JSON"
+"""The key under which a call's input has the model's text where that is no object, as Anthropic's documents advise."""
+
+
+class MessagesEndpoint(GenerateEndpoint):
+    route = "messages"
+
+    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
+        id_ = response_id("msg_")
+        with trace_stage("validate"):
+            request = await MESSAGES.read(body, self._models.max_text_bytes)
+            chat = await _chat_request(request, request.max_tokens)
+        with trace_stage("tokenise"), _fields_named_as_here():
+            chat.check()
+            model = self._model(chat.model, identity)
+            spec, rules = await chat_spec(chat, model, identity, id_)
+        spec = replace(spec, grammar_param=FIELD_NAMES.get(spec.grammar_param, spec.grammar_param))
+        shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
+        formatter = MessagesFormatter(id_, request.model, rules, shows_thoughts=shows_thoughts)
+        return PreparedRequest((spec,), formatter, bool(request.stream))
+
+    async def count_tokens(self, http_request: Request) -> Response:
+        """Count the prompt that /v1/messages would send, even one that no context holds. Raises ApiError."""
+        scope = http_request.scope
+        require_json(scope["headers"])
+        request = await COUNT_TOKENS.read(await http_request.body(), self._models.max_text_bytes)
+        chat = await _chat_request(request)
+        with _fields_named_as_here():
+            chat.check()
+            model = self._model(chat.model, identity_of(scope))
+            rendered = await render_chat(chat, model)
+            ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
+        return json_response({"input_tokens": len(truncated(ids, chat))})
+
+
+@contextmanager
+def _fields_named_as_here() -> Iterator[None]:
+    """Give the fields in errors of the chat request their names in this route."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = re.split(r"[.[]", error.param or "")[0]
+        if name == "messages":  # counted otherwise than the client's
+            error.param = name
+        elif name in FIELD_NAMES:
+            error.param = FIELD_NAMES[name]
+            error.message = re.sub(rf"^{name}\b", FIELD_NAMES[name], error.message)
+        raise
+
+
+async def _chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> ChatRequest:
+    """Raises InvalidRequestError."""
+    messages = []
+    if request.system is not None:
+        messages.append(schema.Message(role="system", content=_text(request.system)))
+    async for index, message in rested(enumerate(request.messages)):
+        message.check(f"messages[{index}]")
+        messages += _messages(message, f"messages[{index}]")
+    shared = {name: getattr(request, name) for name in schema.ModelFields.__struct_fields__}
+    shared |= {"stop": request.stop_sequences, "user": request.affinity_key, "metadata": None, "service_tier": None}
+    choice, config = request.tool_choice, request.output_config
+    tools = [
+        schema.Tool(type="function", function=schema.FunctionDefinition(name=name, description=about, parameters=given))
+        for name, about, given in ((tool.name or "", tool.description, tool.input_schema) for tool in request.tools or ())
+    ]
+    return ChatRequest(
+        **shared,
+        messages=messages,
+        max_tokens=max_tokens,
+        tools=tools or None,
+        tool_choice=_tool_choice(request) if tools or (choice and choice.type in ("any", "tool")) else None,
+        parallel_tool_calls=not choice.disable_parallel_tool_use if choice else None,
+        response_format=_format(request),
+        reasoning_effort=config.effort if config else None,
+        chat_template_kwargs=_template_kwargs(request),
+        continue_final_message=request.messages[-1].role == "assistant" or None,
+    )
+
+
+def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
+    """Yield the chat's messages for one, in the order of its blocks."""
+    if isinstance(message.content, str):
+        yield schema.Message(role=message.role, content=message.content)
+        return
+    if message.role == "assistant":
+        calls = [_call(block, field) for block in message.content if block.type == "tool_use"]
+        yield schema.Message(role="assistant", content=_text(message.content), tool_calls=calls or None)
+        return
+    texts: list[ContentBlock] = []
+    for block in message.content:
+        if block.type == "text":
+            texts.append(block)
+            continue
+        if texts:
+            yield schema.Message(role=message.role, content=_text(texts))
+            texts = []
+        yield schema.Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block))
+    if texts:
+        yield schema.Message(role=message.role, content=_text(texts))
+
+
+def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
+    if isinstance(content, str):
+        return content
+    return [schema.TextPart(type="text", text=block.text) for block in content if block.type == "text"]
+
+
+def _result(block: ContentBlock) -> str | list[schema.TextPart]:
+    """Return a tool's result. Templates have no place for `is_error`, so that the text says it."""
+    content = _text(block.content or "")
+    if not block.is_error:
+        return content
+    return f"Error: {content}" if isinstance(content, str) else [schema.TextPart(type="text", text="Error:"), *content]
+
+
+def _call(block: ContentBlock, field: str) -> schema.ToolCall:
+    assert block.id and block.name, "checked with the message"
+    try:
+        arguments = bytes(block.input).decode()
+    except UnicodeDecodeError:
+        raise invalid(field, "holds a tool_use whose input is not valid UTF-8") from None
+    return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
+
+
+def _tool_choice(request: CountTokensRequest) -> str | schema.ToolChoice | None:
+    choice = request.tool_choice
+    if choice is None or choice.type != "tool":
+        return None if choice is None else _CHOICES[choice.type]
+    return schema.ToolChoice(type="function", function=schema.NamedFunction(name=choice.name or ""))
+
+
+def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
+    if request.output_config is None or request.output_config.format is None:
+        return None
+    json_schema = schema.JsonSchemaFormat(name="output", schema=request.output_config.format.schema)
+    return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
+
+
+def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
+    """Return the template's switch. With `adaptive` the template decides."""
+    if request.thinking is None or request.thinking.type == "adaptive":
+        return None
+    return {"enable_thinking": request.thinking.type == "enabled"}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json({"type": kind, **fields}))
+
+
+class MessagesFormatter(ResponseFormatter):
+    """The message object, or its stream of events. At most one content block is open: the last."""
+
+    ping = _event("ping")
+
+    def __init__(self, id_: str, model: str, rules: OutputRules, *, shows_thoughts: bool) -> None:
+        self._id = id_
+        self._model = model
+        self._parser = OutputParser(rules)
+        self._shows_thoughts = shows_thoughts
+        self._started = False
+        self._open: str | None = None
+        """The type of the open block."""
+        self._num_blocks = 0
+        self._has_calls = False
+        self._last: ChoiceDelta | None = None
+
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
+        content: list[dict[str, Any]] = []
+        self._last = choices[0]
+        for kind, text in self._parser.feed(choices[0].text, last=True):
+            match kind:
+                case "content":
+                    content.append({"type": "text", "text": text})
+                case "reasoning":
+                    content.append({"type": "thinking", "thinking": self._thoughts(text), "signature": ""})
+                case "call":
+                    content.append(self._tool_use(text))
+                case "arguments":
+                    content[-1]["input"] = _input(text)
+        return (encode_json(self._message(response, content)),)
+
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
+        events: list[bytes] = []
+        if not self._started:
+            self._started = True
+            events += (_event("message_start", message=self._message(response, [])), self.ping)
+        for delta in deltas:
+            is_last = delta.finish_reason is not None
+            for kind, text in self._parser.feed(delta.text, last=is_last):
+                events += self._block_events(kind, text)
+            if is_last:
+                self._last = delta
+                events += self._close()
+        return b"".join(events)
+
+    def last_events(self, response: ResponseStream) -> bytes:
+        message_delta = _event("message_delta", delta=self._stop(), usage=_usage(response))
+        return message_delta + _event("message_stop")
+
+    def error_event(self, error: ApiError) -> bytes:
+        context = CURRENT.get(None)
+        _, body = anthropic_error(error, "" if context is None else context.request_id)
+        return b"event: error\ndata: %b\n\n" % body
+
+    def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
+        match kind:
+            case "content":
+                yield from self._begin("text", {"type": "text", "text": ""})
+                yield self._delta(type="text_delta", text=text)
+            case "reasoning":
+                yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                if self._shows_thoughts:
+                    yield self._delta(type="thinking_delta", thinking=text)
+            case "call":
+                yield from self._close()
+                yield from self._begin("tool_use", self._tool_use(text))
+            case "arguments":
+                yield self._delta(type="input_json_delta", partial_json=text)
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        """Open a block, unless one of the kind is open."""
+        if self._open == kind:
+            return
+        yield from self._close()
+        self._open = kind
+        self._num_blocks += 1
+        yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        """End the open block, if any."""
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature="")
+        self._open = None
+        yield _event("content_block_stop", index=self._num_blocks - 1)
+
+    def _tool_use(self, name: str) -> dict[str, Any]:
+        self._has_calls = True
+        return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
+
+    def _thoughts(self, text: str) -> str:
+        return text if self._shows_thoughts else ""
+
+    def _message(self, response: ResponseStream, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **self._stop(),
+            "usage": {**_usage(response), "service_tier": "standard"},
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        """Say why the answer ended; null before its end."""
+        matched = self._last.stop_reason if self._last is not None else None
+        sequence = matched if isinstance(matched, str) else None
+        reason = None
+        if self._last is not None:
+            if self._last.finish_reason == "length":
+                reason = "max_tokens"
+            elif sequence is not None:
+                reason = "stop_sequence"
+            else:
+                reason = "tool_use" if self._has_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _input(arguments: str) -> Any:
+    """Parse a call's arguments. What is no object, such as a call that was cut off, comes as text under a key."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {_NOT_JSON: arguments}
+
+
+def _usage(response: ResponseStream) -> dict[str, Any]:
+    """Count tokens; cached ones are not among the input's."""
+    usage: dict[str, Any] = response.usage()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+    }

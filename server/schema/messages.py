@@ -1,0 +1,187 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens.
+
+Source: the reference of Anthropic's Messages API, https://platform.claude.com/docs/en/api/messages. The sampling fields
+of our other routes are honoured, too. What this server does not offer and would change the answer is refused by name,
+in blocks and tools as at the top. Hints, such as every `cache_control`, are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from server.schema.decoding import invalid, unsupported
+from server.schema.fields import MAX_TOOLS, NOT_OFFERED, ModelFields, PositiveCount, Probability
+from server.schema.requests import MAX_MESSAGES, BodyDecoder, ChatRequest
+
+MessageRole = Literal["user", "assistant", "system"]
+_BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+"""The types of blocks that each role's content may have."""
+
+
+class ContentBlock(Struct, kw_only=True):
+    """A block of any type, which says what fields count."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = msgspec.Raw(b"")
+    """JSON as the client wrote it."""
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+
+    def check(self, field: str, allowed: tuple[str, ...]) -> None:
+        """Raises InvalidRequestError; `field` is the block's path."""
+        if self.type not in allowed:
+            raise unsupported(f"{field}.type", f"is {self.type[:64]!r}, and can here be {' or '.join(allowed)}")
+        if self.type == "text" and self.text is None:
+            raise invalid(f"{field}.text", "is required")
+        if self.type == "tool_use":
+            if not (self.id and self.name):
+                raise invalid(field, "is a tool_use without id or name")
+            if not bytes(self.input).startswith(b"{"):
+                raise invalid(f"{field}.input", "must be an object")
+        if self.type == "tool_result":
+            if not self.tool_use_id:
+                raise invalid(f"{field}.tool_use_id", "is required")
+            if isinstance(self.content, list):
+                for index, part in enumerate(self.content):
+                    part.check(f"{field}.content[{index}]", ("text",))
+
+
+class InputMessage(Struct, kw_only=True):
+    role: MessageRole
+    content: str | list[ContentBlock]
+
+    def check(self, field: str) -> None:
+        """Raises InvalidRequestError; `field` is the message's path."""
+        if self.content == [] and self.role != "assistant":  # an answer may be empty, and comes back as it was
+            raise invalid(f"{field}.content", "must not be empty")
+        if isinstance(self.content, list):
+            for index, block in enumerate(self.content):
+                block.check(f"{field}.content[{index}]", _BLOCKS[self.role])
+
+
+class ClientTool(Struct, kw_only=True):
+    """A tool that the client runs and describes itself."""
+
+    type: str | None = None
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+    input_examples: list[Any] | None = None
+
+    def check(self, field: str) -> None:
+        """Raises InvalidRequestError; `field` is the tool's path."""
+        if self.type not in (None, "custom"):
+            why = f"is {self.type[:64]!r}, and can only be custom: give a name and an input_schema"
+            raise unsupported(f"{field}.type", why)
+        if self.name is None:
+            raise invalid(f"{field}.name", "is required")
+        if self.input_schema is None or self.input_schema.get("type") != "object":
+            raise invalid(f"{field}.input_schema", "must be a JSON schema with type: object")
+        if self.defer_loading:
+            raise unsupported(f"{field}.defer_loading", "needs tool search, which is not offered")
+        if self.allowed_callers not in (None, [], ["direct"]):
+            raise unsupported(f"{field}.allowed_callers", "can only be ['direct']: the server runs no code")
+        if self.input_examples:
+            raise unsupported(f"{field}.input_examples", "is not offered: put examples into the description")
+
+
+class MessagesToolChoice(Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: PositiveCount | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutputFormat(Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutputFormat | None = None
+
+
+class MessagesMetadata(Struct, kw_only=True):
+    user_id: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+class CountTokensRequest(ModelFields, kw_only=True):
+    """All that the prompt depends on, and what else a client may send along."""
+
+    text_field: ClassVar = "messages"
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[ContentBlock] | None = None
+    tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Probability | None = None
+    metadata: MessagesMetadata | None = None  # type: ignore[assignment]
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+
+    @property
+    def affinity_key(self) -> str | None:
+        return self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user
+
+    def check(self) -> None:
+        if self.stop is not None:
+            raise unsupported("stop", "is not offered here: use stop_sequences")
+        if isinstance(self.system, list):
+            for index, block in enumerate(self.system):
+                block.check(f"system[{index}]", _BLOCKS["system"])
+        for index, tool in enumerate(self.tools or ()):
+            tool.check(f"tools[{index}]")
+        if self.tool_choice is not None and self.tool_choice.type == "tool" and not self.tool_choice.name:
+            raise invalid("tool_choice.name", "is required")
+        last = self.messages[-1]
+        if last.role == "assistant" and not isinstance(last.content, str):
+            if any(block.type == "tool_use" for block in last.content):
+                raise invalid("messages", "end with a tool_use: send its tool_result in a message of the user")
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: PositiveCount
+
+
+_HINTS_OF_CHATS: Final = {"max_tokens", "verbosity", "prediction"}
+_REFUSED: Final = {
+    **NOT_OFFERED,
+    **dict.fromkeys(
+        sorted({*ChatRequest.__struct_fields__} - {*CountTokensRequest.__struct_fields__} - _HINTS_OF_CHATS),
+        "is not offered here: use /v1/chat/completions",
+    ),
+    "compaction": "is not offered: send what the model shall see",
+    "container": "is not offered: the server runs no code",
+    "context_management": "is not offered: send what the model shall see",
+    "inference_geo": "is not offered: the answer is made where this server runs",
+    "max_completion_tokens": "is not offered here: use max_tokens",
+    "mcp_servers": "is not offered: call the servers' tools from your side",
+    "output_format": "is not offered: use output_config.format",
+    "parallel_tool_calls": "is not offered here: use tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "is not offered here: use output_config.effort",
+    "response_format": "is not offered here: use output_config.format",
+    "thread": "needs stored conversations, which this server does not keep: send all messages",
+}
+MESSAGES: Final = BodyDecoder(MessagesRequest, _REFUSED)
+COUNT_TOKENS: Final = BodyDecoder(CountTokensRequest, _REFUSED)
