@@ -271,7 +271,16 @@ async def test_changes_need_the_ops_key(
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    ],
 )
 async def test_body_without_a_media_type_is_refused(worker: ScriptedWorker, path: str) -> None:
     """A page of another site can send one, as a Blob, without asking first."""

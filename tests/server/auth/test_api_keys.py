@@ -123,7 +123,11 @@ def test_invalid_keys_are_refused(tmp_path: Path, key: str) -> None:
         [(b"authorization", b"My API Key")],
         [(b"authorization", b"Basic My API Key")],
         [(b"authorization", b"Bearer My API Key"), (b"authorization", b"Bearer My API Key")],
-        [(b"x-api-key", b"My API Key")],
+        [(b"x-api-key", b"")],
+        [(b"x-api-key", b"Bearer My API Key")],
+        [(b"x-api-key", b"My API Key"), (b"x-api-key", b"My API Key")],
+        [(b"x-api-key", b"My API Key"), (b"authorization", b"Bearer other")],
+        [(b"x-api-key", b"x" * 5000)],
         [(b"authorization", b"Bearer " + b"x" * 5000)],
     ],
 )
@@ -131,6 +135,19 @@ def test_headers_that_hold_no_key(tmp_path: Path, headers: list[tuple[bytes, byt
     scope = {**request(None), "headers": headers}
     with pytest.raises(AuthenticationError):
         authenticator(tmp_path, entry("My API Key")).authenticate(scope)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"x-api-key", b"My API Key")],
+        [(b"x-api-key", b" My API Key ")],
+        [(b"x-api-key", b"other"), (b"authorization", b"Bearer My API Key")],
+    ],
+)
+def test_headers_that_hold_the_key(tmp_path: Path, headers: list[tuple[bytes, bytes]]) -> None:
+    scope = {**request(None), "headers": headers}
+    assert authenticator(tmp_path, entry("My API Key")).authenticate(scope).tenant == "one"
 
 
 def test_empty_key_file_refuses_all(tmp_path: Path) -> None:
