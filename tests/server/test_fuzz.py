@@ -62,6 +62,12 @@ COMPLETION: dict[str, Any] = {
 }
 CHAT_FIELDS = [*ChatRequest.__struct_fields__, *requests.CHAT.refused]
 COMPLETION_FIELDS = [*CompletionRequest.__struct_fields__, *requests.COMPLETION.refused]
+Base = tuple[str, dict[str, Any], list[str]]
+"""A route, a good body, and the fields that it knows."""
+BASES: list[Base] = [
+    ("/v1/chat/completions", CHAT, CHAT_FIELDS),
+    ("/v1/completions", COMPLETION, COMPLETION_FIELDS),
+]
 RAW = [
     "NaN",
     "-Infinity",
@@ -109,15 +115,14 @@ VALUES: list[Any] = [
 
 
 class Mutations:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, bases: list[Base] = BASES) -> None:
+        self._bases = bases
         self._random = random.Random(seed)
         self._raw: dict[str, str] = {}
 
     def body(self) -> tuple[str, bytes]:
         rng = self._random
-        path, base, fields = rng.choice(
-            [("/v1/chat/completions", CHAT, CHAT_FIELDS), ("/v1/completions", COMPLETION, COMPLETION_FIELDS)]
-        )
+        path, base, fields = rng.choice(self._bases)
         body = json.loads(json.dumps(base))
         self._raw = {}
         for _ in range(rng.randint(1, 3)):
