@@ -77,6 +77,29 @@ def test_litellm(smollm2: Serve) -> None:
     assert "top_logprobs" in answer["refused"]
 
 
+def test_anthropic(smollm2: Serve) -> None:
+    answer = converse(smollm2, str(INSTALLED / "bin/python"), str(PROGRAMS / "anthropic_messages.py"))
+    assert "Paris" in answer["first"]
+    assert answer["streamed"] == answer["streamed_async"] == answer["first"]
+    assert answer["streamed_output"] > 0
+    assert answer["stop_reason"] == "end_turn"
+    assert answer["stop_sequence"] == "Paris"
+    assert answer["counted"] == answer["input"]
+    assert answer["events"] == ["message_start", "content_block_start"], "the SDK drops pings"
+    assert answer["second"]
+    assert answer["cached"] > 0
+    assert set(answer["city"]) == {"name", "is_capital"}
+    tools = answer["tools"]
+    assert tools["input"] == tools["streamed"]
+    assert set(tools["input"]) == {"name"}
+    assert tools["stop_reason"] == "tool_use"
+    assert "input_json" in tools["kinds"]
+    assert tools["answer"]
+    assert (answer["no_model"]["class"], answer["no_model"]["type"]) == ("NotFoundError", "not_found_error")
+    assert (answer["image"]["class"], answer["too_long"]["class"]) == ("BadRequestError", "BadRequestError")
+    assert "messages[0].content[0].type" in answer["image"]["message"]
+
+
 def test_schemathesis(tmp_path: Path) -> None:
     """Thousands of bodies made of the specification, right and wrong: no 5xx, no dead worker, errors of four keys."""
     model = write_tiny_model(tmp_path / "tiny-llama")

@@ -1,0 +1,115 @@
+"""python anthropic_messages.py URL MODEL: a conversation through Anthropic's SDK, blocking and not. Prints one JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import anthropic
+from pydantic import BaseModel, Field
+
+CITY: Any = {
+    "name": "tell_city",
+    "description": "Tell of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": ["Paris", "Rome"]}},
+        "required": ["name"],
+        "additionalProperties": False,
+    },
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str = Field(max_length=12)
+    is_capital: bool
+
+
+def refusal(client: anthropic.Anthropic, **fields: Any) -> dict[str, Any]:
+    """The SDK's error for a request that is refused."""
+    try:
+        client.messages.create(**fields)
+    except anthropic.APIStatusError as error:
+        assert error.request_id, error
+        return {"class": type(error).__name__, "type": error.type, "message": error.api_message}
+    raise AssertionError(f"not refused: {fields}")
+
+
+async def streamed_async(url: str, **fields: Any) -> str:
+    async with (
+        anthropic.AsyncAnthropic(base_url=url, auth_token="unused", max_retries=0) as client,
+        client.messages.stream(**fields) as stream,
+    ):
+        return "".join([text async for text in stream.text_stream])
+
+
+def call_and_result(client: anthropic.Anthropic, **fields: Any) -> dict[str, Any]:
+    """A call, streamed and not, and the answer to its result."""
+    messages: list[Any] = [{"role": "user", "content": "Tell me of Paris."}]
+    fields |= {"tools": [CITY]}
+    choice: Any = {"type": "tool", "name": "tell_city"}
+    called = client.messages.create(messages=messages, tool_choice=choice, **fields)
+    with client.messages.stream(messages=messages, tool_choice=choice, **fields) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    [use], [again] = called.content, final.content
+    result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "Large."}]}
+    messages += [called.to_param(), {"role": "user", "content": [result, {"type": "text", "text": "And?"}]}]
+    answer = client.messages.create(messages=messages, **fields)
+    return {
+        "stop_reason": called.stop_reason,
+        "input": use.input,
+        "streamed": again.input,
+        "kinds": sorted(set(kinds)),
+        "answer": answer.content[0].text,
+    }
+
+
+def main(url: str, model: str) -> None:
+    url = url.removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0)
+    common: dict[str, Any] = {"model": model, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    messages: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+    first = client.messages.create(messages=messages, **common)
+    with client.messages.stream(messages=messages, **common) as stream:
+        streamed = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    counted = client.messages.count_tokens(model=model, messages=messages).input_tokens
+    stopped = client.messages.create(messages=messages, stop_sequences=["Paris"], **common)
+    raw = client.messages.create(messages=messages, stream=True, **common)
+    second = client.messages.create(
+        messages=[*messages, first.to_param(), {"role": "user", "content": "Say that once more."}],
+        system=[{"type": "text", "text": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}],
+        **common,
+    )
+    parsed = client.messages.parse(
+        messages=[{"role": "user", "content": "Paris, as JSON."}], output_format=City, **{**common, "max_tokens": 80}
+    )
+    answer = {
+        "first": first.content[0].text,
+        "stop_reason": first.stop_reason,
+        "counted": counted,
+        "input": first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0),
+        "streamed": streamed,
+        "streamed_output": final.usage.output_tokens,
+        "streamed_async": asyncio.run(streamed_async(url, messages=messages, **common)),
+        "events": [event.type for event in raw][:2],
+        "stop_sequence": stopped.stop_sequence,
+        "second": second.content[0].text,
+        "cached": second.usage.cache_read_input_tokens,
+        "city": parsed.parsed_output.model_dump(),
+        "tools": call_and_result(client, **common),
+        "no_model": refusal(client, **{**common, "model": "none"}, messages=messages),
+        "image": refusal(client, **common, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+        "too_long": refusal(client, **{**common, "max_tokens": 10_000_000}, messages=messages, timeout=60),
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
