@@ -1,4 +1,4 @@
-"""The public app: OpenAI's and Anthropic's routes and health, nothing else. Operations have their own app, in `server.ops.app`."""
+"""The public app: OpenAI's and Anthropic's routes and health, nothing else. Operations are in `server.ops.app`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
 
-A body becomes a chat request, and both routes share one path to the worker, so that a conversation renders to the same
-prompt and finds the same cache. A message of blocks becomes several of a chat's:
+A body becomes a chat request, and both routes share one path to the worker. So a conversation renders to the same
+prompt by either, and finds the same cache. A message of blocks becomes several of a chat's:
 
     user         [tool_result, tool_result, text]     tool, tool, user
     assistant    [thinking, text, tool_use]           assistant, with its calls; thoughts are dropped, as templates do
 
 The answer is a list of content blocks, and each step is an event:
 
-    message_start, ping, (content_block_start, content_block_delta ..., content_block_stop) ..., message_delta, message_stop
+    message_start, ping, blocks ..., message_delta, message_stop
+    content_block_start, content_block_delta ..., content_block_stop
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, require_json
-from server.schema.messages import COUNT_TOKENS, MESSAGES, ContentBlock, CountTokensRequest, InputMessage
+from server.schema.messages import COUNT_TOKENS, MESSAGES, ClientTool, ContentBlock, CountTokensRequest, InputMessage
 from server.schema.requests import ChatRequest
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
@@ -108,10 +109,7 @@ async def _chat_request(request: CountTokensRequest, max_tokens: int | None = No
     shared = {name: getattr(request, name) for name in schema.ModelFields.__struct_fields__}
     shared |= {"stop": request.stop_sequences, "user": request.affinity_key, "metadata": None, "service_tier": None}
     choice, config = request.tool_choice, request.output_config
-    tools = [
-        schema.Tool(type="function", function=schema.FunctionDefinition(name=name, description=about, parameters=given))
-        for name, about, given in ((tool.name or "", tool.description, tool.input_schema) for tool in request.tools or ())
-    ]
+    tools = [_tool(tool) for tool in request.tools or ()]
     return ChatRequest(
         **shared,
         messages=messages,
@@ -163,12 +161,19 @@ def _result(block: ContentBlock) -> str | list[schema.TextPart]:
 
 
 def _call(block: ContentBlock, field: str) -> schema.ToolCall:
-    assert block.id and block.name, "checked with the message"
+    assert block.id is not None, "checked with the message"
+    assert block.name is not None, "checked with the message"
     try:
         arguments = bytes(block.input).decode()
     except UnicodeDecodeError:
         raise invalid(field, "holds a tool_use whose input is not valid UTF-8") from None
     return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
+
+
+def _tool(tool: ClientTool) -> schema.Tool:
+    assert tool.name is not None, "checked with the request"
+    function = schema.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return schema.Tool(type="function", function=function)
 
 
 def _tool_choice(request: CountTokensRequest) -> str | schema.ToolChoice | None:

@@ -25,7 +25,10 @@ _QUESTIONS: Final = frozenset({"/route/explain"})
 
 
 class Authenticator:
-    """Finds the identity of a request's sender by its `Authorization: Bearer KEY`, or its `x-api-key: KEY`. A key may hold spaces."""
+    """Finds the identity of a request's sender by its `Authorization: Bearer KEY`, or its `x-api-key: KEY`.
+
+    A key may hold spaces.
+    """
 
     def __init__(self, keys: KeyFile | None, everyone: Identity) -> None:
         """Without `keys`, every request is one of `everyone`, who is trusted."""

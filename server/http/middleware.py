@@ -59,7 +59,7 @@ class Application(Starlette):
 
 
 class RequestMiddleware:
-    """Gives each request a context, its headers to the answer, and every exception an error object: four keys, or Anthropic's.
+    """Gives each request a context, its headers to the answer, and every exception an error object.
 
     Counts and times every answer. The outermost middleware.
     """

@@ -1,1 +1,1 @@
-"""The request bodies of OpenAI's routes, checked field by field."""
+"""The request bodies of OpenAI's and Anthropic's routes, checked field by field."""

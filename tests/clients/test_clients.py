@@ -97,6 +97,7 @@ def test_anthropic(smollm2: Serve) -> None:
     assert tools["answer"]
     assert (answer["no_model"]["class"], answer["no_model"]["type"]) == ("NotFoundError", "not_found_error")
     assert (answer["image"]["class"], answer["too_long"]["class"]) == ("BadRequestError", "BadRequestError")
+    assert answer["image"]["id"].startswith("req_")
     assert "messages[0].content[0].type" in answer["image"]["message"]
 
 

@@ -41,7 +41,8 @@ BODY: dict[str, Any] = {
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}], "is_error": True},
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]},
+                {"type": "tool_result", "tool_use_id": "c", "content": "x", "is_error": True},
                 {"type": "text", "text": "And?"},
             ],
         },

@@ -1,7 +1,8 @@
 """The grammar of Anthropic's streams, messages and errors, checked on the raw bytes.
 
-stream := ping* message_start (ping | block)* message_delta message_stop      event := "event: " TYPE "\\ndata: " JSON "\\n\\n"
+stream := ping* message_start (ping | block)* message_delta message_stop
 block  := content_block_start content_block_delta* content_block_stop
+event  := "event: " TYPE "\\ndata: " JSON "\\n\\n"
 """
 
 from __future__ import annotations

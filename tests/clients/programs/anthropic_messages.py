@@ -1,4 +1,4 @@
-"""python anthropic_messages.py URL MODEL: a conversation through Anthropic's SDK, blocking and not. Prints one JSON object."""
+"""python anthropic_messages.py URL MODEL: a conversation through Anthropic's SDK. Prints one JSON object."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def refusal(client: anthropic.Anthropic, **fields: Any) -> dict[str, Any]:
     try:
         client.messages.create(**fields)
     except anthropic.APIStatusError as error:
-        assert error.request_id, error
-        return {"class": type(error).__name__, "type": error.type, "message": error.api_message}
+        return {"id": error.request_id, "class": type(error).__name__, "type": error.type, "message": error.api_message}
     raise AssertionError(f"not refused: {fields}")
 
 
