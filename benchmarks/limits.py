@@ -159,6 +159,18 @@ def cases(size: int = 32 * _MB - 1024, echo_tokens: int = 512) -> list[Case]:
             "/v1/responses",
             lambda: json.dumps({"model": MODEL, "input": [{"role": "user", "content": "a"}] * 60_000}).encode(),
         ),
+        Case(
+            "message_blocks_60000",
+            "/v1/messages",
+            lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 60_000}]),
+        ),
+        Case(
+            "message_results_40000",
+            "/v1/messages",
+            lambda: chat(
+                messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}] * 40_000}]
+            ),
+        ),
         Case("empty_objects", CHAT, lambda: chat(chat_template_kwargs={"thinking": [{}] * (half // 4)})),
         Case("unknown_field", CHAT, lambda: chat(unknown=[[]] * (half // 4))),
         Case("detokenize_3m", "/detokenize", lambda: json.dumps({"tokens": [1000] * 3_000_000}).encode()),

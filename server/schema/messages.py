@@ -155,7 +155,8 @@ class CountTokensRequest(ModelFields, kw_only=True):
         if self.tool_choice is not None and self.tool_choice.type == "tool" and not self.tool_choice.name:
             raise invalid("tool_choice.name", "is required")
         last = self.messages[-1]
-        if isinstance(last.content, list) and any(block.type == "tool_use" for block in last.content):
+        blocks = last.content if last.role == "assistant" and isinstance(last.content, list) else []
+        if any(block.type == "tool_use" for block in blocks):
             raise invalid("messages", "end with a tool_use: send its tool_result in a message of the user")
 
 

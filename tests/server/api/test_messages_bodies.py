@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from server.schema.fields import NOT_OFFERED
-from server.schema.messages import COUNT_TOKENS, MESSAGES
+from server.schema.fields import NOT_OFFERED, ModelFields
+from server.schema.messages import COUNT_TOKENS, MESSAGES, MessagesRequest
 from tests.server.api.test_messages import PATH, TOOL, body
 from tests.server.api.test_tools import WEATHER, Says
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import post
+from tests.server.test_fields import FIELD, section
 from worker.wire import TokenizerBundle
 
 CACHED: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -227,6 +228,14 @@ async def test_refused_fields_are_named_unless_empty(says: Says) -> None:
             assert (await post(target.url, body(**dict.fromkeys(MESSAGES.refused, nothing)), PATH))[0] == 200
     assert MESSAGES.refused == COUNT_TOKENS.refused
     assert NOT_OFFERED.keys() < MESSAGES.refused.keys()
+
+
+def test_the_document_lists_every_field() -> None:
+    fields = {*MessagesRequest.__struct_fields__} - {*ModelFields.__struct_fields__}
+    ours = {field for field, why in MESSAGES.refused.items() if "not offered here" not in why} - NOT_OFFERED.keys()
+    documented = set(FIELD.findall(section("The Messages API")))
+    assert fields | {"temperature", "metadata", "service_tier"} <= documented
+    assert ours - {"output_format"} <= documented
 
 
 HINTS: dict[str, Any] = {
