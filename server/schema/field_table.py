@@ -94,6 +94,8 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("functions", "is deprecated: use tools"),
         **_use(reasoning="reasoning_effort", max_output_tokens="max_completion_tokens", input="messages"),
         **_use(instructions="a system message", text="response_format", include="logprobs"),
+        **_use(system="a system message", stop_sequences="stop", output_config="response_format"),
+        **_use(context_management="the messages that the model shall see"),
     },
     "/v1/completions": {
         **_EVERYWHERE,
@@ -110,6 +112,8 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
             text="response_format",
             include="logprobs",
         ),
+        **_use(system="prompt", stop_sequences="stop", output_config="response_format"),
+        **_use(context_management="the prompt that the model shall see"),
     },
     "/v1/responses": {
         **_EVERYWHERE,
@@ -129,6 +133,28 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_use(max_tokens="max_output_tokens", max_completion_tokens="max_output_tokens", messages="input"),
         **_use(response_format="text.format", logprobs="top_logprobs", chat_template_kwargs="reasoning.effort"),
         **_use(reasoning_effort="reasoning.effort", verbosity="text.verbosity", prediction="input"),
+        **_use(system="instructions", output_config="text.format", stop_sequences="stop"),
+    },
+    "/v1/messages": {
+        **_EVERYWHERE,
+        **_refuse("compaction", "is not offered: send what the model shall see"),
+        **_refuse("fallbacks", "is not offered: no other model answers"),
+        **_refuse("container", "is not offered: the server runs no code"),
+        **_refuse("inference_geo", "is not offered: the answer is made where this server runs"),
+        **_refuse("mcp_servers", "is not offered: call the servers' tools from your side"),
+        **_refuse("thread", "needs stored conversations, which this server does not keep: send all messages"),
+        **_refuse("n best_of", "is not offered: a message has one answer", _ONE),
+        **_refuse("logprobs top_logprobs prompt_logprobs return_token_ids stream_options modalities", _CHATS_ALONE),
+        **_refuse("continue_final_message add_generation_prompt chat_template_kwargs verbosity", _CHATS_ALONE),
+        **_refuse("prediction chat_template documents functions function_call", _CHATS_ALONE),
+        **_refuse("echo add_special_tokens input_ids suffix", "is not offered: use /v1/completions"),
+        **_refuse("include", "is not offered: use /v1/responses"),
+        **_refuse("truncation", "is a field of /v1/responses: use truncate_prompt_tokens", ("disabled",)),
+        **_use(max_completion_tokens="max_tokens", max_output_tokens="max_tokens", reasoning="thinking"),
+        **_use(response_format="output_config.format", output_format="output_config.format", prompt="messages"),
+        **_use(text="output_config.format"),
+        **_use(reasoning_effort="output_config.effort", stop="stop_sequences", input="messages"),
+        **_use(parallel_tool_calls="tool_choice.disable_parallel_tool_use", instructions="system"),
     },
 }
 """By route, without the fields that the route honours."""
@@ -137,7 +163,9 @@ IGNORED: Final[Mapping[str, str]] = {
     name: why
     for why, names in {
         "names the request or who sent it": "request_id rid session_id custom_labels custom_id stream_interval",
-        "concerns the engine's own caches and slots": "cache_prompt n_cache_reuse id_slot backend_sampling",
+        "names who pays, or what else sees the request": "billing_policy diagnostics fallback_credit_token"
+        " user_profile_id workspace_id betas speed",
+        "concerns caches and slots": "cache_control cache_prompt n_cache_reuse id_slot backend_sampling",
         "concerns speculation, which changes no token": "speculative.n_max speculative.n_min speculative.p_min"
         " speculative.type speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_m_hits",
     }.items()

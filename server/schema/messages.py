@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import MAX_TOOLS, NOT_OFFERED, ModelFields, PositiveCount, Probability
-from server.schema.requests import MAX_MESSAGES, BodyDecoder, ChatRequest
+from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability
+from server.schema.requests import MAX_MESSAGES, BodyDecoder
 
 MessageRole = Literal["user", "assistant", "system"]
 _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
@@ -120,6 +120,19 @@ class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     format: JsonOutputFormat | None = None
 
 
+class ContextEdit(Struct, kw_only=True):
+    type: str
+
+
+class ContextManagement(Struct, kw_only=True, forbid_unknown_fields=True):
+    edits: list[ContextEdit] | None = None
+
+    def check(self) -> None:
+        """Accept the edits that drop thoughts, as templates do so anyway. Raises InvalidRequestError."""
+        if any(not edit.type.startswith("clear_thinking") for edit in self.edits or ()):
+            raise unsupported("context_management.edits", "can only clear thinking: send what the model shall see")
+
+
 class MessagesMetadata(Struct, kw_only=True):
     user_id: Annotated[str, Meta(max_length=1024)] | None = None
 
@@ -135,6 +148,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     stop_sequences: list[str] | None = None
     temperature: Probability | None = None
     metadata: MessagesMetadata | None = None  # type: ignore[assignment]
@@ -150,6 +164,8 @@ class CountTokensRequest(ModelFields, kw_only=True):
         if isinstance(self.system, list):
             for index, block in enumerate(self.system):
                 block.check(f"system[{index}]", _BLOCKS["system"])
+        if self.context_management is not None:
+            self.context_management.check()
         for index, tool in enumerate(self.tools or ()):
             tool.check(f"tools[{index}]")
         if self.tool_choice is not None and self.tool_choice.type == "tool" and not self.tool_choice.name:
@@ -164,24 +180,5 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: PositiveCount
 
 
-_HINTS_OF_CHATS: Final = {"max_tokens", "verbosity", "prediction"}
-_REFUSED: Final = {
-    **NOT_OFFERED,
-    **dict.fromkeys(
-        sorted({*ChatRequest.__struct_fields__} - {*CountTokensRequest.__struct_fields__} - _HINTS_OF_CHATS),
-        "is not offered here: use /v1/chat/completions",
-    ),
-    "compaction": "is not offered: send what the model shall see",
-    "container": "is not offered: the server runs no code",
-    "context_management": "is not offered: send what the model shall see",
-    "inference_geo": "is not offered: the answer is made where this server runs",
-    "max_completion_tokens": "is not offered here: use max_tokens",
-    "mcp_servers": "is not offered: call the servers' tools from your side",
-    "output_format": "is not offered: use output_config.format",
-    "parallel_tool_calls": "is not offered here: use tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "is not offered here: use output_config.effort",
-    "response_format": "is not offered here: use output_config.format",
-    "thread": "needs stored conversations, which this server does not keep: send all messages",
-}
-MESSAGES: Final = BodyDecoder(MessagesRequest, _REFUSED)
-COUNT_TOKENS: Final = BodyDecoder(CountTokensRequest, _REFUSED)
+MESSAGES: Final = BodyDecoder(MessagesRequest, "/v1/messages")
+COUNT_TOKENS: Final = BodyDecoder(CountTokensRequest, "/v1/messages")

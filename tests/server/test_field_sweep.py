@@ -8,30 +8,39 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from anthropic.types.beta.message_count_tokens_params import MessageCountTokensParams as CountParams
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase as MessageParams
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from tokenizers import Tokenizer
 
 from server.schema.field_table import IGNORED, REFUSED
-from server.schema.requests import CHAT, COMPLETION, RESPONSES, BodyDecoder
+from server.schema.messages import MessagesRequest
+from tests.server import test_fields
 from tests.server.conftest import ANSWER, CHATML, bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import post
-from tests.server.test_fields import BODIES, KINDS, hints
 
 ENGINES: Final = tomllib.loads((Path(__file__).parents[1] / "data" / "engine_fields.toml").read_text())
-OPENAI: Final[dict[str, Any]] = {
-    "/v1/chat/completions": ChatParams,
-    "/v1/completions": CompletionParams,
-    "/v1/responses": ResponseParams,
+MESSAGES_PATH: Final = "/v1/messages"
+SDK_FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": ChatParams.__annotations__,
+    "/v1/completions": CompletionParams.__annotations__,
+    "/v1/responses": ResponseParams.__annotations__,
+    MESSAGES_PATH: {**MessageParams.__annotations__, **CountParams.__annotations__},
 }
-NAMES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/responses": "responses"}
-DECODERS: Final[dict[str, BodyDecoder[Any]]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/responses": RESPONSES,
+NAMES: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    MESSAGES_PATH: "messages",
+}
+KINDS: Final = {**test_fields.KINDS, MESSAGES_PATH: MessagesRequest}
+BODIES: Final[dict[str, dict[str, Any]]] = {
+    **test_fields.BODIES,
+    MESSAGES_PATH: {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]},
 }
 TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MESSAGES: Final = [{"role": "user", "content": "y"}]
@@ -90,6 +99,7 @@ WORDS: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {},
     "/v1/completions": {"prompt": "The capital of France"},
     "/v1/responses": {},
+    MESSAGES_PATH: {},
 }
 COMPLETION_VALUES: Final = {"logprobs": {"logprobs": 2}}
 CHAT_VALUES: Final = {
@@ -108,18 +118,33 @@ RESPONSES_VALUES: Final = {
     "tool_choice": {"tool_choice": "required", "tools": [RESPONSES_TOOL]},
     "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [RESPONSES_TOOL], "tool_choice": "required"},
 }
+ANTHROPIC_TOOL: Final = {"name": "f", "input_schema": {"type": "object"}}
+MESSAGES_VALUES: Final = {
+    "output_config": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "stop_sequences": {"stop_sequences": ["a"]},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop_sequences": ["a"]},
+    "system": {"system": "Be brief."},
+    "thinking": {"thinking": {"type": "disabled"}},
+    "tools": {"tools": [ANTHROPIC_TOOL]},
+    "tool_choice": {"tool_choice": {"type": "any"}, "tools": [ANTHROPIC_TOOL]},
+}
 OWN: Final = {
     "/v1/chat/completions": VALUES | CHAT_VALUES,
     "/v1/completions": VALUES | COMPLETION_VALUES,
     "/v1/responses": VALUES | RESPONSES_VALUES,
+    MESSAGES_PATH: VALUES | MESSAGES_VALUES,
 }
-UNCHANGED: Final = {"model", "modalities", "truncation"}
+UNCHANGED: Final = {"model", "modalities", "truncation", "context_management"}
 """Honoured fields of which every other value is an error."""
+HINTS: Final = {
+    **{path: test_fields.hints(path) for path in test_fields.BODIES},
+    MESSAGES_PATH: test_fields.hints("/v1/chat/completions") | {"stop"},
+}
 
 
 def known(path: str) -> dict[str, str]:
     """Name every field that a client or a server knows on this route, with who knows it."""
-    fields = dict.fromkeys(OPENAI[path].__annotations__, "openai")
+    fields = dict.fromkeys(SDK_FIELDS[path], "its SDK")
     for engine, table in ENGINES.items():
         fields |= dict.fromkeys(table.get(NAMES[path], ()), engine)
     for other, kind in KINDS.items():
@@ -155,7 +180,7 @@ async def test_no_honoured_field_is_ignored(worker: ScriptedWorker, path: str) -
             seeds = [choice.seed for choice in request.choices]
             return list(request.prompt_ids), request.sampling, seeds, request.priority, request.root, shape(raw)
 
-        for field in sorted(set(KINDS[path].__struct_fields__) - hints(path) - UNCHANGED):
+        for field in sorted(set(KINDS[path].__struct_fields__) - HINTS[path] - UNCHANGED):
             values = OWN[path][field]
             body = {"seed": 1, **BODIES[path], **WORDS[path], **values}
             before = {"seed": 1, **BODIES[path], **WORDS[path], **{k: v for k, v in values.items() if k != field}}

@@ -11,6 +11,7 @@ import pytest
 
 from server.schema.field_table import IGNORED
 from server.schema.fields import ModelFields
+from server.schema.messages import MESSAGES
 from server.schema.requests import (
     CHAT,
     COMPLETION,
@@ -69,7 +70,7 @@ def hints(path: str) -> set[str]:
 
 
 def test_the_document_lists_every_field() -> None:
-    refused = {field for refused in REFUSED.values() for field in refused}
+    refused = {field for refused in (*REFUSED.values(), MESSAGES.refused) for field in refused}
     listed = set(FIELD.findall(section("Refused")))
     assert refused - listed == set()
     assert listed - refused <= {"false", "true", "partial", "prefix"} | {
