@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Final
 
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -62,9 +63,10 @@ class PublicApi:
             Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
             Route("/tokenize", self._tokenize.tokenize, methods=["POST"]),
             Route("/detokenize", self._tokenize.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self._tokenize.tokenizer_info, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/health/live", self.live, methods=["GET"]),
-            Route("/health/ready", self.ready, methods=["GET"]),
+            *(Route(path, self.ready, methods=["GET"]) for path in ("/health/ready", "/health", "/ping")),
         ]
 
     def max_body_bytes(self) -> int | None:
@@ -128,6 +130,22 @@ class HotRoutes:
         return endpoint(scope, receive, send)
 
 
+def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """Return what lets pages of these origins call the API; `*` stands for any. Preflights need no key."""
+    if not origins:
+        return []
+    methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after", "retry-after-ms", "openai-processing-ms")
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=("*",),
+            expose_headers=exposed,
+        )
+    ]
+
+
 def public_app(
     config: GatewayConfig,
     api: PublicApi,
@@ -138,6 +156,7 @@ def public_app(
     return Application(
         routes=api.routes(),
         middleware=[
+            *_cross_origin(config.cors_origin),
             Middleware(RequestMiddleware, metrics, access_log=config.access_log),
             Middleware(AuthenticationMiddleware, authenticator),
             Middleware(BodyLimitMiddleware, config.max_body_bytes, api.max_body_bytes),

@@ -16,6 +16,7 @@ from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
 
 _net = partial(option, "network")
@@ -76,6 +77,9 @@ class GatewayConfig(SharedConfig):
         3.0, "a request that would wait longer at its worker waits at the gateway; 0: none does (default 3)", least=0
     )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
+    cors_origin: tuple[str, ...] = _api(
+        (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
+    )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
@@ -97,6 +101,9 @@ class GatewayConfig(SharedConfig):
         for name in self.ops_hosts:
             if _HOST_NAME.fullmatch(name) is None:
                 raise ValueError(f"--ops-hosts takes names without scheme and port, got {name!r}")
+        for origin in self.cors_origin:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
         if self.redis is None and not self.workers:

@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize, as vLLM has them: the tokens that the model would see, and the text of tokens."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, as vLLM has them.
+
+They give the tokens that the model would see, the text of tokens, and what lm-eval needs for a remote tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,22 @@ class TokenizeApi:
             raise invalid("tokens", f"holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts")
         in_vocabulary(request.tokens, model.bundle.vocab_size, "tokens")
         return json_response({"prompt": model.tokenizer.decode(request.tokens)})
+
+    async def tokenizer_info(self, http_request: Request) -> Response:
+        """Describe a model's tokenizer, that of the query's `model` or of the only one. Raises ApiError."""
+        model = self._model(http_request.query_params.get("model"), identity_of(http_request.scope))
+        bundle = model.bundle
+        info = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bundle.bos_token,
+            "eos_token": bundle.eos_token,
+            "pad_token": bundle.eos_token,
+            "add_bos_token": bundle.add_bos,
+            "vocab_size": bundle.vocab_size,
+            "model_max_length": model.max_model_len,
+            "chat_template": bundle.chat_template,
+        }
+        return json_response(info)
 
     async def _read(self, http_request: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
         require_json(http_request.scope["headers"])

@@ -17,7 +17,7 @@ from server.auth.limits import AuthThrottle, KeyUsage, source_of
 from server.errors import AuthenticationError, ForbiddenError
 from server.request_context import CURRENT
 
-OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 MAX_KEY_BYTES: Final = 1024
 _READING: Final = frozenset({"GET", "HEAD"})
 _QUESTIONS: Final = frozenset({"/route/explain"})
