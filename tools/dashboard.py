@@ -198,6 +198,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "short",
                 (
                     (each("headstart_requests_booked"), "{{pod}} booked requests"),
+                    (each("headstart_held_requests"), "{{pod}} waiting requests"),
                     (each("headstart_asyncio_tasks"), "{{pod}} tasks"),
                     (each("headstart_worker_asyncio_tasks"), "{{pod}} tasks"),
                 ),
