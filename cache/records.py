@@ -76,6 +76,8 @@ class WorkerMember:
     """`RecordFormat.fingerprint`: blocks move only between workers that have the same. Empty: it moves none."""
     tiers: tuple[Tier, ...] = ()
     """Its stores below the pool, the fastest first."""
+    embedding_size: Count = 0
+    """Numbers in an embedding: it makes embeddings alone. 0: it generates text alone."""
 
 
 @dataclass(frozen=True, slots=True)

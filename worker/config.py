@@ -14,8 +14,10 @@ from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes
 from worker.scheduler.budget import BatchLimits
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
+Task = Literal["auto", "generate", "embed"]
 KV_DISK_BYTES: Final = 10 << 30
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
+TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
 
 _model = partial(option, "model")
 _net = partial(option, "network")
@@ -30,6 +32,11 @@ class WorkerConfig(SharedConfig):
 
     model: str = _model("", "a GGUF file, a folder with safetensors, or a Hugging Face id")
     served_model_name: str | None = _model(None, "the name that clients use (default: the model's own)")
+    task: Task = _model(
+        "auto",
+        "generate text, or embed it; auto: embed where the model's folder says how (default auto)",
+        choices=TASKS,
+    )  # noqa: RUF009 (a field)
     device: str = _model("auto", "cpu, cuda, cuda:1 ... (default: cuda when there is one)")
     local_rank: int = _model(0, "this worker's number on this machine, from 0 (default 0)", least=0)
     local_world_size: int = _model(1, "workers that share this machine's GPUs (default 1)")
@@ -117,6 +124,8 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
+        if self.task == "embed" and self.engine != "headstart":
+            raise ValueError("--task embed is for our own engine: the other one generates text here")
         if self.engine_url and not self.engine_url.startswith(("http://", "https://")):
             raise ValueError(f"--engine-url must begin with http:// or https://, got {self.engine_url!r:.200}")
 

@@ -26,6 +26,7 @@ from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import make_copier
 from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig, default_step_tokens
+from worker.embedding import find_pooling
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.rates import PrefillRate
@@ -77,6 +78,7 @@ def build_engine(
     weights = cast(Literal["dense", "packed"], config.weights)
     options = LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
     model = load_model(config.model, options, on_layer)
+    pooling = find_pooling(config.task, model.checkpoint.path)
     num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
@@ -114,6 +116,7 @@ def build_engine(
         oldest_protocol=OLDEST_PROTOCOL,
         layout="" if transfers is None else transfers.layout,
         tiers=() if transfers is None else transfers.tiers,
+        embedding_size=0 if pooling is None else model.config.hidden_size,
     )
     member = signed(config.cluster_secret(), member)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
@@ -127,6 +130,7 @@ def build_engine(
         config.async_scheduling,
         max_step_s=config.max_step_s,
         transfers=transfers,
+        pooling=pooling,
     )
 
 

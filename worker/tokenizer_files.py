@@ -79,13 +79,25 @@ def tokenizer_folder(source: str, revision: str | None) -> tuple[Path, str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raise CheckpointError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    value = _read(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON array of objects in a file. Raise CheckpointError."""
+    value = _read(path)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise CheckpointError(f"{path} holds no JSON array of objects")
+    return value
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def digest_files(paths: Iterable[Path]) -> str:

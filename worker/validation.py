@@ -8,15 +8,36 @@ from worker.wire import Failed, GenerateRequest, too_many_ids
 
 
 def refusal(
-    request: GenerateRequest, max_model_len: int, pool_tokens: int, vocab_size: int, max_total_tokens: int | None = None
+    request: GenerateRequest,
+    max_model_len: int,
+    pool_tokens: int,
+    vocab_size: int,
+    max_total_tokens: int | None = None,
+    embedding_size: int = 0,
 ) -> Failed | None:
     """Return why this worker can never serve the request. None: it can be submitted.
 
     `pool_tokens`: tokens that fit into the whole KV pool. `max_total_tokens`: TGI's `max_batch_total_tokens`.
+    `embedding_size`: see `WorkerMember`.
     """
+    if (problem := _task_problem(request, embedding_size)) is not None:
+        return Failed("invalid_request", problem, retryable=False)
     limits = {"the context": max_model_len, "the KV pool": pool_tokens, "max_batch_total_tokens": max_total_tokens}
     problem = next(_problems(request, limits, vocab_size), None)
     return None if problem is None else Failed("invalid_request", problem, retryable=False)
+
+
+def _task_problem(request: GenerateRequest, embedding_size: int) -> str | None:
+    embed, sampling = request.embed, request.sampling
+    if embed is None:
+        return "model: it makes embeddings alone; ask another model for text" if embedding_size else None
+    if not embedding_size:
+        return "model: it generates text and makes no embeddings; ask an embedding model"
+    if sampling.max_tokens or sampling.prompt_logprobs is not None or len(request.choices) > 1:
+        return "embed: an embedding has one choice, with max_tokens 0, and no logprobs"
+    if embed.dimensions is not None and embed.dimensions > embedding_size:
+        return f"dimensions: this model's embeddings have {embedding_size}"
+    return None
 
 
 def _problems(request: GenerateRequest, limits: Mapping[str, int | None], vocab_size: int) -> Iterator[str]:

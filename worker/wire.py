@@ -1,6 +1,7 @@
 """The contract between gateway and worker: msgpack over HTTP, token ids both ways. Imports nothing heavy.
 
     POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
+                     with `embed`: Started, Embedding, Finished, then End or Failed
     POST /abort      {"request_id": str, "choice": int | None}
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
@@ -173,6 +174,13 @@ class BlockSource(Struct, frozen=True):
     num_blocks: _U32
 
 
+class Embed(Struct, frozen=True):
+    """The embedding of the prompt is asked for, and no token: one choice, with `max_tokens` 0."""
+
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    """Only the first so many numbers, normalised again; None: all."""
+
+
 class GenerateRequest(Struct, frozen=True):
     """A prompt with its choices, and how to sample them."""
 
@@ -199,6 +207,8 @@ class GenerateRequest(Struct, frozen=True):
     """The LoRA adapter, by the name that the worker's engine has for it; empty: the base model."""
     source: BlockSource | None = None
     """Where the worker may fetch blocks that it does not hold, if that is faster than to compute them."""
+    embed: Embed | None = None
+    """Ask for an embedding; only of a worker whose member has an `embedding_size`."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):
@@ -264,8 +274,15 @@ class Failed(_Frame, frozen=True, tag=5):
     """With `queue_full`: when the queue will have drained."""
 
 
-Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed
-FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed)
+class Embedding(_Frame, frozen=True, tag=6):
+    """The embedding of the prompt, sent once after the prefill."""
+
+    vector: bytes
+    """float32, little-endian."""
+
+
+Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed | Embedding
+FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed, Embedding)
 """By their tags."""
 
 

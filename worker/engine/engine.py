@@ -23,6 +23,7 @@ from typing import Any, Final
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
+from worker.embedding import Pooling
 from worker.engine.inflight import InFlightBatches
 from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
@@ -72,10 +73,11 @@ class EngineCore:
         async_scheduling: bool = True,
         max_step_s: float = 120.0,
         transfers: KVTransfers | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """`async_scheduling`: launch the next decodes before the tokens of a step are known.
 
-        Without `transfers`, blocks stay in the pool.
+        Without `transfers`, blocks stay in the pool. With `pooling`, the engine makes embeddings alone.
         """
         self.member = member
         self.bundle = bundle
@@ -85,6 +87,7 @@ class EngineCore:
         self._runner = runner
         self._metrics = metrics
         self._async_scheduling = async_scheduling
+        self._pooling = pooling
         self._max_step_s = max_step_s
         self.mailbox = Mailbox()
         """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
@@ -148,7 +151,12 @@ class EngineCore:
         pool_tokens = (allocator.num_blocks - 1) * allocator.block_size
         limits = self._scheduler.limits
         return refusal(
-            request, limits.max_model_len, pool_tokens, self.bundle.vocab_size, limits.max_batch_total_tokens
+            request,
+            limits.max_model_len,
+            pool_tokens,
+            self.bundle.vocab_size,
+            limits.max_batch_total_tokens,
+            self.member.embedding_size,
         )
 
     async def prepare(self, request: GenerateRequest) -> Mapping[int, Constraint]:
@@ -170,7 +178,7 @@ class EngineCore:
             self._metrics.requests.inc()
             aging_s = self._scheduler.limits.aging_s
             try:
-                made = Request(key, request, arrival_s, aging_s, prepared)
+                made = Request(key, request, arrival_s, aging_s, prepared, self._pooling)
                 outputs = self._scheduler.submit(made)
             except Exception as error:  # one request must not end the others
                 extra = about(request.request_id, request.traceparent)

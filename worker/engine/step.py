@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, Literal, NoReturn, Protocol, TypeVar
+
+import numpy as np
 
 from cache.allocators.base import BlockCopy
 from cache.types import BlockId
@@ -63,6 +65,8 @@ class SequenceStep:
     """With num_prompt_logprobs: the prompt token that follows each token of the step."""
     follows: int | None = None
     """An index into the step in flight: this sequence's one token is sampled there, and token_ids is a stand-in."""
+    hidden: Literal["last", "sum"] | None = None
+    """Also return the hidden state of its last token, or the sum of those of all tokens of this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class SequenceResult:
 
     sampled: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
+    hidden: np.ndarray | None = None
+    """(hidden_size,) float32"""
 
 
 class SamplingError(RuntimeError):
@@ -108,6 +114,10 @@ class NoTokenLeft(SamplingError):
 
 class NonFiniteLogits(SamplingError):
     """The model's output is not a number."""
+
+
+class NonFiniteHidden(RuntimeError):
+    """A hidden state that was asked for is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from worker.model.config import ModelConfig, RopeConfig, RopeKind
 from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.tokenizer_files import digest_files, read_json
 
+_BASE: Final = "model."
 _INDEX: Final = "model.safetensors.index.json"
 _ROPE_NUMBERS: Final = (
     "factor",
@@ -31,6 +32,9 @@ _NEEDED_BY_ROPE: Final = {"linear": ("factor",), "llama3": ("factor", "low_freq_
 class SafetensorsCheckpoint(Checkpoint):
     """A folder with config.json and safetensors files."""
 
+    _prefix = ""
+    """What the files leave out of every name, as those of models that were saved without their head do."""
+
     def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
         self.path = path
         self.name = name or path.resolve().name
@@ -38,7 +42,11 @@ class SafetensorsCheckpoint(Checkpoint):
         self.model_type = str(self._raw.get("model_type"))
         if "auto_map" in self._raw and not self._raw.get("model_type"):
             raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
-        self._files = _files_by_tensor(path)
+        files = _files_by_tensor(path)
+        if f"{_BASE}embed_tokens.weight" not in files and "embed_tokens.weight" in files:
+            files = {_BASE + name: file for name, file in files.items()}
+            self._prefix = _BASE
+        self._files = files
         self._open: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
         self.revision = revision or digest_files([path / "config.json", *set(self._files.values())])
 
@@ -52,7 +60,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if (file := self._files.get(name)) is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         try:
-            tensor: Tensor = self._open(file).get_tensor(name)
+            tensor: Tensor = self._open(file).get_tensor(name.removeprefix(self._prefix))
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from error
         return tensor
@@ -88,6 +96,10 @@ def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
     """Read a parsed config.json. Raise ModelError."""
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act {activation!r} of a {raw['model_type']} model; only silu is known")
+    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        raise UnsupportedModel(
+            "config.json asks for attention to later tokens (is_causal); only causal models run here"
+        )
     if "quantization_config" in raw:
         raise UnsupportedModel("quantization_config: quantised safetensors are not supported; use GGUF instead")
     try:

@@ -15,7 +15,7 @@ import torch
 from worker.device import current_device
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
-from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.model.errors import CheckpointError, UnsupportedModel, encoder
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.huggingface import SafetensorsCheckpoint
 from worker.model.llama import LlamaDecoder
@@ -88,6 +88,8 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
 
 def find_family(model_type: str) -> ModelFamily:
     """Raise UnsupportedModel when the model type has no family."""
+    if "bert" in model_type:
+        raise encoder(model_type)
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedModel(f"model type {model_type!r} is none of {known}: it needs transformers and safetensors")

@@ -21,7 +21,8 @@ from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.model.base import Checkpoint
 from worker.model.config import LoadOptions, ModelConfig, RopeConfig
-from worker.model.errors import UnsupportedModel
+from worker.model.errors import UnsupportedModel, encoder
+from worker.tokenizer_files import read_json
 
 _NUM_CHECKED: Final = 64
 _CHECK_BLOCK: Final = 8
@@ -176,7 +177,11 @@ def _register(name: str, attend: Any) -> None:
 def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
     """Load the model without running code of the checkpoint and without unpickling."""
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+    is_masked = checkpoint.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_masked and not read_json(checkpoint.path / "config.json").get("is_decoder"):
+        raise encoder(checkpoint.model_type)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,

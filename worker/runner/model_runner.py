@@ -21,7 +21,7 @@ from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
 from worker.device import DeviceStream, current_device, to_device, to_host
-from worker.engine.step import Launch, SequenceResult, SequenceStep, Step
+from worker.engine.step import Launch, NonFiniteHidden, SequenceResult, SequenceStep, Step
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
@@ -67,7 +67,7 @@ class ModelRunner:
         return self._stream.overlaps
 
     def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        """Queue the step. Collecting may raise SamplingError and NonFiniteKV."""
+        """Queue the step. Collecting may raise SamplingError, NonFiniteKV and NonFiniteHidden."""
         with _cleared_if_raises(self.cache, step):
             work = self._stream.enqueue(partial(self._compute, step))
         return Launch(partial(self._collect, step, work), work.is_done)
@@ -99,7 +99,7 @@ class ModelRunner:
         order = attention_order(step.sequences)
         sequences = [step.sequences[index] for index in order]
         if not sequences:
-            return _StepOutput((), (), None, (), None)
+            return _StepOutput((), (), None, (), None, None)
         batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
@@ -112,12 +112,13 @@ class ModelRunner:
             sampled,
             [self._prompt_logprobs(sequence, end, hidden) for sequence, end in zip(sequences, ends, strict=True)],
             to_host(self.cache.find_extremes(batch.slots)),
+            _pooled(sequences, ends, hidden),
         )
 
     def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> _StepOutput | None:
         """Run a step of decodes through its recording. None: there is none."""
         if self._graphs is None or any(
-            len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None for s in sequences
+            len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None or s.hidden for s in sequences
         ):
             return None
         if (replayed := self._graphs.logits(sequences, token_ids)) is None:
@@ -125,7 +126,7 @@ class ModelRunner:
         logits, slots = replayed
         sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
         extremes = to_host(self.cache.find_extremes(slots))
-        return _StepOutput(range(len(sequences)), sequences, sampled, [()] * len(sequences), extremes)
+        return _StepOutput(range(len(sequences)), sequences, sampled, [()] * len(sequences), extremes, None)
 
     def _sample(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> SamplerOutput | None:
         """Sample every row of each sequence from the logits of its last token, before `ends`."""
@@ -174,6 +175,16 @@ class ModelRunner:
             return None
 
 
+def _pooled(sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:
+    """Return (rows, hidden_size) float32 on the host: a row for each sequence that asks for its `hidden`."""
+    rows = []
+    for sequence, end in zip(sequences, ends, strict=True):
+        if sequence.hidden is not None:
+            first = end - 1 if sequence.hidden == "last" else end - len(sequence.token_ids)
+            rows.append(hidden[first:end].float().sum(0))
+    return to_host(torch.stack(rows)) if rows else None
+
+
 def attention_order(sequences: Sequence[SequenceStep]) -> list[int]:
     """Return the order that `worker.attention.base` asks for: decodes first, by context length, then chunks."""
 
@@ -219,6 +230,8 @@ class _StepOutput:
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
     extremes: Tensor | None
     """The lowest and highest of the written keys and values."""
+    pooled: Tensor | None
+    """See `_pooled`."""
 
     def followed_token_ids(self, indices: Sequence[int]) -> Tensor | None:
         """Return the first token that each of these sequences of the step sampled, on the device."""
@@ -230,14 +243,19 @@ class _StepOutput:
         return token_ids[to_device([first_rows[index] for index in indices], torch.int64, token_ids.device)]
 
     def results(self) -> list[SequenceResult]:
-        """Read the tensors. Raises SamplingError, NonFiniteKV."""
+        """Read the tensors. Raises SamplingError, NonFiniteKV, NonFiniteHidden."""
         tokens = iter(() if self.sampled is None else self.sampled.tokens())
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
             raise NonFiniteKV("keys or values of the step are not finite")
+        if self.pooled is not None and not bool(self.pooled.isfinite().all()):
+            raise NonFiniteHidden("the hidden states of the step are not finite")
+        pooled = iter(() if self.pooled is None else self.pooled.numpy())
         results = [SequenceResult()] * len(self.sequences)
         for index, sequence, logprobs in zip(self.order, self.sequences, self.prompt_logprobs, strict=True):
             sampled = tuple(next(tokens) for _ in sequence.sampling_rows)
-            results[index] = SequenceResult(sampled, tuple(token for rows in logprobs for token in rows.rows()))
+            prompt_logprobs = tuple(token for rows in logprobs for token in rows.rows())
+            hidden = None if sequence.hidden is None else next(pooled)
+            results[index] = SequenceResult(sampled, prompt_logprobs, hidden)
         return results
 
 

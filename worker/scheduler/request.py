@@ -14,12 +14,16 @@ from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
+import numpy as np
+
 from cache.allocators.base import Allocation
 from cache.hashing import extend_chain
 from cache.types import BlockHash
+from worker.embedding import Pooling
 from worker.engine.protocol import RequestKey
 from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
 from worker.wire import (
+    Embedding,
     Failed,
     Finished,
     FinishReason,
@@ -83,6 +87,8 @@ class Request:
     aging_s: InitVar[float]
     constraints: InitVar[Mapping[int, Constraint]]
     """By choice index. They have accepted the output of a resumed choice."""
+    pooling: Pooling | None = None
+    """How the prompt is embedded. None: text is generated."""
     choices: list[RequestChoice] = field(init=False)
     order_s: float = field(init=False)
     """Position in every queue: the arrival, shifted by the priority (see `OrderedSequences`)."""
@@ -175,6 +181,8 @@ class TokenSequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     load: PrefixLoad | None = None
     """The last load that it has waited for."""
+    hidden: np.ndarray | None = None
+    """The sum of the hidden states of the computed tokens, or the last one, if its request asks for an embedding."""
     has_loaded: bool = False
     """It has had its own load, or needs none, since it last left the batch."""
     order: tuple[float, int, int] = field(init=False)
@@ -202,8 +210,9 @@ class TokenSequence:
 
     @property
     def reuse(self) -> bool:
-        """Tell whether a cached prefix may be used: not while the prompt's logprobs have to be computed."""
-        return self.request.prompt_logprobs is None
+        """Tell whether a cached prefix may be used: not while every token's logprobs or hidden state is needed."""
+        pooling = self.request.pooling
+        return self.request.prompt_logprobs is None and (pooling is None or pooling.kind == "last")
 
     def hash_blocks(self, block_size: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of `token_ids`. Each block is hashed once."""
@@ -234,6 +243,18 @@ class TokenSequence:
         self.request.sequences.append(rest)
         return rest
 
+    def add_hidden(self, hidden: np.ndarray) -> None:
+        """Add what a step returned for its tokens (hidden_size,)."""
+        self.hidden = hidden if self.hidden is None else np.add(self.hidden, hidden, dtype=np.float64)
+
+    def embedding(self) -> Embedding:
+        """Return the frame, when every token is computed."""
+        pooling, embed = self.request.pooling, self.request.wire.embed
+        assert pooling is not None
+        assert embed is not None
+        assert self.hidden is not None
+        return Embedding(pooling.embedding(self.hidden, len(self.token_ids), embed.dimensions))
+
     def loaded_tokens(self, block_size: int) -> dict[str, int] | None:
         """Return the tokens that its own load has brought, by place; None without any."""
         blocks = self.load.num_loaded_blocks() if self.has_loaded and self.load is not None else {}
@@ -247,6 +268,7 @@ class TokenSequence:
                 self.request.prompt_logprobs.clear()
         self.allocation = None
         self.num_computed = 0
+        self.hidden = None
         self.has_loaded = False
 
 

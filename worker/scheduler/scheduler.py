@@ -268,12 +268,16 @@ class Scheduler:
             request.prompt_logprobs += result.prompt_logprobs
             if (frame := request.take_prompt_logprobs()) is not None:
                 outputs.append(EngineOutput(request.key, frame))
+        if result.hidden is not None:
+            sequence.add_hidden(result.hidden)
         if chunk.stop == len(sequence.token_ids):
             if request.first_token_s is None:
                 request.first_token_s = now_s
             if chunk.sampled_choices:
                 outputs += self._append_tokens(sequence, chunk.sampled_choices, result.sampled)
             else:  # max_tokens is 0
+                if request.pooling is not None:
+                    outputs.append(EngineOutput(request.key, sequence.embedding()))
                 outputs += [self._finish_choice(request, choice, "length") for choice in sequence.choices.copy()]
         return outputs + self._end_if_finished(request, now_s)
 
