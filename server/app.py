@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from cache.records import WorkerMember
 from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
+from server.api.embeddings import EmbeddingEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
 from server.api.formatting import json_response
 from server.api.messages import MessagesEndpoint
@@ -52,8 +53,9 @@ class PublicApi:
             "/v1/completions": self.completions,
             "/v1/responses": ResponsesEndpoint(endpoint),
             MESSAGES_PATH: self._messages,
+            "/v1/embeddings": EmbeddingEndpoint(endpoint),
         }
-        """The generating endpoints by path; all take POST."""
+        """The endpoints that run a model, by path; all take POST."""
 
     def routes(self) -> list[Route]:
         return [

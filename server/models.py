@@ -21,7 +21,7 @@ from cache.records import WorkerMember
 from cache.types import BlockHash
 from server.auth.identity import Identity
 from server.config import GatewayConfig
-from server.errors import ForbiddenError, NotFoundError
+from server.errors import ForbiddenError, InvalidRequestError, NotFoundError
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.output_parser import THINK, ToolFormat, format_of
 from server.text.tokenizer import Tokenizer, TokenizerError
@@ -123,6 +123,8 @@ class Models:
         self._aliases = config.aliases or {}
         self._by_name: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}
+        self._embedding_sizes: dict[str, set[int]] = {}
+        """Of the workers known, by model: the numbers in an embedding; 0: it generates text."""
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
@@ -141,6 +143,21 @@ class Models:
         if not identity.may_use(name, model.adapter or model.name):
             raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
         return model
+
+    def embedding_size(self, name: str, model: ServedModel) -> int:
+        """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
+        size = max(self._embedding_sizes.get(model.name, ()), default=0)
+        if not size or model.adapter:
+            message = f"The model {name!r:.200} makes no embeddings: ask for an embedding model."
+            raise InvalidRequestError(message, param="model")
+        return size
+
+    def check_generates(self, name: str, model: ServedModel) -> None:
+        """Raises InvalidRequestError when all known workers of the model make embeddings."""
+        sizes = self._embedding_sizes.get(model.name)
+        if sizes and 0 not in sizes:
+            message = f"The model {name!r:.200} makes embeddings alone: use /v1/embeddings, or ask for another model."
+            raise InvalidRequestError(message, param="model")
 
     def names(self) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last."""
@@ -198,6 +215,7 @@ class Models:
         """Learn the models of all workers. Never returns."""
         while True:
             members = workers()
+            self._learn_tasks(members)
             for member in members:
                 await self.admit(member)
             self._learn_adapters(members)
@@ -211,3 +229,9 @@ class Models:
             name: known if (known := before.get(name)) and known.bundle is base.bundle else base.with_adapter(name)
             for name, base in bases.items()
         }
+
+    def _learn_tasks(self, members: Sequence[WorkerMember]) -> None:
+        sizes: dict[str, set[int]] = {}
+        for member in members:
+            sizes.setdefault(member.model, set()).add(member.embedding_size)
+        self._embedding_sizes = sizes

@@ -32,11 +32,7 @@ class WorkerConfig(SharedConfig):
 
     model: str = _model("", "a GGUF file, a folder with safetensors, or a Hugging Face id")
     served_model_name: str | None = _model(None, "the name that clients use (default: the model's own)")
-    task: Task = _model(
-        "auto",
-        "generate text, or embed it; auto: embed where the model's folder says how (default auto)",
-        choices=TASKS,
-    )  # noqa: RUF009 (a field)
+    task: Task = _model("auto", "generate or embed texts; auto: as the model's pooling file says (auto)", choices=TASKS)  # noqa: RUF009 (a field)
     device: str = _model("auto", "cpu, cuda, cuda:1 ... (default: cuda when there is one)")
     local_rank: int = _model(0, "this worker's number on this machine, from 0 (default 0)", least=0)
     local_world_size: int = _model(1, "workers that share this machine's GPUs (default 1)")

@@ -114,7 +114,15 @@ class GenerateEndpoint(ABC):
                 usage.add_tokens(context.num_output_tokens)
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
-        """Raises NotFoundError, ForbiddenError, or UnavailableError while no model is known at all."""
+        """Return the model, which generates text.
+
+        Raises NotFoundError, ForbiddenError, InvalidRequestError, or UnavailableError while no model is known at all.
+        """
+        model = self._known_model(name, identity)
+        self._models.check_generates(name, model)
+        return model
+
+    def _known_model(self, name: str, identity: Identity) -> ServedModel:
         try:
             return self._models.allowed(name, identity)
         except NotFoundError:

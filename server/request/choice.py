@@ -13,7 +13,7 @@ from server.models import ServedModel
 from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
-from worker.wire import ChoiceState, SamplingParams, TokenLogprobs, Tokens, sampling_features
+from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens, sampling_features
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens that wait for their text in an unstreamed answer, so that no call decodes many."""
@@ -44,6 +44,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The conversation, as the body names it; a session header comes first."""
     end_of_thought_id: int | None = None
     """The token that ends the model's reasoning, where one token does."""
+    embed: Embed | None = None
+    """The prompt's embedding is asked for, and no text."""
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
@@ -59,6 +61,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,
+            embeds=self.embed is not None,
         )
 
 

@@ -40,6 +40,7 @@ from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import (
     PROTOCOL_VERSION,
     BlockSource,
+    Embedding,
     End,
     Failed,
     Finished,
@@ -97,6 +98,8 @@ class Generation:
         self.loaded_tokens: Mapping[str, int] = {}
         """Those of them that came from elsewhere than its pool, by place."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        self.embedding = b""
+        """float32, little-endian, where the spec asks for one."""
         self.client_has_output = False
         """Set when the client has seen a part, which may not be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
@@ -152,7 +155,7 @@ class Generation:
                 await self._attempt(await self._place(), deliver)
         finally:
             self._release()
-        if len(self.choices) == 1:
+        if len(self.choices) == 1 and spec.embed is None:
             output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
             services.retokenisation.answered(spec.prompt_ids, self._route.hashes, output_ids, block_size)
 
@@ -241,7 +244,7 @@ class Generation:
     def _record_failure(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
         """Finish the choices that have all their tokens, then record the failure. Raises ApiError."""
         for choice in self.choices:
-            if not choice.done:
+            if not choice.done and self.spec.embed is None:
                 choice.finish_if_complete(self.spec.sampling.max_tokens)
         try:
             self._history.failed(worker, error)
@@ -269,6 +272,7 @@ class Generation:
             tracestate=carrier.get("tracestate", ""),
             adapter=spec.model.adapter,
             source=source,
+            embed=spec.embed,
             protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )
 
@@ -279,6 +283,12 @@ class Generation:
         history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
+                if isinstance(frame, Embedding):
+                    if len(frame.vector) != 4 * self._embedding_size(placement.worker):
+                        raise WorkerLost(f"{stream.url}: an embedding of {len(frame.vector)} bytes")
+                    self.embedding = frame.vector
+                    self._first_token(placement, trace)
+                    continue
                 if not isinstance(frame, Tokens):
                     self._handle_control_frame(frame, stream, placement)
                     continue
@@ -289,6 +299,10 @@ class Generation:
                     self._stopped_here(choice, placement.worker)
             if deliver is not None and not stream.completed and (deltas := self.take_deltas()):
                 await deliver(deltas)
+
+    def _embedding_size(self, worker: WorkerMember) -> int:
+        dimensions = None if self.spec.embed is None else self.spec.embed.dimensions
+        return worker.embedding_size if dimensions is None else dimensions
 
     def _choice(self, index: int) -> Choice:
         """Raises WorkerLost."""
@@ -303,6 +317,8 @@ class Generation:
             case Finished():
                 choice = self._choice(frame.choice)
                 if choice.finish_reason is None:
+                    if self.spec.embed is not None and not (self.embedding or frame.reason == "abort"):
+                        raise WorkerLost(f"{stream.url}: Finished without the embedding")
                     if frame.reason == "abort":
                         raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
                     choice.finish(frame.reason, frame.stop_token_id)

@@ -41,6 +41,7 @@ MAX_WAITING: Final = 1024
 """A worker with so many requests in its queue gets no more."""
 QUEUE_FULL: Final = "queue full"
 UNSUPPORTED: Final = "cannot serve a field of this request"
+OTHER_TASK: Final = "makes text or embeddings alone, and the request asks for the other"
 BREAKER: Final = "breaker open"
 
 
@@ -343,6 +344,8 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return "has failed this request"
     if request.numerics is not None and member.numerics != request.numerics:
         return "another numerics class"
+    if (member.embedding_size > 0) != request.embeds:
+        return OTHER_TASK
     if member.unsupported and not set(request.required).isdisjoint(member.unsupported):
         return UNSUPPORTED
     if request.adapter and request.adapter not in member.adapters:

@@ -25,7 +25,7 @@ from cache.types import GatewayId
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.pending_prefixes import RecentPlacements
-from server.router.placement import QUEUE_FULL, UNSUPPORTED, Decision, Placement, Scorer
+from server.router.placement import OTHER_TASK, QUEUE_FULL, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError, WorkerView
@@ -296,7 +296,7 @@ def _no_worker(decision: Decision) -> NoWorkerError:
     if not workers:
         message = f"no worker of model {model!r} is known"
         return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
-    reasons = sorted({str(worker.guard) for worker in workers})
+    reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
     if reasons == [UNSUPPORTED]:
         lacking = [name for name in decision.request.required if any(name in w.member.unsupported for w in workers)]
         message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"

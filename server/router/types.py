@@ -53,6 +53,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()
     """Features that the worker must have (`worker.wire.required_features`)."""
+    embeds: bool = False
+    """Only workers that make embeddings; else only those that generate text."""
     ttft_budget_s: float | None = None
     """Only workers whose predicted time to first token is not longer."""
     priority: int = 0

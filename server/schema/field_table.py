@@ -77,7 +77,9 @@ _EVERYWHERE: Final[Mapping[str, Refusal]] = {
     # Images, sound and video.
     **_refuse("mm_processor_kwargs media_io_kwargs mm_payload images_config video_config image", _TEXT_ONLY),
     **_refuse("max_dynamic_patch min_dynamic_patch use_audio_in_video", _TEXT_ONLY),
+    **_refuse("encoding_format dimensions", "is a field of /v1/embeddings"),
 }
+_GENERATES: Final = "is not offered: an embedding is not generated"
 _CHATS_ALONE: Final = "is a field of /v1/chat/completions"
 
 REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
@@ -155,6 +157,24 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_use(text="output_config.format"),
         **_use(reasoning_effort="output_config.effort", stop="stop_sequences", input="messages"),
         **_use(parallel_tool_calls="tool_choice.disable_parallel_tool_use", instructions="system"),
+    },
+    "/v1/embeddings": {
+        **_EVERYWHERE,
+        **_refuse("temperature top_p top_k min_p typical_p seed logit_bias frequency_penalty", _GENERATES),
+        **_refuse("presence_penalty repetition_penalty stop stop_token_ids ignore_eos min_tokens", _GENERATES),
+        **_refuse("include_stop_str_in_output skip_special_tokens bad_words allowed_token_ids", _GENERATES),
+        **_refuse("structured_outputs response_format max_tokens max_completion_tokens stream", _GENERATES),
+        **_refuse("max_output_tokens stop_sequences stream_options logprobs top_logprobs prompt_logprobs", _GENERATES),
+        **_refuse("tools tool_choice parallel_tool_calls reasoning_effort reasoning output_config text", _GENERATES),
+        **_refuse("verbosity prediction modalities include instructions system truncation", _GENERATES),
+        **_refuse("chat_template_kwargs continue_final_message add_generation_prompt chat_template", _GENERATES),
+        **_refuse("context_management echo return_token_ids", _GENERATES),
+        **_refuse("n best_of", "is not offered: an input has one embedding", _ONE),
+        **_refuse("padding embed_overrides embed_override_token_id"),
+        **_refuse("embed_dtype", "is not offered: embeddings are float32", ("float32",)),
+        **_refuse("endianness", "is not offered: base64 is little-endian", ("native", "little")),
+        **_refuse("use_activation", "is not offered: the model's files say whether it normalizes", (True,)),
+        **_use(messages="input", prompt="input", input_ids="an input of token ids"),
     },
 }
 """By route, without the fields that the route honours."""

@@ -1,7 +1,8 @@
 """The parts of request bodies, and the fields that several routes share.
 
-ModelFields          the fields of every generating route, /v1/responses included
-+-- SamplingFields   the fields that chats and completions share: see `server.schema.requests`
+RequestFields            the fields of every route that runs a model
++-- ModelFields          the fields of every generating route, /v1/responses included
+    +-- SamplingFields   the fields that chats and completions share: see `server.schema.requests`
 """
 
 from __future__ import annotations
@@ -206,13 +207,24 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ModelFields(Struct, kw_only=True):
-    """The fields of every generating route, vLLM's extensions included: model, sampling, hints, refused fields."""
+class RequestFields(Struct, kw_only=True):
+    """The fields of every route that runs a model."""
 
     text_field: ClassVar[str]
-    """The field that holds the text to answer."""
+    """The field that holds the text."""
 
     model: Annotated[str, Meta(min_length=1, max_length=1024)]
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    user: str | None = None
+
+    def check(self) -> None:
+        """Check what no single field's type can say. Raises InvalidRequestError."""
+
+
+class ModelFields(RequestFields, kw_only=True):
+    """The fields of every generating route, vLLM's extensions included: sampling, hints, refused fields."""
+
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     stream: bool | None = None
@@ -236,8 +248,6 @@ class ModelFields(Struct, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1_000_000)] | None = None
     truncate_prompt_tokens: PositiveCount | None = None
     truncation_side: Literal["left", "right"] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
     metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
     prompt_cache_key: ShortText | None = None
@@ -246,7 +256,6 @@ class ModelFields(Struct, kw_only=True):
     safety_identifier: ShortText | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: bool | None = None
-    user: str | None = None
 
     @property
     def affinity_key(self) -> str | None:
@@ -260,7 +269,6 @@ class ModelFields(Struct, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check(self) -> None:
-        """Check what no single field's type can say. Raises InvalidRequestError."""
         if self.stop is not None:
             stops = self.stop_strings
             if len(stops) > 4:

@@ -1,4 +1,4 @@
-"""The bodies of /v1/chat/completions, /v1/completions and /v1/responses, checked field by field.
+"""The bodies of the routes that run a model, checked field by field.
 
 `null` equals absent. A wrong type or range is a 400 that names the field. So is a known field that is not offered and
 would change the answer (`server.schema.field_table`), unless its value asks for nothing. Hints that cannot change the
@@ -25,6 +25,7 @@ from server.schema.fields import (
     ModelFields,
     PositiveCount,
     ReasoningEffort,
+    RequestFields,
     SamplingFields,
     TextPart,
     TokenId,
@@ -159,11 +160,19 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
-        if not self.prompt:
-            raise invalid("prompt", "must not be empty")
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [_one_prompt(self.prompt, "prompt")]
-        return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(self.prompt)]
+        return _batch(self.prompt, "prompt")
+
+
+class EmbeddingRequest(RequestFields, kw_only=True):
+    text_field: ClassVar = "input"
+
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: PositiveCount | None = None
+
+    def inputs(self) -> list[str | list[int]]:
+        """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
+        return _batch(self.input, "input")
 
 
 class InputItem(Struct, kw_only=True):
@@ -244,7 +253,7 @@ class ResponsesRequest(ModelFields, kw_only=True):
             raise unsupported("truncation", "can only be disabled")
 
 
-BodyT = TypeVar("BodyT", bound=ModelFields)
+BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
 class NotOffered:
@@ -289,6 +298,14 @@ def _accept_nothing(kind: type, value: object) -> NotOffered:
     raise ValueError("not offered")
 
 
+def _batch(prompts: str | list[Any] | None, param: str) -> list[str | list[int]]:
+    if not prompts:
+        raise invalid(param, "must not be empty")
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [_one_prompt(prompts, param)]
+    return [_one_prompt(item, f"{param}[{index}]") for index, item in enumerate(prompts)]
+
+
 def _one_prompt(item: object, param: str) -> str | list[int]:
     if not isinstance(item, str | list) or not item:
         raise invalid(param, "is a non-empty string or a non-empty list of token ids")
@@ -301,3 +318,4 @@ def _one_prompt(item: object, param: str) -> str | list[int]:
 CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")
 COMPLETION: Final = BodyDecoder(CompletionRequest, "/v1/completions")
 RESPONSES: Final = BodyDecoder(ResponsesRequest, "/v1/responses")
+EMBEDDING: Final = BodyDecoder(EmbeddingRequest, "/v1/embeddings")

@@ -107,6 +107,7 @@ class Tokenizer:
         ]
         self.control_tokens = frozenset(token["content"] for token in control)
         """Tokens that the tokenizer calls special or that mark turns: text, when a client writes them."""
+        self._prefix, self._suffix = self._affixes()
         self._texts = TextTokenizer(self._tokenizer, added, self.control_tokens)
         self._can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
         """The normalizer may turn other text into control tokens."""
@@ -147,6 +148,17 @@ class Tokenizer:
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Encode each text by the library, uncached. Call it in a thread for many or long ones."""
         return [item.ids for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def around(self, ids: list[int]) -> list[int]:
+        """Add the special tokens that the tokenizer itself puts around a text, as embedding models expect."""
+        return [*self._prefix, *ids, *self._suffix]
+
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        for begin in range(len(whole) - len(plain) + 1):
+            if whole[begin : (end := begin + len(plain))] == plain:
+                return whole[:begin], whole[end:]
+        return [], []
 
     def token_id(self, token: str) -> int | None:
         """Return the id of one token by its text; None when the vocabulary lacks it."""

@@ -97,9 +97,7 @@ def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act {activation!r} of a {raw['model_type']} model; only silu is known")
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
-        raise UnsupportedModel(
-            "config.json asks for attention to later tokens (is_causal); only causal models run here"
-        )
+        raise UnsupportedModel("config.json has tokens attend to later ones (is_causal): only causal models run")
     if "quantization_config" in raw:
         raise UnsupportedModel("quantization_config: quantised safetensors are not supported; use GGUF instead")
     try:

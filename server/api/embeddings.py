@@ -1,0 +1,135 @@
+"""/v1/embeddings: a batch of texts, each a text or token ids, answered with a vector each."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from server.api import sampling
+from server.api.completions import MAX_BATCH_TOKENS
+from server.api.endpoint import GenerateEndpoint, PreparedRequest
+from server.api.formatting import ResponseFormatter, Spread, json_parts, response_id
+from server.auth.identity import Identity, allowed_priority, request_salt
+from server.errors import ContextLengthError
+from server.event_loop import Pace
+from server.models import ServedModel
+from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.response import ResponseStream
+from server.request_context import trace_stage
+from server.schema.decoding import invalid
+from server.schema.requests import EMBEDDING, EmbeddingRequest
+from server.text.detokenizer import TextRules
+from server.text.tokenizer import TooManyTokensError
+from worker.wire import Embed, SamplingParams
+
+MAX_INPUTS: Final = 2048
+"""OpenAI's limit."""
+
+
+class EmbeddingEndpoint(GenerateEndpoint):
+    route = "embeddings"
+
+    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
+        with trace_stage("validate"):
+            request = await EMBEDDING.read(body, self._models.max_batch_text_bytes)
+            model = self._known_model(request.model, identity)
+            size = self._models.embedding_size(request.model, model)
+            if request.dimensions is not None and request.dimensions > size:
+                raise invalid("dimensions", f"is at most {size} for this model")
+        with trace_stage("tokenise"):
+            return await prepare_embedding(request, model, identity)
+
+
+async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
+    """Tokenise every input and apply its limits. Raises ApiError."""
+    inputs = request.inputs()
+    if len(inputs) > MAX_INPUTS:
+        raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
+    id_, root = response_id("embd-"), model.root(request_salt(identity, request.cache_salt))
+    limit = max(MAX_BATCH_TOKENS, model.max_model_len)
+    specs: list[GenerationSpec] = []
+    pace, num_tokens = Pace(), 0
+    for index, item in enumerate(inputs):
+        prompt_ids = await _input_ids(item, model)
+        num_tokens += len(prompt_ids)
+        if num_tokens > limit:
+            raise invalid("input", f"has at most {limit} tokens in all: send several requests")
+        specs.append(
+            GenerationSpec(
+                request_id=id_ if len(inputs) == 1 else f"{id_}-{index}",
+                model=model,
+                prompt_ids=prompt_ids,
+                root=root,
+                seeds=(0,),
+                sampling=SamplingParams(max_tokens=0),
+                rules=TextRules(),
+                prompt_param=request.text_field,
+                grammar_param="",
+                first_index=index,
+                priority=allowed_priority(identity, request.priority),
+                tenant=identity.tag,
+                affinity_key=request.user,
+                embed=Embed(request.dimensions),
+            )
+        )
+        await pace.rest()
+    return PreparedRequest(tuple(specs), EmbeddingFormatter(request), stream=False)
+
+
+async def _input_ids(item: str | list[int], model: ServedModel) -> Sequence[int]:
+    """Return a text's ids with the tokens that the tokenizer puts around it, or the client's ids as they are."""
+    room = model.max_model_len
+    if isinstance(item, str):
+        try:
+            item = model.tokenizer.around(await model.tokenizer.encode(item, room=room))
+        except TooManyTokensError as error:
+            raise _too_long(room, f"at least {error.at_least}") from None
+    else:
+        sampling.in_vocabulary(item, model.bundle.vocab_size, "input")
+    if len(item) > room:
+        raise _too_long(room, str(len(item)))
+    return item
+
+
+def _too_long(room: int, num_tokens: str) -> ContextLengthError:
+    message = f"This model's context holds {room} tokens; a text of the input has {num_tokens}: send it in parts."
+    return ContextLengthError(message, param="input")
+
+
+class EmbeddingFormatter(ResponseFormatter):
+    """The shape of an embedding response, which is never streamed."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        self._model = request.model
+        self._base64 = request.encoding_format == "base64"
+
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
+        vectors = enumerate(generation.embedding for generation in response.generations)
+        usage = response.usage()
+        kept = ("prompt_tokens", "total_tokens", "prompt_tokens_details")
+        return json_parts(
+            Spread(
+                object="list",
+                data=({"object": "embedding", "index": i, "embedding": self._encoded(vector)} for i, vector in vectors),
+                model=self._model,
+                usage={name: usage[name] for name in kept},
+            )
+        )
+
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
+        return b""
+
+    def last_events(self, response: ResponseStream) -> bytes:
+        return b""
+
+    def _encoded(self, vector: bytes) -> Any:
+        """Write float32, little-endian, as base64 or as numbers."""
+        if self._base64:
+            return b64encode(vector).decode()
+        numbers = array("f", vector)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
