@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from cache.allocators import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.device import DeviceStream
+from worker.embedding import Pooling
 from worker.engine.protocol import EngineOutput, RequestKey
 from worker.engine.step import Launch, Runner, SequenceResult, Step, raised
 from worker.scheduler.budget import BatchLimits
@@ -17,6 +18,7 @@ from worker.scheduler.request import Constraint, Request
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import (
     ChoiceState,
+    Embedding,
     End,
     Failed,
     Finished,
@@ -60,6 +62,7 @@ class Answer:
     finished: dict[int, Finished] = field(default_factory=dict)
     last: Frame | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: Embedding | None = None
 
     def add(self, frame: Frame) -> None:
         assert self.last is None, f"{frame} after {self.last}"
@@ -73,6 +76,9 @@ class Answer:
             case PromptLogprobs():
                 assert self.prompt_logprobs is None
                 self.prompt_logprobs = frame
+            case Embedding():
+                assert self.embedding is None
+                self.embedding = frame
             case End() | Failed():
                 self.last = frame
 
@@ -92,8 +98,10 @@ class HandEngine:
         eos: Sequence[int] = (),
         runner: Runner | None = None,
         window_size: int | None = None,
+        pooling: Pooling | None = None,
         **limits,
     ) -> None:
+        self.pooling = pooling
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size, window_size)
         self.scheduler = Scheduler(self.allocator, BatchLimits(await_prefixes=prefix_cache != "off", **limits), eos)
         self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
@@ -109,7 +117,7 @@ class HandEngine:
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
         aging_s = self.scheduler.limits.aging_s
-        request = Request(key, wire, self.now_s, aging_s, constraints or {})
+        request = Request(key, wire, self.now_s, aging_s, constraints or {}, self.pooling)
         self.answers[key] = Answer()
         self._deliver(self.scheduler.submit(request))
         return request
