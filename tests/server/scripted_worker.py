@@ -72,6 +72,7 @@ class ScriptedWorker:
     hung: bool = False
     num_probed: int = 0
     namespace: str = ""
+    embedding_size: int = 0
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -86,6 +87,7 @@ class ScriptedWorker:
             block_size=b.block_size,
             max_model_len=b.max_model_len,
             protocol=PROTOCOL_VERSION,
+            embedding_size=self.embedding_size,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:

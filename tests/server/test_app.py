@@ -333,7 +333,7 @@ async def test_unknown_routes_and_methods(worker: ScriptedWorker) -> None:
             ("GET", "/v1/chat/completions", 405),
             ("POST", "/v1/models", 405),
             ("DELETE", "/v1/models/tiny", 405),
-            ("POST", "/v1/embeddings", 404),
+            ("GET", "/v1/embeddings", 405),
             ("POST", "/v1/images/generations", 404),
             ("GET", "/metrics", 404),
             ("GET", "/v1/models/none/at/all", 404),

@@ -33,9 +33,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]
 
 def embed(token_ids: list[int], dimensions: int | None = None) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=0)
-    return GenerateRequest(
-        "r", "g", "", b"r" * 16, token_ids, (ChoiceState(0, 0),), sampling, embed=Embed(dimensions)
-    )
+    return GenerateRequest("r", "g", "", b"r" * 16, token_ids, (ChoiceState(0, 0),), sampling, embed=Embed(dimensions))
 
 
 class EmbeddingEngine(HandEngine):
@@ -75,9 +73,7 @@ def test_a_batch_of_32_equals_transformers_and_each_alone(written: tuple[Any, Lo
 
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
 @pytest.mark.parametrize("mode", MODES)
-def test_chunks_and_preemption_change_nothing(
-    written: tuple[Any, LoadedModel], mode: str, prefix_cache: Any
-) -> None:
+def test_chunks_and_preemption_change_nothing(written: tuple[Any, LoadedModel], mode: str, prefix_cache: Any) -> None:
     """The pool holds the longest texts one at a time, and each takes several steps."""
     model, loaded = written
     options = {"max_num_batched_tokens": 11, "max_num_seqs": 9, "watermark": 0.0}
@@ -93,9 +89,7 @@ def test_chunks_and_preemption_change_nothing(
 
 
 @pytest.mark.parametrize(("mode", "reuses"), [("lasttoken", True), ("mean_tokens", False)])
-def test_a_cached_prefix_serves_the_last_token_alone(
-    written: tuple[Any, LoadedModel], mode: str, reuses: bool
-) -> None:
+def test_a_cached_prefix_serves_the_last_token_alone(written: tuple[Any, LoadedModel], mode: str, reuses: bool) -> None:
     model, loaded = written
     engine = EmbeddingEngine(loaded, MODES[mode])
     first = engine.embed(TEXTS)
