@@ -124,7 +124,7 @@ class Models:
         self._by_name: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}
         self._embedding_sizes: dict[str, set[int]] = {}
-        """Of the workers known, by model: the numbers in an embedding; 0: it generates text."""
+        """By model: the numbers in an embedding of each known worker; 0: it generates text."""
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 

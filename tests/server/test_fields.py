@@ -12,14 +12,18 @@ import pytest
 from server.schema.field_table import IGNORED
 from server.schema.fields import ModelFields
 from server.schema.messages import MESSAGES
+from server.schema.fields import RequestFields
 from server.schema.requests import (
     CHAT,
     COMPLETION,
+    EMBEDDING,
     RESPONSES,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     ResponsesRequest,
 )
+from tests.server.api.test_embeddings import SIZE, embeds
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
@@ -29,16 +33,19 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": chat(),
     "/v1/completions": {"model": "tiny", "prompt": "x"},
     "/v1/responses": {"model": "tiny", "input": "x"},
+    "/v1/embeddings": {"model": "tiny", "input": "x"},
 }
 REFUSED = {
     "/v1/chat/completions": CHAT.refused,
     "/v1/completions": COMPLETION.refused,
     "/v1/responses": RESPONSES.refused,
+    "/v1/embeddings": EMBEDDING.refused,
 }
-KINDS: dict[str, type[ModelFields]] = {
+KINDS: dict[str, type[RequestFields]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
 }
 HINTS: dict[str, Any] = {
     "include": ["reasoning.encrypted_content"],
@@ -84,6 +91,13 @@ def test_the_document_lists_every_field() -> None:
     assert honoured() <= {field for kind in KINDS.values() for field in kind.__struct_fields__}
 
 
+@pytest.fixture(autouse=True)
+def _embeds(worker: ScriptedWorker, request: pytest.FixtureRequest) -> None:
+    """Let the worker of the tests of /v1/embeddings make them."""
+    if "/v1/embeddings" in request.node.name:
+        worker.behave, worker.embedding_size = embeds, SIZE
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_refused_fields_are_named(worker: ScriptedWorker, path: str) -> None:
     async with gateway(worker) as target:
@@ -106,9 +120,10 @@ async def test_refused_fields_are_named(worker: ScriptedWorker, path: str) -> No
 @pytest.mark.parametrize("path", BODIES)
 async def test_hints_change_nothing(worker: ScriptedWorker, path: str) -> None:
     async with gateway(worker) as target:
-        for field in sorted(hints(path)):
-            status, _, raw = await post(target.url, {**BODIES[path], "seed": 1, field: HINTS.get(field, "low")}, path)
-            assert status == 200, (field, raw)
+        body = {**BODIES[path], "seed": 1}
+        for hint in ({}, *({field: HINTS.get(field, "low")} for field in sorted(hints(path)))):
+            status, _, raw = await post(target.url, body | hint, path)
+            assert status == 200, (hint, raw)
     first, *others = worker.received
     assert {(other.sampling, tuple(other.prompt_ids)) for other in others} == {
         (first.sampling, tuple(first.prompt_ids))

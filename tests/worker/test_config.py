@@ -83,6 +83,7 @@ def test_sizes(text: str, expected: int) -> None:
         ("--redis redis://h:99999", "--redis: Port"),
         ("--redis redis://h --redis-prefix {x}", "--redis-prefix"),
         ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
+        ("--task embed --engine vllm --engine-url http://h", "--task"),
     ],
 )
 def test_invalid_options_are_named(argv: str, option: str) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.worker.scheduler.engine import generate
 from worker.scheduler.budget import BatchLimits
 from worker.validation import refusal
-from worker.wire import ChoiceState, GenerateRequest, WireError, pack_request, unpack_request
+from worker.wire import ChoiceState, Embed, GenerateRequest, WireError, pack_request, unpack_request
 
 
 def problem(request: GenerateRequest, limits: BatchLimits, pool_tokens: int) -> str | None:
@@ -111,3 +111,25 @@ def test_choices_out_of_range_are_refused() -> None:
 
     assert not any(refused(*choice) for choice in ((2**32 - 1, 1), (0, 2**64 - 1), (0, -(2**63))))
     assert all(refused(*choice) for choice in ((2**32, 1), (-1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("embed", "size", "fields", "problem"),
+    [
+        (None, 0, {"max_tokens": 4}, None),
+        (None, 64, {"max_tokens": 4}, "model"),
+        (Embed(), 0, {}, "model"),
+        (Embed(), 64, {}, None),
+        (Embed(64), 64, {}, None),
+        (Embed(65), 64, {}, "dimensions"),
+        (Embed(), 64, {"max_tokens": 1}, "embed"),
+        (Embed(), 64, {"n": 2}, "embed"),
+        (Embed(), 64, {"prompt_logprobs": 0}, "embed"),
+    ],
+)
+def test_a_worker_does_its_own_task_alone(
+    embed: Embed | None, size: int, fields: dict[str, int], problem: str | None
+) -> None:
+    request = replace(generate([1, 2], **{"max_tokens": 0, **fields}), embed=embed)
+    refused = refusal(request, 100, 80, 50, None, size)
+    assert problem == (None if refused is None else refused.message.partition(":")[0])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import msgpack
 import pytest
+from msgspec.structs import replace
 
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
@@ -27,11 +28,14 @@ FRAMES: list[wire.Frame] = [
     wire.Finished(0, "stop", 2),
     wire.End(0.1, 0.2, 0.3),
     wire.Failed("overloaded", "queue full", True),
+    wire.Embedding(b"\x00\x00\x80?"),
 ]
 
 
-def test_request_round_trip() -> None:
-    assert wire.unpack_request(wire.pack_request(REQUEST)) == REQUEST
+@pytest.mark.parametrize("embed", [None, wire.Embed(), wire.Embed(64)])
+def test_request_round_trip(embed: wire.Embed | None) -> None:
+    request = replace(REQUEST, embed=embed)
+    assert wire.unpack_request(wire.pack_request(request)) == request
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 10_000])

@@ -44,6 +44,9 @@ WORKER: Final[dict[str, Schema]] = {
         ),
         resourceName=text("What the device plugin calls a GPU or a slice.", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$"),
     ),
+    "task": choice(
+        "`embed` makes embeddings; `auto` does where the model has a pooling file.", "auto", "generate", "embed"
+    ),
     "dtype": choice("Number format; empty: float32 on a CPU, else bfloat16.", "", "float32", "bfloat16", "float16"),
     "weights": choice("`packed` keeps 4 and 8 bit GGUF weights packed.", "dense", "packed"),
     "maxModelLen": whole("Longest prompt and answer together, in tokens; 0: the model's.", 0),

@@ -33,7 +33,7 @@ class SafetensorsCheckpoint(Checkpoint):
     """A folder with config.json and safetensors files."""
 
     _prefix = ""
-    """What the files leave out of every name, as those of models that were saved without their head do."""
+    """The begin of every name that the files leave out, as those of models saved without their head do."""
 
     def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
         self.path = path

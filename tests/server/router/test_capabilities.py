@@ -96,3 +96,22 @@ async def test_a_correction_before_the_start_is_none() -> None:
     placement.correct(16)
     placement.close()
     assert fleets.router.scorer.hit_rate(placement.worker.worker_id) is None
+
+
+async def test_embeddings_and_text_go_to_the_workers_that_make_them() -> None:
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    fleets.index.register(member("b", embedding_size=64))
+    fleets.index.memory.publish(member("a").worker_id, chain(9))
+    assert {await fleets.worker(chain(9), embeds=True) for _ in range(5)} == {"b"}
+    assert {await fleets.worker(chain(9)) for _ in range(5)} == {"a"}
+
+
+async def test_a_field_that_no_text_worker_has_is_named_where_others_embed() -> None:
+    fleets = fleet_of(a=LIMITED)
+    fleets.index.register(member("b", embedding_size=64))
+    with pytest.raises(NoWorkerError) as caught:
+        await fleets.place(chain(3), required=("bad_words",))
+    assert caught.value.unsupported == ["bad_words"]
+    with pytest.raises(NoWorkerError, match="makes text or embeddings alone"):
+        await fleet_of(a=()).place(chain(3), embeds=True)

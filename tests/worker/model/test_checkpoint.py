@@ -109,6 +109,8 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModel, "dynamic"),
         ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "factor"),
         ({"model_type": "nonesuch"}, UnsupportedModel, "nonesuch"),
+        ({"is_causal": False}, UnsupportedModel, "is_causal"),
+        ({"use_bidirectional_attention": True}, UnsupportedModel, "attend to later"),
     ],
     ids=lambda value: str(value)[:40],
 )

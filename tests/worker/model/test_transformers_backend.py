@@ -91,3 +91,17 @@ def test_options_of_the_lean_decoder_alone(option: dict[str, Any], tmp_path: Pat
     write(*MODELS["gpt2"], tmp_path)
     with pytest.raises(UnsupportedModel, match="gpt2"):
         load_model(str(tmp_path), LoadOptions(**option))
+
+
+@pytest.mark.parametrize("name", ["Bert", "DistilBert", "ModernBert", "XLMRoberta"])
+def test_encoders_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {key: _SIZES[key] for key in ("vocab_size", "pad_token_id")}
+    names = ("dim", "hidden_dim", "n_layers", "n_heads") if name == "DistilBert" else tuple(_SIZES)[1:5]
+    config = getattr(transformers, f"{name}Config")(**sizes, **dict(zip(names, (32, 48, 2, 4), strict=True)))
+    getattr(transformers, f"{name}Model")(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(str(tmp_path), LoadOptions())
+    assert str(caught.value).startswith(f"model type {config.model_type!r} is an encoder")
+    assert "\n" not in str(caught.value)

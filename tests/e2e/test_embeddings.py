@@ -1,0 +1,165 @@
+"""/v1/embeddings through gateways, Redis and workers equals `transformers`, alone, in a batch and from the cache."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests import smollm2 as reference_source
+from tests.e2e.serving import SMALL_POOL, Serve
+from tests.embedding_models import reference, write_qwen3, write_smollm2
+
+pytestmark = pytest.mark.e2e
+TOLERANCE = 1e-5
+WORDS = [
+    "the",
+    "capital",
+    "of",
+    "France",
+    "is",
+    "Paris",
+    "and",
+    "the",
+    "capital",
+    "of",
+    "Japan",
+    "is",
+    "Tokyo",
+    "where",
+    "many",
+    "people",
+    "live",
+]
+TEXTS = [" ".join([f"Text {i}:", *(WORDS[(i * 5 + j) % len(WORDS)] for j in range(3 + 9 * i % 70))]) for i in range(32)]
+LONG = " ".join(f"Sentence {i} of a long text." for i in range(60))
+"""Beyond one step of 512 tokens on a CPU, with many blocks to find in the cache."""
+
+
+class Embedder:
+    """A running server of one embedding model, and the model's reference."""
+
+    def __init__(self, serve: Serve, model: Any, tokenizer: Tokenizer, mode: str) -> None:
+        self.serve, self.mode = serve, mode
+        self.name = serve.model()
+        self._model, self._tokenizer = model, tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def want(self, token_ids: Sequence[int], dimensions: int | None = None) -> torch.Tensor:
+        return reference(self._model, token_ids, self.mode, dimensions)
+
+    def ask(self, value: Any, **fields: Any) -> httpx.Response:
+        return self.serve.post("/v1/embeddings", {"model": self.name, "input": value, **fields})
+
+    def embed(self, value: Any, **fields: Any) -> list[torch.Tensor]:
+        answer = self.ask(value, **fields)
+        assert answer.status_code == 200, (answer.text, self.serve.lines[-20:])
+        return [torch.tensor(item["embedding"]) for item in answer.json()["data"]]
+
+
+def serving(folder: Path, *options: str) -> Serve:
+    return Serve("--model", str(folder), "--num-workers", "2", "--threads", "1", *options)
+
+
+@pytest.fixture(scope="module", params=["lasttoken", "mean_tokens"])
+def qwen3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
+    folder = tmp_path_factory.mktemp("embedder") / "qwen3"
+    model = write_qwen3(folder, request.param, max_position_embeddings=1024)
+    with serving(folder, "--worker-args", SMALL_POOL) as serve:
+        yield Embedder(serve, model, Tokenizer.from_file(str(folder / "tokenizer.json")), request.param)
+
+
+@pytest.fixture(scope="module")
+def smollm2_mean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
+    folder = write_smollm2(tmp_path_factory.mktemp("embedder"), "mean_tokens")
+    with serving(folder, "--worker-args", "--kv-cache-memory 256M") as serve:
+        yield Embedder(serve, reference_source.reference_model().model, reference_source.tokenizer(), "mean_tokens")
+
+
+def largest_error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm2_mean"])
+def test_a_batch_and_each_alone_equal_transformers(name: str, request: pytest.FixtureRequest) -> None:
+    embedder: Embedder = request.getfixturevalue(name)
+    wanted = [embedder.want(embedder.ids(text)) for text in TEXTS]
+    assert largest_error(embedder.embed(TEXTS), wanted) < TOLERANCE
+    assert largest_error([embedder.embed(text)[0] for text in TEXTS[:6]], wanted[:6]) < TOLERANCE
+    assert largest_error(wanted[:1], wanted[1:2]) > 100 * TOLERANCE, "the texts are told apart"
+
+
+def test_token_ids_equal_text_and_base64_equals_float(qwen3: Embedder) -> None:
+    by_text = qwen3.ask(TEXTS[:4], encoding_format="float").json()["data"]
+    encoded = qwen3.ask([qwen3.ids(text) for text in TEXTS[:4]], encoding_format="base64").json()["data"]
+    decoded = [array("f", base64.b64decode(item["embedding"])).tolist() for item in encoded]
+    assert (
+        largest_error(
+            [torch.tensor(item["embedding"]) for item in by_text], [torch.tensor(vector) for vector in decoded]
+        )
+        < TOLERANCE
+    )
+    with qwen3.serve.client() as sdk:  # which asks for base64
+        answer = sdk.embeddings.create(model=qwen3.name, input=TEXTS[:4])
+    got = [torch.tensor(item.embedding) for item in answer.data]
+    assert largest_error(got, [qwen3.want(qwen3.ids(text)) for text in TEXTS[:4]]) < TOLERANCE
+    num_tokens = sum(len(qwen3.ids(text)) for text in TEXTS[:4])
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+
+
+def test_dimensions_cut_and_normalise_again(qwen3: Embedder) -> None:
+    (got,) = qwen3.embed(TEXTS[3], dimensions=20)
+    assert len(got) == 20
+    assert largest_error([got], [qwen3.want(qwen3.ids(TEXTS[3]), 20)]) < TOLERANCE
+
+
+def test_a_second_request_finds_the_prefix_of_the_last_token(qwen3: Embedder) -> None:
+    want = qwen3.want(ids := qwen3.ids(LONG))
+    assert len(ids) > 512
+    for cached in (0, (len(ids) - 1) // 16 * 16 if qwen3.mode == "lasttoken" else 0):
+        answer = qwen3.ask(LONG, user="one")
+        body = answer.json()
+        assert largest_error([torch.tensor(body["data"][0]["embedding"])], [want]) < TOLERANCE
+        assert int(answer.headers["x-headstart-cached-tokens"]) == cached
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def test_what_cannot_be_is_a_400(qwen3: Embedder) -> None:
+    def error(answer: httpx.Response) -> tuple[int, str, str | None]:
+        fields = answer.json()["error"]
+        return answer.status_code, fields["param"], fields["code"]
+
+    assert error(qwen3.ask([5] * 1025)) == (400, "input", "context_length_exceeded")
+    assert qwen3.ask([5] * 1024).status_code == 200
+    assert error(qwen3.ask(LONG + LONG)) == (400, "input", "context_length_exceeded")
+    assert error(qwen3.ask("x", dimensions=65)) == (400, "dimensions", None)
+    assert error(qwen3.ask("x", encoding_format="int8")) == (400, "encoding_format", None)
+    chat = {"model": qwen3.name, "messages": [{"role": "user", "content": "x"}]}
+    assert error(qwen3.serve.post("/v1/chat/completions", chat)) == (400, "model", None)
+    assert error(qwen3.serve.post("/v1/completions", {"model": qwen3.name, "prompt": "x"})) == (400, "model", None)
+
+
+def test_the_option_makes_any_decoder_embed(tiny_model: Path) -> None:
+    """By the last token, normalised."""
+    from transformers import AutoModel
+
+    with serving(tiny_model, "--worker-args", f"{SMALL_POOL} --task embed") as serve:
+        model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32).eval()
+        embedder = Embedder(serve, model, Tokenizer.from_file(str(tiny_model / "tokenizer.json")), "lasttoken")
+        wanted = [embedder.want(embedder.ids(text)) for text in TEXTS]
+        assert largest_error(embedder.embed(TEXTS), wanted) < TOLERANCE
+
+
+def test_a_model_that_generates_makes_none(smollm2: Serve) -> None:
+    answer = smollm2.post("/v1/embeddings", {"model": smollm2.model(), "input": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
