@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 from tests import smollm2
 
@@ -30,11 +30,11 @@ def write_steps(folder: Path, mode: str, *, normalise: bool = True) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 1, **config}))
 
 
-def write_qwen3(folder: Path, mode: str | None, *, vocab_size: int | None = None, **fields: Any) -> Any:
+def write_qwen3(folder: Path, mode: str | None, *, vocab_size: int | None = None) -> Any:
     """Write a small random Qwen3 without its head, whose tokenizer ends each text with EOS. Return the model."""
     from transformers import Qwen3Config, Qwen3Model
 
-    tokenizer = smollm2.tokenizer()
+    tokenizer = Tokenizer.from_str(smollm2.tokenizer().to_str())
     config = Qwen3Config(
         vocab_size=vocab_size or tokenizer.get_vocab_size(),
         hidden_size=64,
@@ -43,10 +43,9 @@ def write_qwen3(folder: Path, mode: str | None, *, vocab_size: int | None = None
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         initializer_range=0.2,
         eos_token_id=2,
-        **fields,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

@@ -19,25 +19,8 @@ from tests.embedding_models import reference, write_qwen3, write_smollm2
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5
-WORDS = [
-    "the",
-    "capital",
-    "of",
-    "France",
-    "is",
-    "Paris",
-    "and",
-    "the",
-    "capital",
-    "of",
-    "Japan",
-    "is",
-    "Tokyo",
-    "where",
-    "many",
-    "people",
-    "live",
-]
+SENTENCE = "the capital of France is Paris and that of Japan is Tokyo where many people live"
+WORDS = SENTENCE.split()
 TEXTS = [" ".join([f"Text {i}:", *(WORDS[(i * 5 + j) % len(WORDS)] for j in range(3 + 9 * i % 70))]) for i in range(32)]
 LONG = " ".join(f"Sentence {i} of a long text." for i in range(60))
 """Beyond one step of 512 tokens on a CPU, with many blocks to find in the cache."""
@@ -67,22 +50,23 @@ class Embedder:
         return [torch.tensor(item["embedding"]) for item in answer.json()["data"]]
 
 
-def serving(folder: Path, *options: str) -> Serve:
-    return Serve("--model", str(folder), "--num-workers", "2", "--threads", "1", *options)
+def serving(folder: Path, worker_args: str, num_workers: int = 1) -> Serve:
+    options = ["--num-workers", str(num_workers), "--threads", "1", "--worker-args", worker_args]
+    return Serve("--model", str(folder), *options)
 
 
 @pytest.fixture(scope="module", params=["lasttoken", "mean_tokens"])
 def qwen3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
     folder = tmp_path_factory.mktemp("embedder") / "qwen3"
-    model = write_qwen3(folder, request.param, max_position_embeddings=1024)
-    with serving(folder, "--worker-args", SMALL_POOL) as serve:
+    model = write_qwen3(folder, request.param)
+    with serving(folder, SMALL_POOL, num_workers=2) as serve:
         yield Embedder(serve, model, Tokenizer.from_file(str(folder / "tokenizer.json")), request.param)
 
 
 @pytest.fixture(scope="module")
 def smollm2_mean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
     folder = write_smollm2(tmp_path_factory.mktemp("embedder"), "mean_tokens")
-    with serving(folder, "--worker-args", "--kv-cache-memory 256M") as serve:
+    with serving(folder, "--kv-cache-memory 256M") as serve:
         yield Embedder(serve, reference_source.reference_model().model, reference_source.tokenizer(), "mean_tokens")
 
 
@@ -90,13 +74,19 @@ def largest_error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -
     return max(float((one - other).abs().max()) for one, other in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "smollm2_mean"])
-def test_a_batch_and_each_alone_equal_transformers(name: str, request: pytest.FixtureRequest) -> None:
-    embedder: Embedder = request.getfixturevalue(name)
+def check_batch_and_alone(embedder: Embedder) -> None:
     wanted = [embedder.want(embedder.ids(text)) for text in TEXTS]
     assert largest_error(embedder.embed(TEXTS), wanted) < TOLERANCE
     assert largest_error([embedder.embed(text)[0] for text in TEXTS[:6]], wanted[:6]) < TOLERANCE
     assert largest_error(wanted[:1], wanted[1:2]) > 100 * TOLERANCE, "the texts are told apart"
+
+
+def test_a_batch_and_each_alone_equal_transformers(qwen3: Embedder) -> None:
+    check_batch_and_alone(qwen3)
+
+
+def test_smollm2_from_gguf_equals_transformers(smollm2_mean: Embedder) -> None:
+    check_batch_and_alone(smollm2_mean)
 
 
 def test_token_ids_equal_text_and_base64_equals_float(qwen3: Embedder) -> None:
@@ -153,7 +143,7 @@ def test_the_option_makes_any_decoder_embed(tiny_model: Path) -> None:
     """By the last token, normalised."""
     from transformers import AutoModel
 
-    with serving(tiny_model, "--worker-args", f"{SMALL_POOL} --task embed") as serve:
+    with serving(tiny_model, f"{SMALL_POOL} --task embed") as serve:
         model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32).eval()
         embedder = Embedder(serve, model, Tokenizer.from_file(str(tiny_model / "tokenizer.json")), "lasttoken")
         wanted = [embedder.want(embedder.ids(text)) for text in TEXTS]
