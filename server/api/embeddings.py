@@ -71,7 +71,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
                 first_index=index,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,
-                affinity_key=request.user,
+                affinity_key=request.affinity_key,
                 embed=Embed(request.dimensions),
             )
         )
@@ -86,17 +86,17 @@ async def _input_ids(item: str | list[int], model: ServedModel) -> Sequence[int]
         try:
             item = model.tokenizer.around(await model.tokenizer.encode(item, room=room))
         except TooManyTokensError as error:
-            raise _too_long(room, f"at least {error.at_least}") from None
+            raise _too_long(model, f"at least {error.at_least}") from None
     else:
         sampling.in_vocabulary(item, model.bundle.vocab_size, "input")
     if len(item) > room:
-        raise _too_long(room, str(len(item)))
+        raise _too_long(model, str(len(item)))
     return item
 
 
-def _too_long(room: int, num_tokens: str) -> ContextLengthError:
-    message = f"This model's context holds {room} tokens; a text of the input has {num_tokens}: send it in parts."
-    return ContextLengthError(message, param="input")
+def _too_long(model: ServedModel, num_tokens: str) -> ContextLengthError:
+    message = f"a text of the input resulted in {num_tokens} tokens: send it in parts"
+    return ContextLengthError(message, model.max_model_len, param="input")
 
 
 class EmbeddingFormatter(ResponseFormatter):

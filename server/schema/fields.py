@@ -208,7 +208,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class RequestFields(Struct, kw_only=True):
-    """The fields of every route that runs a model."""
+    """The fields of every route that runs a model, hints included."""
 
     text_field: ClassVar[str]
     """The field that holds the text."""
@@ -218,12 +218,27 @@ class RequestFields(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     user: str | None = None
 
+    metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: ShortText | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    store: bool | None = None
+
+    @property
+    def affinity_key(self) -> str | None:
+        """The body's name for what the request belongs to."""
+        return self.prompt_cache_key or self.user
+
     def check(self) -> None:
         """Check what no single field's type can say. Raises InvalidRequestError."""
+        if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
+            raise invalid("metadata", "takes 16 pairs with keys of 64 characters")
 
 
 class ModelFields(RequestFields, kw_only=True):
-    """The fields of every generating route, vLLM's extensions included: sampling, hints, refused fields."""
+    """The fields of every generating route, vLLM's extensions included."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
@@ -249,19 +264,6 @@ class ModelFields(RequestFields, kw_only=True):
     truncate_prompt_tokens: PositiveCount | None = None
     truncation_side: Literal["left", "right"] | None = None
 
-    metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: ShortText | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    store: bool | None = None
-
-    @property
-    def affinity_key(self) -> str | None:
-        """The body's name for what the request belongs to."""
-        return self.prompt_cache_key or self.user
-
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -269,14 +271,13 @@ class ModelFields(RequestFields, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check(self) -> None:
+        RequestFields.check(self)
         if self.stop is not None:
             stops = self.stop_strings
             if len(stops) > 4:
                 raise invalid("stop", "takes at most 4 strings")
             if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
                 raise invalid("stop", f"takes strings of 1 to {MAX_STOP_CHARS} characters")
-        if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
-            raise invalid("metadata", "takes 16 pairs with keys of 64 characters")
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 

@@ -12,12 +12,14 @@ from anthropic.types.beta.message_count_tokens_params import MessageCountTokensP
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase as MessageParams
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from tokenizers import Tokenizer
 
 from server.schema.field_table import IGNORED, REFUSED
 from server.schema.messages import MessagesRequest
 from tests.server import test_fields
+from tests.server.api.test_embeddings import SIZE, embeds
 from tests.server.conftest import ANSWER, CHATML, bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
@@ -29,12 +31,14 @@ SDK_FIELDS: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": ChatParams.__annotations__,
     "/v1/completions": CompletionParams.__annotations__,
     "/v1/responses": ResponseParams.__annotations__,
+    "/v1/embeddings": EmbeddingCreateParams.__annotations__,
     MESSAGES_PATH: {**MessageParams.__annotations__, **CountParams.__annotations__},
 }
 NAMES: Final = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
     MESSAGES_PATH: "messages",
 }
 KINDS: Final = {**test_fields.KINDS, MESSAGES_PATH: MessagesRequest}
@@ -96,10 +100,11 @@ VALUES: Final[dict[str, dict[str, Any]]] = {
 }
 """A value that changes the answer, with what it needs to be accepted."""
 WORDS: Final[dict[str, dict[str, Any]]] = {
-    "/v1/chat/completions": {},
-    "/v1/completions": {"prompt": "The capital of France"},
-    "/v1/responses": {},
-    MESSAGES_PATH: {},
+    "/v1/chat/completions": {"seed": 1},
+    "/v1/completions": {"seed": 1, "prompt": "The capital of France"},
+    "/v1/responses": {"seed": 1},
+    "/v1/embeddings": {},
+    MESSAGES_PATH: {"seed": 1},
 }
 COMPLETION_VALUES: Final = {"logprobs": {"logprobs": 2}}
 CHAT_VALUES: Final = {
@@ -118,6 +123,7 @@ RESPONSES_VALUES: Final = {
     "tool_choice": {"tool_choice": "required", "tools": [RESPONSES_TOOL]},
     "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [RESPONSES_TOOL], "tool_choice": "required"},
 }
+EMBEDDING_VALUES: Final = {"dimensions": {"dimensions": 2}, "encoding_format": {"encoding_format": "base64"}}
 ANTHROPIC_TOOL: Final = {"name": "f", "input_schema": {"type": "object"}}
 MESSAGES_VALUES: Final = {
     "output_config": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
@@ -132,6 +138,7 @@ OWN: Final = {
     "/v1/chat/completions": VALUES | CHAT_VALUES,
     "/v1/completions": VALUES | COMPLETION_VALUES,
     "/v1/responses": VALUES | RESPONSES_VALUES,
+    "/v1/embeddings": VALUES | EMBEDDING_VALUES,
     MESSAGES_PATH: VALUES | MESSAGES_VALUES,
 }
 UNCHANGED: Final = {"model", "modalities", "truncation", "context_management"}
@@ -170,6 +177,8 @@ def test_every_known_field_has_an_entry(path: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 async def test_no_honoured_field_is_ignored(worker: ScriptedWorker, path: str) -> None:
     """A value that would change the answer changes what the worker gets, or what the client gets."""
+    if path == "/v1/embeddings":
+        worker.behave, worker.embedding_size = embeds, SIZE
     silent = []
     async with gateway(worker) as target:
 
@@ -182,8 +191,8 @@ async def test_no_honoured_field_is_ignored(worker: ScriptedWorker, path: str) -
 
         for field in sorted(set(KINDS[path].__struct_fields__) - HINTS[path] - UNCHANGED):
             values = OWN[path][field]
-            body = {"seed": 1, **BODIES[path], **WORDS[path], **values}
-            before = {"seed": 1, **BODIES[path], **WORDS[path], **{k: v for k, v in values.items() if k != field}}
+            body = {**BODIES[path], **WORDS[path], **values}
+            before = {**BODIES[path], **WORDS[path], **{k: v for k, v in values.items() if k != field}}
             if await observed(body) == await observed(before):
                 silent.append(field)
     assert silent == []

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from server.schema.field_table import IGNORED
-from server.schema.fields import ModelFields
-from server.schema.messages import MESSAGES
 from server.schema.fields import RequestFields
+from server.schema.messages import MESSAGES
 from server.schema.requests import (
     CHAT,
     COMPLETION,
@@ -120,7 +119,7 @@ async def test_refused_fields_are_named(worker: ScriptedWorker, path: str) -> No
 @pytest.mark.parametrize("path", BODIES)
 async def test_hints_change_nothing(worker: ScriptedWorker, path: str) -> None:
     async with gateway(worker) as target:
-        body = {**BODIES[path], "seed": 1}
+        body = BODIES[path] if path == "/v1/embeddings" else {**BODIES[path], "seed": 1}
         for hint in ({}, *({field: HINTS.get(field, "low")} for field in sorted(hints(path)))):
             status, _, raw = await post(target.url, body | hint, path)
             assert status == 200, (hint, raw)
