@@ -11,7 +11,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
@@ -28,6 +28,7 @@ _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
 _DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _RATIO = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
+_SIZES = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -47,7 +48,7 @@ class Metric(Collector):
         self, registry: CollectorRegistry, name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()
     ) -> None:
         self.bounds = (*bounds, math.inf)
-        self._about = (f"headstart_{name}", text)
+        self._about = (name, text)
         self._labels = labels
         # Per combination: when it began, the sum, and for a histogram the count of each bucket.
         self._series = defaultdict[tuple[object, ...], list[float]](
@@ -65,10 +66,10 @@ class Metric(Collector):
     def inc(self, *values: object, by: float = 1.0) -> None:
         self._series[values][1] += by
 
-    def observe(self, amount: float, *values: object) -> None:
+    def observe(self, amount: float, *values: object, times: int = 1) -> None:
         series = self._series[values]
-        series[1] += amount
-        series[2 + bisect_left(self.bounds, amount)] += 1.0
+        series[1] += amount * times
+        series[2 + bisect_left(self.bounds, amount)] += times
 
     def sum(self, *values: object) -> float:
         return self._series[values][1]
@@ -89,12 +90,57 @@ class Metric(Collector):
         yield histogram if len(self.bounds) > 1 else counter
 
 
+class VllmMetrics:
+    """Measures what clients see, by model and under vLLM 0.32's names, for dashboards that know those."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def metric(name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()) -> Metric:
+            return Metric(registry, f"vllm:{name}", text, "model_name", *labels, bounds=bounds)
+
+        self.prompt_tokens = metric("prompt_tokens", "Prompt tokens accepted.")
+        self.generation_tokens = metric("generation_tokens", "Tokens generated.")
+        self._success = metric("request_success", "Choices that ended, by reason.", "finished_reason")
+        self._request_s = metric("e2e_request_latency_seconds", "From arrival to the last token.", bounds=_LATENCY_S)
+        self.ttft_s = metric(
+            "time_to_first_token_seconds", "From the arrival of a stream to its first token.", bounds=_LATENCY_S
+        )
+        about_gaps = "Time between tokens of a stream: each token counts, at the mean of its stream."
+        self._gap_s = [
+            metric(name, about_gaps, bounds=_TOKEN_S)
+            for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")
+        ]
+        self._token_s = metric(
+            "request_time_per_output_token_seconds", "Mean time between the tokens of a stream.", bounds=_TOKEN_S
+        )
+        self._prompt_sizes = metric("request_prompt_tokens", "Tokens of a prompt.", bounds=_SIZES)
+        self._generation_sizes = metric("request_generation_tokens", "Tokens of an answer.", bounds=_SIZES)
+
+    def observe_gaps(self, gap_s: float, model: str, num_gaps: int) -> None:
+        """Count a whole stream, with the mean time between its tokens."""
+        self._token_s.observe(gap_s, model)
+        for metric in self._gap_s:
+            metric.observe(gap_s, model, times=num_gaps)
+
+    def end(self, model: str, sizes: Iterable[tuple[int, int]], reasons: Mapping[str, int], elapsed_s: float) -> None:
+        """Count an answer that came to its end: tokens of each prompt and of what followed, choices by reason."""
+        self._request_s.observe(elapsed_s, model)
+        for reason, count in reasons.items():
+            self._success.inc(model, reason, by=count)
+        for num_prompt_tokens, num_output_tokens in sizes:
+            self._prompt_sizes.observe(num_prompt_tokens, model)
+            self._generation_sizes.observe(num_output_tokens, model)
+
+
 class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.num_in_flight = 0
         gauge = partial(Gauge, registry=self.registry)
-        metric = partial(Metric, self.registry)
+
+        def metric(name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()) -> Metric:
+            return Metric(self.registry, f"headstart_{name}", text, *labels, bounds=bounds)
+
+        self.vllm = VllmMetrics(self.registry)
         in_flight = gauge("headstart_requests_in_flight", "Requests being answered.")
         in_flight.set_function(lambda: self.num_in_flight)
         self.answers = metric("requests", "Answers by route and status.", "route", "status")

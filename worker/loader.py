@@ -119,6 +119,7 @@ def build_engine(
         embedding_size=0 if pooling is None else model.config.hidden_size,
     )
     member = signed(config.cluster_secret(), member)
+    metrics.add_vllm_names(bundle.model)
     report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(
         scheduler,

@@ -46,6 +46,23 @@ class ResponseStream:
         return sum([generation.num_cached_tokens or 0 for generation in self.generations])
 
     @property
+    def model(self) -> str:
+        return self.first.spec.model.name
+
+    @property
+    def finished(self) -> bool:
+        return all(generation.finished for generation in self.generations)
+
+    def finish_reasons(self) -> Counter[str]:
+        """Count the finished choices by reason."""
+        reasons = [choice.finish_reason for generation in self.generations for choice in generation.choices]
+        return Counter([reason for reason in reasons if reason is not None])
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return the tokens of each prompt, and of its choices together."""
+        return [(len(each.spec.prompt_ids), each.num_output_tokens) for each in self.generations]
+
+    @property
     def first(self) -> Generation:
         return self.generations[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
@@ -43,6 +44,52 @@ async def test_answers_tokens_and_promises_are_counted(bundle: TokenizerBundle, 
         assert counted("cached_tokens_total") == 3 * 16
         assert counted("promise_error_tokens_total", direction="too_much") == 4 + 4
         assert counted("promise_error_tokens_total", direction="too_little") == 6
+
+
+async def test_vllms_names_by_model(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+    reply = raw_tokenizer.encode(ANSWER).ids
+    other = ScriptedWorker(replace(bundle, model="other"), worker_id="w1", reply=reply)
+    worker = ScriptedWorker(bundle, reply=reply)
+    async with gateway(worker, other) as target:
+        registry = target.metrics.registry
+
+        def counted(name: str, model: str = "tiny", **labels: str) -> float | None:
+            return registry.get_sample_value(f"vllm:{name}", {"model_name": model, **labels})
+
+        def ours(name: str, **labels: str) -> float | None:
+            return registry.get_sample_value(f"headstart_{name}", labels)
+
+        target.router.members = [worker.member()]
+        await post(target.url, chat(stream=True))
+        await post(target.url, chat(max_tokens=3, n=2))
+        await post(target.url, {"model": "tiny", "prompt": "x", "max_tokens": 2, "stream": True}, "/v1/completions")
+        await post(target.url, chat(max_tokens=0))
+        target.router.members = []
+        assert (await post(target.url, chat()))[0] == 503
+        target.router.members = [other.member()]
+        await post(target.url, chat(model="other"))
+        await until(lambda: (ours("request_seconds_count", route="chat") or 0) == 5)
+
+        prompts = {each: sum(len(request.prompt_ids) for request in each.received) for each in (worker, other)}
+        refused = len(other.received[0].prompt_ids)  # of the same length
+        assert counted("prompt_tokens_total") == prompts[worker] + refused
+        assert counted("prompt_tokens_total", "other") == prompts[other]
+        assert ours("prompt_tokens_total") == sum(prompts.values()) + refused, "ours is the sum over models"
+        whole = len(reply) + 1
+        assert counted("generation_tokens_total") == whole + 2 * 3 + 2
+        assert counted("generation_tokens_total", "other") == whole
+        assert counted("request_success_total", finished_reason="stop") == 1
+        assert counted("request_success_total", finished_reason="length") == 2 + 1
+        assert counted("request_success_total", "other", finished_reason="stop") == 1
+        assert counted("e2e_request_latency_seconds_count") == 3, "of answers that came to their end, on all routes"
+        assert counted("e2e_request_latency_seconds_count", "other") == 1
+        assert counted("time_to_first_token_seconds_count") == ours("time_to_first_token_seconds_count") == 2
+        assert counted("time_to_first_token_seconds_sum") == ours("time_to_first_token_seconds_sum")
+        assert counted("request_time_per_output_token_seconds_count") == 2
+        for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+            assert counted(f"{name}_count") == counted(f"{name}_bucket", le="+Inf") == (whole - 1) + (2 - 1)
+        assert counted("request_prompt_tokens_count") == 3
+        assert counted("request_generation_tokens_sum") == whole + 2 * 3 + 2
 
 
 def candidate(name: str, load: WorkerLoad) -> Candidate:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from cache.allocators.base import CacheStats
 from cache.records import WorkerLoad
@@ -82,6 +84,10 @@ class WorkerMetrics:
         )
         self.index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
 
+    def add_vllm_names(self, model: str) -> None:
+        """Export what vLLM measures too under its names. Adapters do not: their engines export these themselves."""
+        self.registry.register(VllmNames(self, model))
+
     def render(self) -> bytes:
         """Return the Prometheus text format."""
         return generate_latest(self.registry)
@@ -132,3 +138,31 @@ class WorkerMetrics:
         self.evictions.inc(max(0, stats.evictions - self._num_evictions))
         self._num_evictions = stats.evictions
         self.tail_age.set(stats.next_victim_age)
+
+
+class VllmNames(Collector):
+    """A worker's samples under vLLM's names, copied at each scrape.
+
+    Gateways export vLLM's gauges, and what clients see: no sample has the same name at both, as sums would count twice.
+    """
+
+    def __init__(self, metrics: WorkerMetrics, model: str) -> None:
+        self._labels = {"model_name": model}
+        self._metrics = metrics
+        self._names = {
+            "num_preemptions": metrics.preemptions,
+            "prefix_cache_queries": metrics.prompt_tokens,
+            "prefix_cache_hits": metrics.cached_tokens,
+            "request_queue_time_seconds": metrics.queue_s,
+            "request_prefill_time_seconds": metrics.prefill_s,
+            "request_decode_time_seconds": metrics.decode_s,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        for name, metric in self._names.items():
+            for family in metric.collect():
+                copy = Metric(f"vllm:{name}", family.documentation, family.type)
+                for sample in family.samples:
+                    suffix = sample.name.removeprefix(family.name)
+                    copy.add_sample(f"{copy.name}{suffix}", {**sample.labels, **self._labels}, sample.value)
+                yield copy
