@@ -1,0 +1,335 @@
+"""`headstart batch`: answer a file of requests in OpenAI's batch format, at any server that speaks its API.
+
+The lines go in the order of their prompts, so that those which share a prefix follow each other and find it cached.
+Answers are appended as they come. A run that was killed goes on where it stopped: lines that have an answer are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import random
+import signal
+import ssl
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final, Literal
+from uuid import uuid4
+from zlib import crc32
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Raw, Struct
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from server.cli.common import CommandError, between, reason, secret_file
+
+PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
+"""The fields that make the prompt, in the order in which templates write them."""
+CHUNK_BYTES: Final = 64
+MAX_WAIT_S: Final = 30.0
+REPORT_S: Final = 10.0
+ID_START: Final = b'{"id":"batch_req_'
+MAX_REASONS: Final = 5
+
+
+class RequestLine(Struct):
+    custom_id: Annotated[str, Meta(min_length=1)]
+    method: Literal["POST"]
+    url: Annotated[str, Meta(pattern="^/v1/")]
+    body: dict[str, Raw]
+
+
+class Response(Struct):
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class AnswerLine(Struct):
+    id: str
+    custom_id: str
+    response: Response
+    error: None = None
+
+
+class AnsweredLine(Struct):
+    """The part of an answer that a later run needs."""
+
+    custom_id: str
+    response: Raw
+
+
+class Place(Struct, order=True, frozen=True):
+    """Where a request stands in its file."""
+
+    key: bytes
+    offset: int
+    num_bytes: int
+
+
+REQUEST: Final = msgspec.json.Decoder(RequestLine)
+ANSWERED: Final = msgspec.json.Decoder(AnsweredLine)
+
+
+def prefix_key(line: RequestLine) -> bytes:
+    """Return bytes that sort lines with a common prefix next to each other: a checksum for each piece of the prompt."""
+    text = b"\0".join([line.url.encode(), *(bytes(line.body.get(name, b"")) for name in PREFIX_FIELDS)])
+    return array("I", [crc32(text[at : at + CHUNK_BYTES]) for at in range(0, len(text), CHUNK_BYTES)]).tobytes()
+
+
+def read_requests(file: BinaryIO, name: str, *, by_prefix: bool) -> dict[str, Place]:
+    """Check every line, and return the places by `custom_id`. Raises ValueError, which names the line."""
+    places: dict[str, Place] = {}
+    offset = 0
+    for number, text in enumerate(file, start=1):
+        start, offset = offset, offset + len(text)
+        if not text.strip():
+            continue
+        try:
+            line = REQUEST.decode(text)
+            if line.custom_id in places:
+                raise ValueError(f"an earlier line has the custom_id {line.custom_id!r} too")
+            if bytes(line.body.get("stream", b"")) == b"true":
+                raise ValueError("an answer in a file cannot be streamed: leave body.stream out")
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}") from None
+        places[line.custom_id] = Place(prefix_key(line) if by_prefix else b"", start, len(text))
+    return places
+
+
+class AnswerFile:
+    """The file of answers, owned by one run at a time and only ever appended to."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        """Raises ValueError if the file holds anything else than answers, CommandError if another run has it."""
+        self._file = file
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.custom_ids = set(self._read(name))
+        except BlockingIOError:
+            raise CommandError(f"another run writes to {name}") from None
+
+    def _read(self, name: str) -> Iterator[str]:
+        self._file.seek(0)
+        size = 0
+        for number, text in enumerate(self._file, start=1):
+            if not text.endswith(b"\n") and ID_START.startswith(text[: len(ID_START)]):  # torn by a kill
+                self._file.truncate(size)
+                return
+            try:
+                yield ANSWERED.decode(text).custom_id
+            except ValueError as error:
+                raise ValueError(f"{name}, line {number} is no answer of a batch: {error}") from None
+            size += len(text)
+
+    def append(self, answer: AnswerLine) -> None:
+        self._file.write(msgspec.json.encode(answer) + b"\n")
+        self._file.flush()
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts what a run has done."""
+
+    num_before: int
+    num_lines: int
+    num_answered: int = 0
+    num_refused: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+    started_s: float = field(default_factory=time.monotonic)
+
+    def add(self, status: int, body: dict[str, Any]) -> None:
+        self.num_answered += 1
+        self.num_refused += status >= 400
+        usage = body.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        read = usage.get("cache_read_input_tokens") or 0  # which Anthropic does not count among the input tokens
+        self.num_prompt_tokens += (usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + read
+        self.num_cached_tokens += (details.get("cached_tokens") or 0) + read
+        self.num_output_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+    def text(self) -> str:
+        elapsed_s = time.monotonic() - self.started_s
+        cached = f", {self.num_cached_tokens / self.num_prompt_tokens:.0%} cached" if self.num_prompt_tokens else ""
+        return (
+            f"{self.num_before + self.num_answered} of {self.num_lines} lines have an answer ({self.num_before} from "
+            f"before, {self.num_refused} refused); {self.num_answered / elapsed_s:.2f} lines/s, "
+            f"{self.num_prompt_tokens} prompt tokens{cached}, {self.num_output_tokens} output tokens"
+        )
+
+
+class Batch:
+    """One run: sends the requests, `concurrency` at a time, and appends what comes back."""
+
+    def __init__(self, args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile, tally: Tally) -> None:
+        self._base = args.url.rstrip("/").removesuffix("/v1")
+        self._retry_s: float = args.retry_s
+        self._requests = requests
+        self._answers = answers
+        self._tally = tally
+
+    async def run(self, session: aiohttp.ClientSession, places: Sequence[Place], concurrency: int) -> None:
+        """Raises CommandError when no line can be answered."""
+        rest = iter(places)
+
+        async def work() -> None:
+            for place in rest:
+                await self._answer(session, place)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, len(places))):
+                    group.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _answer(self, session: aiohttp.ClientSession, place: Place) -> None:
+        self._requests.seek(place.offset)
+        line = REQUEST.decode(self._requests.read(place.num_bytes))
+        body = msgspec.json.encode(line.body)
+        failed_s, wait_s = 0.0, 0.5
+        while True:
+            asked_wait_s = 0.0
+            try:
+                async with session.post(self._base + line.url, data=body) as response:
+                    status, raw, headers = response.status, await response.read(), response.headers
+            except (aiohttp.ClientError, TimeoutError) as error:
+                status, failure = 0, f"{self._base}: {reason(error)}"
+            else:
+                if status < 500 and status not in (408, 429):
+                    return self._take(line, status, raw, headers.get("x-request-id", ""))
+                failure, asked_wait_s = f"{status} {excerpt(raw)}", seconds(headers.get("retry-after", ""))
+            failed_s = failed_s or time.monotonic()
+            wait_s = min(2.0 * wait_s, MAX_WAIT_S)
+            pause_s = max(asked_wait_s, wait_s * random.uniform(0.5, 1.0))
+            if time.monotonic() + pause_s - failed_s > self._retry_s:
+                if not status:
+                    raise CommandError(f"{failure}, for {self._retry_s:.0f} s; run it again to go on")
+                self._tally.failures.append(f"{line.custom_id}: {failure}")
+                return
+            await asyncio.sleep(pause_s)
+
+    def _take(self, line: RequestLine, status: int, raw: bytes, request_id: str) -> None:
+        """Append an answer. Raises CommandError for one that no other line would fare better with."""
+        try:
+            answer = msgspec.json.decode(raw)
+        except ValueError:
+            answer = None
+        if status == 401 or not isinstance(answer, dict):
+            where = f"{self._base}{line.url}"
+            raise CommandError(f"{where} answered {status}: {excerpt(raw)}; check --url and --api-key-file")
+        body = Raw(msgspec.json.format(raw, indent=-1))
+        self._answers.append(AnswerLine(f"batch_req_{uuid4().hex}", line.custom_id, Response(status, request_id, body)))
+        self._tally.add(status, answer)
+
+
+def excerpt(raw: bytes) -> str:
+    return " ".join(raw[:200].decode(errors="replace").split())
+
+
+def seconds(retry_after: str) -> float:
+    """Read a header that may also be a date."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        return 0.0
+
+
+async def show(tally: Tally, console: Console) -> None:
+    """Draw a bar on a terminal; elsewhere print a line now and then."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.1f} lines/s"), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=tally.num_lines, rate=0.0)
+        while True:
+            rate = tally.num_answered / (time.monotonic() - tally.started_s)
+            progress.update(task, completed=tally.num_before + tally.num_answered, rate=rate)
+            await asyncio.sleep(0.2 if console.is_terminal else REPORT_S)
+            if not console.is_terminal:
+                print(f"headstart batch: {tally.text()}", file=sys.stderr, flush=True)
+
+
+async def run(args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile, places: Sequence[Place]) -> Tally:
+    """Answer the requests at these places. Raises CommandError, OSError."""
+    num_before = len(answers.custom_ids)
+    tally = Tally(num_before, num_before + len(places))
+    headers = {"content-type": "application/json"}
+    if args.api_key_file is not None:
+        headers["authorization"] = f"Bearer {args.api_key_file}"
+    connector = aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=args.ca_file))
+    timeout = aiohttp.ClientTimeout(total=args.timeout_s)
+    shown = asyncio.create_task(show(tally, Console(stderr=True)))
+    try:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+            await Batch(args, requests, answers, tally).run(session, places, args.concurrency)
+    finally:
+        shown.cancel()
+        await asyncio.gather(shown, return_exceptions=True)
+        print(tally.text())
+    return tally
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="headstart batch",
+        description="Answer a file of requests in OpenAI's batch format. Run it again after a kill: it goes on.",
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "requests", type=Path, metavar="IN", help="a line of JSON for each request: custom_id, method, url, body"
+    )
+    p.add_argument(
+        "answers", type=Path, metavar="OUT", help="answers are appended here, in the order in which they come"
+    )
+    p.add_argument("--url", default="http://127.0.0.1:8000", help="the server, with or without /v1")
+    p.add_argument("--api-key-file", type=secret_file, metavar="FILE", help="key that the server wants")
+    p.add_argument("--ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
+    p.add_argument("--concurrency", type=between(1, 10_000), default=64, metavar="N", help="open requests (default 64)")
+    p.add_argument(
+        "--order",
+        choices=("prefix", "file"),
+        default="prefix",
+        help="prefix: lines that share one follow each other and find it cached; file: as they stand (default prefix)",
+    )
+    p.add_argument(
+        "--timeout-s", type=between(1, kind=float), default=600.0, metavar="S", help="of one try (default 600)"
+    )
+    p.add_argument(
+        "--retry-s",
+        type=between(0, kind=float),
+        default=600.0,
+        metavar="S",
+        help="how long a line is tried again after 408, 429, a 5xx or no answer (default 600)",
+    )
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    with args.requests.open("rb") as requests:
+        places = read_requests(requests, str(args.requests), by_prefix=args.order == "prefix")
+        with args.answers.open("a+b") as file:
+            answers = AnswerFile(file, str(args.answers))
+            if others := answers.custom_ids - places.keys():
+                other = f"{args.answers} has an answer to {min(others)!r}"
+                raise ValueError(f"{other}, which {args.requests} does not ask: name another OUT")
+            rest = sorted(place for custom_id, place in places.items() if custom_id not in answers.custom_ids)
+            try:
+                tally = asyncio.run(run(args, requests, answers, rest))
+            except KeyboardInterrupt:
+                print("headstart batch: stopped; run it again to go on", file=sys.stderr)
+                return 128 + signal.SIGINT
+    for failure in tally.failures[:MAX_REASONS]:
+        print(f"headstart batch: no answer to {failure}", file=sys.stderr)
+    if tally.failures:
+        print(f"headstart batch: {len(tally.failures)} lines are left; run it again to try them", file=sys.stderr)
+    return 1 if tally.failures else 0
