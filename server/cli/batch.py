@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import math
 import random
 import signal
 import ssl
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,22 +176,26 @@ class Batch:
     def __init__(self, args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile, tally: Tally) -> None:
         self._base = args.url.rstrip("/").removesuffix("/v1")
         self._retry_s: float = args.retry_s
+        self._by_prefix = args.order == "prefix"
         self._requests = requests
         self._answers = answers
         self._tally = tally
 
     async def run(self, session: aiohttp.ClientSession, places: Sequence[Place], concurrency: int) -> None:
         """Raises CommandError when no line can be answered."""
-        rest = iter(places)
+        # Several stretches of the order at a time, so that a fleet has several prefixes to spread over its workers.
+        num_stretches = round(math.sqrt(concurrency)) if self._by_prefix else 1
+        size = -(-len(places) // num_stretches)
+        stretches = [deque(places[i * size : (i + 1) * size]) for i in range(num_stretches)]
 
-        async def work() -> None:
-            for place in rest:
-                await self._answer(session, place)
+        async def work(stretch: deque[Place]) -> None:
+            while stretch or (stretch := max(stretches, key=len)):
+                await self._answer(session, stretch.popleft())
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(places))):
-                    group.create_task(work())
+                for number in range(min(concurrency, len(places))):
+                    group.create_task(work(stretches[number % num_stretches]))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
