@@ -44,7 +44,7 @@ def check_chat(raw: bytes, *, num_choices: int = 1, include_usage: bool = False)
         _require({"index", "delta", "logprobs", "finish_reason"} <= set(choice), "the keys of a choice")
         index, delta = choice["index"], choice["delta"]
         if state[index] == "new":
-            _require(delta == {"role": "assistant", "content": ""}, "the first delta is the role")
+            _require(delta in ({"role": "assistant", "content": empty} for empty in ("", None)), "first comes the role")
             _require(choice["finish_reason"] is None, "a role chunk does not finish")
             state[index] = "open"
             continue
