@@ -1,5 +1,9 @@
-// Kernels between the matrix products of a decode step in bfloat16 on a CPU: RMS norm, rotary embedding, argmax, and
-// attention over the pages of the KV cache. torch needs some 25 calls a layer for them; here each is one call, one loop.
+// Kernels for a CPU.
+//
+// Between the matrix products of a decode step in bfloat16: RMS norm, rotary embedding, argmax, and attention over the
+// pages of the KV cache. torch needs some 25 calls a layer for them; here each is one call, one loop.
+//
+// In float32: the products themselves.
 //
 // worker/kernels/cpu.py compiles this file once per instruction set and loads it with ctypes. `#pragma omp` runs on the
 // threads of torch's own libgomp: a second pool would fight with them for the cores.
@@ -11,6 +15,7 @@
 // to zero as soon as it may ignore the sign of zero).
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -360,6 +365,89 @@ void attend_heads(const Shape &shape, const Decodes &decodes, const Bf16 *query,
   }
 }
 
+// ---- products in float32 -------------------------------------------------------------------------------------------
+//
+// A panel is kPanel outputs of a weight side by side, (num_inputs, kPanel): a tile of rows reads it once, in order. Each
+// sum runs over the inputs in order, in one lane of one register: it depends on no other row, nor on the number of lanes.
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kPanelVectors = 2;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6, kPanelVectors = 2;
+#else
+constexpr int kTileRows = 6, kPanelVectors = 4;
+#endif
+constexpr int kPanel = kPanelVectors * kLanes;
+constexpr int64_t kInputsAtOnce = 1024;  // of a panel, that stay in the L1 or L2 cache for all tiles of rows
+constexpr int64_t kInputsAhead = 48;     // of a panel, that are fetched early
+constexpr int64_t kStatesAtOnce = 192;   // rows that stay in the L2 cache; a multiple of kTileRows
+
+struct Product {
+  const float *panels;  // (ceil(num_outputs / kPanel), num_inputs, kPanel)
+  const float *bias;    // (num_outputs,) or null
+  int64_t num_inputs, num_outputs;
+};
+
+// sums (Rows, kPanel) += states (Rows, num_inputs) * panel (num_inputs, kPanel); the stride in elements
+template <int Rows>
+void multiply_tile(const float *states, int64_t state_stride, const float *panel, int64_t num_inputs, float *sums) {
+  constexpr int L = kLanes;
+  Floats<L> totals[Rows][kPanelVectors];
+  for (int row = 0; row < Rows; ++row) {
+    for (int v = 0; v < kPanelVectors; ++v) totals[row][v] = load<Floats<L>>(sums + row * kPanel + v * L);
+  }
+  for (int64_t i = 0; i < num_inputs; ++i) {
+    Floats<L> weights[kPanelVectors];
+    for (int v = 0; v < kPanel / 16; ++v) __builtin_prefetch(panel + (i + kInputsAhead) * kPanel + v * 16);
+    for (int v = 0; v < kPanelVectors; ++v) weights[v] = load<Floats<L>>(panel + i * kPanel + v * L);
+    for (int row = 0; row < Rows; ++row) {
+      const float state = states[row * state_stride + i];
+      for (int v = 0; v < kPanelVectors; ++v) totals[row][v] += state * weights[v];
+    }
+  }
+  for (int row = 0; row < Rows; ++row) {
+    for (int v = 0; v < kPanelVectors; ++v) store(sums + row * kPanel + v * L, totals[row][v]);
+  }
+}
+
+// The same for any number of rows, in tiles as even as possible: small ones keep the units less busy.
+void multiply_rows(int64_t num_rows, const float *states, int64_t state_stride, const float *panel, int64_t num_inputs,
+                   float *sums) {
+  static constexpr auto tiles = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array{multiply_tile<I + 1>...};
+  }(std::make_integer_sequence<int, kTileRows>{});
+  for (int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows; num_tiles > 0; --num_tiles) {
+    const int64_t rows = (num_rows + num_tiles - 1) / num_tiles;
+    tiles[rows - 1](states, state_stride, panel, num_inputs, sums);
+    num_rows -= rows, states += rows * state_stride, sums += rows * kPanel;
+  }
+}
+
+// The outputs of one panel for some rows; `out` (num_rows, num_outputs) begins at the panel's first output.
+void multiply_panel(const Product &product, int64_t number, const float *states, float *out, int64_t num_rows,
+                    bool adds) {
+  const int64_t num_inputs = product.num_inputs, first = number * kPanel;
+  const int64_t width = std::min<int64_t>(kPanel, product.num_outputs - first);
+  const float *panel = product.panels + number * num_inputs * kPanel;
+  // Rows of `out` may be a multiple of a page apart, which the caches do not like.
+  alignas(64) float sums[kStatesAtOnce * kPanel], bias[kPanel] = {};
+  if (product.bias) std::memcpy(bias, product.bias + first, width * sizeof(float));
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float *start = sums + row * kPanel;
+    std::memcpy(start, bias, sizeof bias);
+    if (!adds) continue;
+    for (int64_t i = 0; i < width; ++i) start[i] += out[row * product.num_outputs + i];
+  }
+  const int64_t num_parts = num_rows <= kTileRows ? 1 : (num_inputs + kInputsAtOnce - 1) / kInputsAtOnce;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const int64_t i = num_inputs * part / num_parts, end = num_inputs * (part + 1) / num_parts;
+    multiply_rows(num_rows, states + i, num_inputs, panel + i * kPanel, end - i, sums);
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    std::memcpy(out + row * product.num_outputs, sums + row * kPanel, width * sizeof(float));
+  }
+}
+
 struct Norm {
   const float *weight;  // (size,)
   int64_t size;
@@ -445,5 +533,23 @@ void attend(const Shape *shape, const Decodes *decodes, const Bf16 *query, int64
   const int threads = int(std::min<int64_t>(num_threads, decodes->num_rows * shape->num_kv_heads));
   const auto attend_with = shape->head_dim >= 2 * kLanes ? attend_heads<kLanes> : attend_heads<4>;
   attend_with(*shape, *decodes, query, query_stride, keys, values, out, threads);
+}
+
+// Outputs of a panel.
+int panel_width() { return kPanel; }
+
+// out (num_rows, num_outputs) = states (num_rows, num_inputs) * weights + bias, with `adds` added to what is there.
+void multiply(const Product *product, const float *states, float *out, int64_t num_rows, int adds, int num_threads) {
+  const int64_t num_panels = (product->num_outputs + kPanel - 1) / kPanel;
+  const int64_t num_parts = (num_rows + kStatesAtOnce - 1) / kStatesAtOnce;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads)
+  for (int64_t part = 0; part < num_parts; ++part) {
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+      const int64_t first = part * kStatesAtOnce;
+      multiply_panel(*product, panel, states + first * product->num_inputs,
+                     out + first * product->num_outputs + panel * kPanel, std::min(kStatesAtOnce, num_rows - first),
+                     adds != 0);
+    }
+  }
 }
 }

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,15 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    """`Product` of cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs")),
+    )
+
+
 class Decodes(ctypes.Structure):
     """Sequences with one query each, whose own key is the last that it sees."""
 
@@ -76,7 +86,7 @@ class Kernels:
     A call of microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
     """
 
-    __slots__ = ("locked", "unlocked")
+    __slots__ = ("locked", "panel_width", "unlocked")
 
     def __init__(self, path: Path) -> None:
         """Raise OSError when the file cannot be loaded."""
@@ -86,12 +96,14 @@ class Kernels:
             "rms_norm": (pointer, pointer, pointer, size, count),
             "rotate": (pointer, pointer, size, size, size, size, count),
             "argmax": (pointer, pointer, size, size, count),
+            "multiply": (pointer, pointer, pointer, size, count, count),
             "attend": (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count),
         }
         for library in (self.locked, self.unlocked):
             for name, types in arguments.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = types, None
+        self.panel_width: int = self.locked.panel_width()
 
     def library_for(self, num_rows: int) -> tuple[ctypes.CDLL, int]:
         """Return the library for a row-wise kernel, and the number of threads."""
@@ -134,6 +146,42 @@ class RmsNormKernel:
         library, num_threads = self._kernels.library_for(num_rows)
         library.rms_norm(self._address, states.data_ptr(), out.data_ptr(), num_rows, num_threads)
         return out
+
+
+class ProductKernel:
+    """A product with a weight in panels, in float32. A row's result does not depend on the other rows."""
+
+    __slots__ = ("_address", "_fields", "_multiply", "_tensors", "num_outputs")
+
+    def __init__(self, kernels: Kernels, panels: Tensor, num_outputs: int, bias: Tensor | None) -> None:
+        """`panels` as `to_panels` makes them; `bias` (num_outputs,)"""
+        self._multiply = kernels.unlocked.multiply
+        self.num_outputs = num_outputs
+        self._tensors = (panels, bias)  # the fields point into them
+        bias_address = None if bias is None else bias.data_ptr()
+        self._fields = _Product(panels.data_ptr(), bias_address, panels.shape[1], num_outputs)
+        self._address = ctypes.addressof(self._fields)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(num_rows, in) -> (num_rows, out)"""
+        return self._into(states.new_empty(states.shape[0], self.num_outputs), states, adds=False)
+
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        """Add the product to residual (num_rows, out), in place if that is contiguous."""
+        return self._into(residual.contiguous(), states, adds=True)
+
+    def _into(self, out: Tensor, states: Tensor, *, adds: bool) -> Tensor:
+        states = states.contiguous()
+        num_threads = torch.get_num_threads()
+        self._multiply(self._address, states.data_ptr(), out.data_ptr(), states.shape[0], adds, num_threads)
+        return out
+
+
+def to_panels(weight: Tensor, width: int) -> Tensor:
+    """Lay a weight (out, in) out in panels of `width` outputs, (ceil(out / width), in, width), the last one padded."""
+    num_outputs, num_inputs = weight.shape
+    padded = functional.pad(weight, (0, 0, 0, -num_outputs % width))
+    return padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
 
 
 class AttentionKernel:
@@ -195,17 +243,22 @@ def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool
     return _load()
 
 
+def products_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Return the kernels if their products serve this dtype on this device."""
+    return _load() if (dtype, device.type) == (torch.float32, "cpu") else None
+
+
 @cache
 def _load() -> Kernels | None:
     capability = torch.backends.cpu.get_cpu_capability()
     if (march := _MARCH.get(capability)) is None:
-        logger.warning("bfloat16 runs in torch, slower: no compiled kernels for a CPU with %s", capability)
+        logger.warning("the model runs in torch, slower: no compiled kernels for a CPU with %s", capability)
         return None
     ready = _SOURCE.parent / _file_name(march, "")
     try:
         return Kernels(ready) if ready.is_file() else _load_or_build(march)
     except _BUILD_ERRORS as error:
-        logger.warning("bfloat16 runs in torch, slower: cpu.cpp is not compiled (is g++ installed?): %s", error)
+        logger.warning("the model runs in torch, slower: cpu.cpp is not compiled (is g++ installed?): %s", error)
         return None
 
 

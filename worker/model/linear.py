@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import ForwardBatch
+from worker.kernels.cpu import Kernels, ProductKernel
 from worker.model.base import QuantisedTensor
 
 _PACK_ROWS_HINT: Final = 32
@@ -79,6 +80,24 @@ class OneDnnLinear(Linear):
         """Add while the product is in registers, and round once."""
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, residual, self.packed, self.bias, "add")
         return total
+
+
+class PanelLinear(Linear):
+    """A dense float32 weight in panels, for CPUs, through the product of `cpu.cpp`.
+
+    A row's result does not depend on its neighbours, and a file of panels can be mapped by many processes.
+    """
+
+    def __init__(self, kernels: Kernels, panels: Tensor, num_outputs: int, bias: Tensor | None = None) -> None:
+        """`panels` as `to_panels` makes them"""
+        self._product = ProductKernel(kernels, panels, num_outputs, bias)
+        self.weight_bytes = panels.nbytes
+
+    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        return self._product(states)
+
+    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        return self._product.add_to(residual, states)
 
 
 class TiledLinear(Linear):

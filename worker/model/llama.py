@@ -16,11 +16,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
+from worker.kernels.cpu import products_for, to_panels
 from worker.model.base import Checkpoint, Progress
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
-from worker.model.linear import PACKABLE, Linear, OneDnnLinear, PackedLinear, TiledLinear, dense_linear, is_packable
+from worker.model.linear import (
+    PACKABLE,
+    Linear,
+    OneDnnLinear,
+    PackedLinear,
+    PanelLinear,
+    TiledLinear,
+    dense_linear,
+    is_packable,
+)
 from worker.model.rope import Rotation, make_rope, rope_table
 
 
@@ -100,7 +110,7 @@ class LlamaDecoder:
 class _WeightLoader:
     """Load weights in the form, dtype and device that the options ask for. A tensor is in memory once."""
 
-    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options")
+    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options", "_products")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> None:
         self._checkpoint = checkpoint
@@ -109,6 +119,7 @@ class _WeightLoader:
         self._device = torch.device(options.device)
         self._options = options
         self._num_packed = 0
+        self._products = products_for(self._dtype, self._device)
 
     def check_packed(self) -> None:
         """Raise UnsupportedModel when packed weights are asked for and no matrix is packable."""
@@ -157,7 +168,7 @@ class _WeightLoader:
 
     def lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
-            return self._in_form(["model.embed_tokens"], dense_linear(embedding), None)
+            return self._in_form(["model.embed_tokens"], embedding, None)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
 
     def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
@@ -166,10 +177,14 @@ class _WeightLoader:
         bias = self._bias(names, rows)
         for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
             part.copy_(self._stored(f"{name}.weight", part.shape))
-        return self._in_form(names, dense_linear(weight, bias), bias)
+        return self._in_form(names, weight, bias)
 
-    def _in_form(self, names: Sequence[str], dense: Linear, bias: Tensor | None) -> Linear:
-        """Return the product in the form that the options ask for. A packed one keeps `dense` for large batches."""
+    def _in_form(self, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the product in the form that the options ask for. A packed one has a dense one for large batches."""
+        if self._products is not None:
+            panels = to_panels(weight, self._products.panel_width)
+            return PanelLinear(self._products, panels, len(weight), bias)
+        dense = dense_linear(weight, bias)
         if self._options.deterministic:
             return TiledLinear(dense)
         if self._options.weights == "dense":

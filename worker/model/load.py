@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from worker.device import current_device
+from worker.kernels.cpu import products_for
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel, encoder
@@ -59,7 +60,8 @@ class LoadedModel:
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
         elif self.dtype != torch.float32 or self.options.weights != "dense":
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
-        return f"{device}/{str(self.dtype).removeprefix('torch.')}/{self.options.weights}"
+        form = self.options.weights if products_for(self.dtype, self.device) is None else "panels"
+        return f"{device}/{str(self.dtype).removeprefix('torch.')}/{form}"
 
 
 def load_model(source: str, options: LoadOptions, progress: Progress = lambda done, total: None) -> LoadedModel:

@@ -27,6 +27,14 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return cpu._load_or_build(request.param)
 
 
+@pytest.fixture(scope="module")
+def all_kernels() -> list[Kernels]:
+    """The kernels of every build."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return [cpu._load_or_build(march) for march in builds()]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of the user."""

@@ -110,6 +110,7 @@ def test_without_kernels_torch_serves_and_the_log_says_so_once(
     monkeypatch.setattr(cpu, "_load", cpu.cache(cpu._load.__wrapped__))
     for _ in range(2):
         assert cpu.kernels_for(torch.bfloat16, CPU, deterministic=False) is None
+        assert cpu.products_for(torch.float32, CPU) is None
     assert caplog.text.count(log) == 1
 
 

@@ -38,7 +38,7 @@ def test_a_folder(folder: Path) -> None:
     calls: list[tuple[int, int]] = []
     model = load_model(str(folder), LoadOptions(), lambda done, total: calls.append((done, total)))
     assert model.checkpoint.name == "tiny-llama"
-    assert model.numerics == "cpu/float32/dense"
+    assert model.numerics == "cpu/float32/panels"
     assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert model.checkpoint.revision == load_model(str(folder), LoadOptions()).checkpoint.revision
 

@@ -129,7 +129,7 @@ def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tu
 
 
 def test_numerics_name_the_kernel(runner: ModelRunner) -> None:
-    assert runner.numerics == "cpu/float32/dense/torch"
+    assert runner.numerics == "cpu/float32/panels/torch"
 
 
 def test_pools_are_sized_from_memory(model: LoadedModel) -> None:
