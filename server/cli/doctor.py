@@ -39,6 +39,7 @@ from server.schema.fields import Message
 from server.schema.requests import ChatRequest
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import Tokenizer, TokenizerError
+from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
 from worker.wire import TokenizerBundle, unpack
 
@@ -103,6 +104,16 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield msgspec.json.decode(line, type=Check)
     if problem is not None:
         yield problem
+
+
+def clear_cache() -> str:
+    """Delete what starts have kept for the next ones, and say how much that was."""
+    folder = cache_folder()
+    files = [] if folder is None else [file for kind in ("cpu-*", "weights-*") for file in folder.glob(kind)]
+    num_bytes = sum(file.stat().st_size for file in files)
+    for file in files:
+        file.unlink()
+    return f"deleted {len(files)} files, {num_bytes / 1e6:.0f} MB, in {folder}"
 
 
 def python() -> Check:
@@ -308,6 +319,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-disk-size", metavar="SIZE", help="size of the blocks of each worker (default 10G)")
     p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    p.add_argument(
+        "--clear-cache", action="store_true", help="delete compiled kernels and prepared weights; check nothing"
+    )
     engine = p.add_argument_group("another engine").add_argument
     engine("--engine-url", metavar="URL", help="check the engine there, in place of own workers")
     engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what it is (default vllm)")
@@ -346,5 +360,8 @@ async def _run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """Return 1 when something failed."""
     args = parser().parse_args(argv)
+    if args.clear_cache:
+        print(clear_cache())
+        return 0
     default_ports(args, [args.engine_url] if args.engine_url else [])
     return asyncio.run(_run(args))

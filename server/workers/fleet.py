@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """Asks the worker at a URL for its state: `WorkerClient.state`."""
 POLL_S: Final = 1.0
+FIRST_POLL_S: Final = 0.1
 GRACE_S: Final = 5.0
 FORGET_S: Final = 600.0
 FIRST_BREAK_S: Final = 1.0
@@ -173,12 +174,13 @@ class Fleet:
         ]
 
     async def run(self) -> None:
-        """Poll until cancelled."""
+        """Poll until cancelled, often while workers come."""
         while True:
+            num_before = len(self._workers)
             await self.poll()
             self._wake.clear()
             try:
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(POLL_S if len(self._workers) == num_before > 0 else FIRST_POLL_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass

@@ -8,6 +8,8 @@ Every entry is finite whenever no step runs, so that blocks may be read as paddi
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -25,6 +27,13 @@ class NonFiniteKV(RuntimeError):
     """A step has written or read keys or values that are NaN or infinite."""
 
 
+def _zeroed_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that the kernel makes when a page is first used: to write gigabytes would delay every start."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 class KVCache:
     """The pools of all layers. Block 0 is the null block, which pads block tables and belongs to no sequence."""
 
@@ -39,7 +48,7 @@ class KVCache:
         self.block_size = block_size
         pool = (2 * shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         # Zeroed: padding has a weight of 0, but 0 times a NaN of uninitialised memory is NaN.
-        pools = torch.zeros(pool, dtype=dtype, device=device)
+        pools = _zeroed_pages(pool, dtype) if device.type == "cpu" else torch.zeros(pool, dtype=dtype, device=device)
         self.dtype, self.device = pools.dtype, pools.device
         self.rows = pools.view(len(pools), num_blocks * block_size, -1)
         """(2 * layers, slots, kv_heads * head_dim): the same memory"""

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from worker.common.cache_folder import cache_folder
+
 logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 64
@@ -266,7 +268,7 @@ def _load_or_build(march: str) -> Kernels:
     """Load the kernels from the user's cache folder, compiled if need be. Raise OSError or SubprocessError."""
     compiler = subprocess.run([_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory() as temporary:
-        file = _cache_folder(Path(temporary)) / _file_name(march, compiler)
+        file = (cache_folder() or Path(temporary)) / _file_name(march, compiler)
         if file.is_file():
             try:
                 return Kernels(file)
@@ -304,18 +306,6 @@ def _file_name(march: str, compiler: str) -> str:
     parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode())
     digest = blake2b(b"\0".join(parts), digest_size=8).hexdigest()
     return f"cpu-{march}-{digest}.so"
-
-
-def _cache_folder(otherwise: Path) -> Path:
-    """Return the user's cache folder, or `otherwise` when it cannot be used or others may write to it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except (OSError, RuntimeError):
-        return otherwise
-    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return folder if is_private and os.access(folder, os.W_OK) else otherwise
 
 
 if __name__ == "__main__":

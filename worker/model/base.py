@@ -13,6 +13,7 @@ from torch import Tensor
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.model.config import LoadOptions, ModelConfig
+from worker.model.weight_file import Weights
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all) while a model loads."""
@@ -79,7 +80,7 @@ class Decoder(Protocol):
 class ModelFamily:
     """Models that share a decoder, with the traits that their files leave out."""
 
-    decoder: Callable[[Checkpoint, ModelConfig, LoadOptions, Progress], Decoder]
+    decoder: Callable[[Checkpoint, ModelConfig, LoadOptions, Weights, Progress], Decoder]
     """Loads the weights. Raises ModelError."""
     qk_norm: bool = False
     """Queries and keys are normed per head."""

@@ -7,6 +7,7 @@ back in order before anything is dequantised.
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,8 +56,8 @@ class GGUFCheckpoint(Checkpoint):
         self.path = path
         self.name = name_of_file(path)
         try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
+            self._reader = _Reader(path)
+        except (OSError, ValueError, IndexError, KeyError, struct.error) as error:
             raise CheckpointError(f"{path} is no readable GGUF file: {error}") from error
         self.metadata = Metadata(self._reader)
         self.model_type = str(self.metadata["general.architecture"])
@@ -136,6 +137,27 @@ class GGUFCheckpoint(Checkpoint):
                 split = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:])
                 return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(data.shape)
         return data
+
+
+class _Reader(gguf.GGUFReader):
+    """Reads a vocabulary in a tenth of the time: without slicing a memmap, and strings without an array for each."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        order = self.byte_order if override_order is None else override_order
+        return np.frombuffer(self.data.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        kind = gguf.GGUFValueType
+        if raw_type != kind.ARRAY or self._get(orig_offs, np.uint32)[0] != kind.STRING:
+            return super()._get_field_parts(orig_offs, raw_type)
+        length = struct.Struct("<Q" if self.endianess == gguf.GGUFEndian.LITTLE else ">Q")
+        data, offset = self.data.data, orig_offs + 12
+        parts: list[Any] = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+        for _ in range(int(parts[1][0])):
+            (size,) = length.unpack_from(data, offset)
+            begin, offset = offset, offset + 8 + size
+            parts += (data[begin : begin + 8], data[begin + 8 : offset])
+        return offset - orig_offs, parts, list(range(3, len(parts), 2)), [kind.ARRAY, kind.STRING]
 
 
 class Metadata:

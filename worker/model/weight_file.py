@@ -1,0 +1,195 @@
+"""Prepared weights in a file of the user's cache folder: made once, and mapped by every worker of the machine.
+
+    tensors, each at a multiple of 64 bytes | index as JSON | checksum of both | size of the index, 8 bytes | MAGIC
+
+The index has the key, and place, dtype and shape of each tensor by name. A file appears whole or not at all; one that
+is damaged or has another key is made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import mmap
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.common.cache_folder import cache_folder
+
+logger = logging.getLogger(__name__)
+Loaded = TypeVar("Loaded")
+
+MAGIC: Final = b"headstart weights 1\n"
+MAX_BYTES: Final = 8 << 30
+DISK_SHARE: Final = 0.25
+"""Part of the free disk space that a file may take."""
+UNUSED_S: Final = 30 * 24 * 3600.0
+"""After this time without a use, a file is deleted when another is made."""
+_ALIGNMENT: Final = 64
+_CHUNK_WORDS: Final = 1 << 13
+_CHECKSUM_BYTES: Final = 16
+_SIZE_BYTES: Final = 8
+
+
+class Weights(ABC):
+    """Where a decoder gets its tensors from, each by a name of its own."""
+
+    @abstractmethod
+    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor: ...
+
+
+class MadeWeights(Weights):
+    """Tensors that are made when asked for."""
+
+    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+
+class MappedWeights(Weights):
+    """Tensors of a mapped file. Whoever writes to one gets pages of his own."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        return self._tensors[name]
+
+
+class WrittenWeights(Weights):
+    """Tensors that are made, and written to a file as well. The first OSError ends the writing."""
+
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
+        self._file = file
+        self._max_bytes = max_bytes
+        self._index: dict[str, Any] = {}
+        self.error: OSError | None = None
+
+    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        tensor = make()
+        if self.error is None:
+            try:
+                self._write(name, tensor)
+            except OSError as error:
+                self.error = error
+        return tensor
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        offset = self._file.tell()
+        if offset + tensor.nbytes > self._max_bytes:
+            raise OSError(f"it would be larger than {self._max_bytes} bytes")
+        self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._index[name] = {"offset": offset, "dtype": dtype, "shape": list(tensor.shape)}
+
+    def finish(self, key: str) -> None:
+        """Write the index. Raise OSError, also for what failed before."""
+        if self.error is not None:
+            raise self.error
+        index = json.dumps({"key": key, "tensors": self._index}).encode()
+        self._file.write(index)
+        self._file.flush()
+        digest = checksum(np.memmap(self._file, dtype=np.uint8, mode="r", shape=(self._file.tell(),)))
+        self._file.write(digest + len(index).to_bytes(_SIZE_BYTES, "little") + MAGIC)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def load_prepared(key: str, load: Callable[[Weights], Loaded]) -> Loaded:
+    """Return what `load` makes of the weights in the file of this key.
+
+    If there is none, it is made first, by one process while others wait. Where no file can be, weights are only made.
+    """
+    if (folder := cache_folder()) is None:
+        return load(MadeWeights())
+    path = folder / f"weights-{key}.bin"
+    with (folder / f"weights-{key}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        weights = map_file(path, key)
+        if weights is None:
+            made = make_file(path, key, load)
+            if (weights := map_file(path, key)) is None:
+                return made
+    os.utime(path)
+    return load(weights)
+
+
+def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded:
+    """Load the model, and write its weights if that succeeds. Raise what `load` raises."""
+    delete_unused(path.parent)
+    temporary = path.with_suffix(".new")
+    max_bytes = min(MAX_BYTES, int(DISK_SHARE * shutil.disk_usage(path.parent).free))
+    try:
+        with temporary.open("w+b") as file:
+            weights = WrittenWeights(file, max_bytes)
+            loaded = load(weights)
+            try:
+                weights.finish(key)
+                temporary.replace(path)
+            except OSError as error:
+                logger.info("the prepared weights are not kept, so every start prepares them: %s", error)
+            return loaded
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def map_file(path: Path, key: str) -> MappedWeights | None:
+    """Map and check a file. None: there is none, or it is not what it should be."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        size_at = len(mapped) - len(MAGIC) - _SIZE_BYTES
+        end = size_at - _CHECKSUM_BYTES
+        index_at = end - int.from_bytes(mapped[size_at : size_at + _SIZE_BYTES], "little")
+        if end < 0 or index_at < 0 or mapped[size_at + _SIZE_BYTES :] != MAGIC:
+            raise ValueError("it is no whole file of weights")
+        if mapped[end:size_at] != checksum(np.frombuffer(mapped, np.uint8, end)):
+            raise ValueError("its checksum is wrong")
+        index = json.loads(mapped[index_at:end])
+        if index["key"] != key:
+            raise ValueError("it is of other weights")
+        return MappedWeights({name: _tensor(mapped, **place) for name, place in index["tensors"].items()})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s is made again: %s", path, error)
+        return None
+
+
+def _tensor(mapped: mmap.mmap, offset: int, dtype: str, shape: list[int]) -> Tensor:
+    if (count := math.prod(shape)) == 0:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(mapped, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)
+
+
+def checksum(data: np.ndarray) -> bytes:
+    """Digest the sums of pieces of 64 KiB: as fast as memory, against damage and not against a forger."""
+    words = data[: len(data) // 8 * 8].view(np.uint64)
+    pieces = [words[i : i + (1 << 10) * _CHUNK_WORDS] for i in range(0, len(words), (1 << 10) * _CHUNK_WORDS)]
+    sums = [np.add.reduceat(piece, np.arange(0, len(piece), _CHUNK_WORDS), dtype=np.uint64) for piece in pieces]
+    digest = blake2b(len(data).to_bytes(8, "little"), digest_size=_CHECKSUM_BYTES)
+    for part in (*sums, data[len(words) * 8 :]):
+        digest.update(part.tobytes())
+    return digest.digest()
+
+
+def delete_unused(folder: Path) -> None:
+    """Delete files that no start has used for long."""
+    for path in folder.glob("weights-*"):
+        try:
+            if time.time() - path.stat().st_mtime > UNUSED_S:
+                path.unlink()
+        except OSError:
+            logger.debug("%s stays", path, exc_info=True)
