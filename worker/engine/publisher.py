@@ -171,8 +171,8 @@ class Publisher:
         try:
             while not self._closing:
                 published = await self._round()
-                retry_s = self._settings.retry_s if published else min(2 * retry_s, self._settings.max_retry_s)
                 await self._pause(self._settings.interval_s if published else retry_s)
+                retry_s = self._settings.retry_s if published else min(2 * retry_s, self._settings.max_retry_s)
             await self._writer.retire()
         finally:
             connection.cancel()

@@ -140,24 +140,30 @@ class GGUFCheckpoint(Checkpoint):
 
 
 class _Reader(gguf.GGUFReader):
-    """Reads a vocabulary in a tenth of the time: without slicing a memmap, and strings without an array for each."""
+    """Reads a vocabulary in a tenth of the time: without slicing a memmap, and arrays without a call for each item."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
         order = self.byte_order if override_order is None else override_order
         return np.frombuffer(self.data.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        kind = gguf.GGUFValueType
-        if raw_type != kind.ARRAY or self._get(orig_offs, np.uint32)[0] != kind.STRING:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        parts: list[Any] = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+        kind, count, offset = gguf.GGUFValueType(parts[0][0]), int(parts[1][0]), orig_offs + 12
+        types = [gguf.GGUFValueType.ARRAY, *([kind] if count else [])]
+        if (dtype := self.gguf_scalar_to_np.get(kind)) is not None:
+            items = self._get(offset, dtype, count)
+            return offset - orig_offs + items.nbytes, [*parts, *items.reshape(-1, 1)], list(range(2, 2 + count)), types
+        if kind != gguf.GGUFValueType.STRING:
             return super()._get_field_parts(orig_offs, raw_type)
         length = struct.Struct("<Q" if self.endianess == gguf.GGUFEndian.LITTLE else ">Q")
-        data, offset = self.data.data, orig_offs + 12
-        parts: list[Any] = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
-        for _ in range(int(parts[1][0])):
+        data = self.data.data
+        for _ in range(count):
             (size,) = length.unpack_from(data, offset)
             begin, offset = offset, offset + 8 + size
             parts += (data[begin : begin + 8], data[begin + 8 : offset])
-        return offset - orig_offs, parts, list(range(3, len(parts), 2)), [kind.ARRAY, kind.STRING]
+        return offset - orig_offs, parts, list(range(3, len(parts), 2)), types
 
 
 class Metadata:
