@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -12,6 +12,7 @@ from tests.e2e.serving import SMALL_POOL, Serve
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.clients
+MODULES: Final = str(INSTALLED / "node_modules")
 
 
 def check_city(city: dict[str, Any]) -> None:
@@ -20,14 +21,25 @@ def check_city(city: dict[str, Any]) -> None:
 
 
 def test_javascript(smollm2: Serve) -> None:
-    program, modules = str(PROGRAMS / "javascript.cjs"), str(INSTALLED / "node_modules")
-    answer = converse(smollm2, "node", program, NODE_PATH=modules)
+    answer = converse(smollm2, "node", str(PROGRAMS / "javascript.cjs"), NODE_PATH=MODULES)
     assert "Paris" in answer["streamed"]
     assert answer["streamed"] == answer["whole"]
     assert answer["usage"]["completion_tokens"] > 0
     assert answer["second"]
     assert answer["response"]
     assert answer["refused"]
+
+
+def test_ai_sdk(smollm2: Serve) -> None:
+    answer = converse(smollm2, "node", str(PROGRAMS / "ai_sdk.cjs"), NODE_PATH=MODULES)
+    assert "Paris" in answer["first"]
+    assert answer["streamed"] == answer["response"] == answer["first"]
+    assert answer["usage"]["outputTokens"] > 0
+    assert answer["second"]
+    assert answer["cached"] > 0
+    check_city(answer["city"])
+    assert answer["calls"], "it called the tool"
+    assert answer["after"]
 
 
 def test_langchain(smollm2: Serve) -> None:
