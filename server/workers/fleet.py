@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """Asks the worker at a URL for its state: `WorkerClient.state`."""
 POLL_S: Final = 1.0
-FIRST_POLL_S: Final = 0.1
+FIRST_POLL_S: Final = 0.05
 GRACE_S: Final = 5.0
 FORGET_S: Final = 600.0
 FIRST_BREAK_S: Final = 1.0

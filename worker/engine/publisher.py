@@ -43,7 +43,7 @@ class PublisherSettings:
 
     interval_s: float = 0.05
     heartbeat_s: float = 1.0
-    retry_s: float = 0.1
+    retry_s: float = 0.02
     max_retry_s: float = 1.0
     rewrite_s: float = 0.5
     """The least time between two rewrites of the whole set."""
