@@ -36,6 +36,7 @@ from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
+from worker.scheduler.speculation import Speculation
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
 PROMPT_TOKENS: Final = 32
@@ -50,7 +51,14 @@ _ROOT: Final = b"benchmark-engine"
 class Engine:
     """The worker's own scheduler and runner, stepped as fast as they go."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int, chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        chunk_tokens: int | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
         """Steps of `chunk_tokens`; None: as a worker on this device."""
         self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size, eos_token_ids=())
         batched, solo = default_step_tokens(model.device.type, model.options.dtype)
@@ -59,7 +67,7 @@ class Engine:
             max_solo_prefill_tokens=solo if chunk_tokens is None else None,
             max_model_len=model.config.max_model_len,
         )
-        self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, ())
+        self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, (), speculation)
         self._num_requests = 0
         self._in_flight: deque[tuple[StepPlan, Launch[list[SequenceResult]]]] = deque()
 
@@ -73,7 +81,7 @@ class Engine:
         """Tokens that the pool had, of all requests so far."""
         return self._scheduler.allocator.stats().hit_tokens
 
-    def submit(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+    def submit(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0) -> None:
         self._num_requests += 1
         wire = GenerateRequest(
             request_id=str(self._num_requests),
@@ -81,8 +89,8 @@ class Engine:
             epoch="",
             root=_ROOT,
             prompt_ids=list(prompt_ids),
-            choices=(ChoiceState(0, 0),),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            choices=(ChoiceState(0, self._num_requests),),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
         )
         key = RequestKey(self._num_requests)
         self._scheduler.submit(Request(key, wire, 0.0, 30.0, {}))
@@ -103,6 +111,8 @@ class Engine:
             self._launch(ahead)
         plan, launch = self._in_flight.popleft()
         outputs = self._scheduler.update(plan, launch.collect(), now_s)
+        if (speculation := self._scheduler.speculation) is not None:
+            speculation.measure(plan, time.monotonic() - now_s)
         return sum(len(output.frame.token_ids) for output in outputs if isinstance(output.frame, Tokens))
 
     def _launch(self, plan: StepPlan) -> None:

@@ -100,6 +100,9 @@ class WorkerConfig(SharedConfig):
     max_waiting_tokens: int = _batch(
         20, "steps after which --waiting-served-ratio holds no request back (default 20)", least=0
     )
+    speculate: int = _batch(
+        0, "draft tokens of a sequence in a step, looked up in its own text (default 0: none)", least=0
+    )
     async_scheduling: bool = _batch(
         True,
         "on a GPU, launch a step only when the tokens of the step before are known",
@@ -118,6 +121,8 @@ class WorkerConfig(SharedConfig):
             )
         if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
+        if self.speculate and self.engine != "headstart":
+            raise ValueError("--speculate is for our own engine: give the other one its own option")
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
         if self.task == "embed" and self.engine != "headstart":

@@ -11,9 +11,9 @@ import asyncio
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -52,6 +52,19 @@ class GrammarConstraint:
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         self._check()
         return mask
+
+    def allowed_along(self, draft_ids: Sequence[int]) -> list[object]:
+        """Return the masks of `allowed` now and after each draft token, as far as the grammar goes on."""
+        masks = [self.allowed()]
+        with _panics_are_errors():
+            scout = GrammarConstraint(self._matcher.deep_copy())  # what goes wrong ahead is no error of the choice
+        with suppress(ConstraintError):
+            for draft_id in draft_ids:
+                scout.advance(draft_id)
+                if scout.finished:
+                    break
+                masks.append(scout.allowed())
+        return masks
 
     def advance(self, token_id: int) -> None:
         with _panics_are_errors():

@@ -39,6 +39,7 @@ from worker.model.load import LoadedModel, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.scheduler import Scheduler
+from worker.scheduler.speculation import Speculation, StepCost
 from worker.tokenizer_bundle import build_bundle
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, gateway_token
 
@@ -99,7 +100,10 @@ def build_engine(
     if config.prefix_cache == "off" and (window := model.config.attention.longest_window) is not None:
         window_size = window + limits.max_step_tokens
     allocator = make_allocator(config.prefix_cache, num_blocks, config.block_size, window_size)
-    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids)
+    speculation = None
+    if config.speculate:
+        speculation = Speculation(config.speculate, StepCost(rate.seconds(1), rate.step_tokens))
+    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids, speculation)
     namespace = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
     transfers = make_transfers(config, model, runner, allocator, namespace, rate, metrics, tls)
     member = WorkerMember(

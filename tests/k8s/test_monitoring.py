@@ -124,6 +124,9 @@ ALSO_MEASURED = {
     "headstart_worker_cached_tokens",
     "headstart_worker_output_tokens",
     "headstart_worker_batch_growth",
+    "headstart_worker_drafts",
+    "headstart_worker_draft_tokens",
+    "headstart_worker_accepted_draft_tokens",
 }
 """The worker's side of what the dashboard shows from the gateways, and what TGI's users look for."""
 

@@ -74,6 +74,28 @@ def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) 
     assert tight.num_preempted > 0
 
 
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
+def test_drafted(model: LoadedModel, alone, prefix_cache) -> None:
+    few = (11, 42, 7)  # of so few tokens the output repeats itself
+    repeating = [
+        generate(SHARED[: 9 * i], 40, 1 + i % 2, allowed_token_ids=few, logprobs=2, **params)
+        for i, params in enumerate(
+            [
+                {"temperature": 0.0},
+                {"temperature": 1.0},
+                {"temperature": 0.0, "frequency_penalty": 0.2, "min_tokens": 9, "stop_token_ids": (42,)},
+                {"temperature": 0.7, "repetition_penalty": 1.1, "bad_words": ((11, 42, 7), (7, 7))},
+            ],
+            1,
+        )
+    ]
+    want = [run(engine(model), [wire])[0] for wire in repeating]
+    drafting = engine(model, prefix_cache=prefix_cache, max_drafts=4, max_num_seqs=24)
+    for _ in range(2):
+        assert run(drafting, REQUESTS + repeating) == alone + want
+    assert 0 < drafting.num_accepted < drafting.num_drafted
+
+
 @pytest.mark.parametrize("prefix_cache", ["hash", "off"])
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.1, "repetition_penalty": 1.2}]
@@ -94,18 +116,24 @@ def test_choices_that_yield_to_another_tenant(model: LoadedModel, prefix_cache, 
     assert [contested.answer(request).tokens for request in requests] == want_small
 
 
+@pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize(
     "async_scheduling", [False, True]
 )  # with True, shared blocks of forks are copied in steps scheduled ahead
-def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Path, async_scheduling: bool) -> None:
+def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(
+    tmp_path: Path, async_scheduling: bool, max_drafts: int
+) -> None:
     write_family("mistral_window", tmp_path)
     model = load_model(str(tmp_path), LoadOptions())
     window = model.config.attention.longest_window
     assert window == 9
-    wires = [generate([i * k % 99 for k in range(1, 60)], 40, 1 + i % 2, temperature=float(i % 2)) for i in range(6)]
+    few = {"allowed_token_ids": (11, 42)} if max_drafts else {}  # the output repeats itself
+    wires = [
+        generate([i * k % 99 for k in range(1, 60)], 40, 1 + i % 2, temperature=float(i % 2), **few) for i in range(6)
+    ]
     want = [run(engine(model), [wire])[0] for wire in wires]
     # a ring of 5 blocks per sequence instead of 25; the pool of 14 does not hold four of them
-    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "max_drafts": max_drafts}
     ring = engine(model, 15, prefix_cache="off", window_size=window + 8, async_scheduling=async_scheduling, **limits)
     most_held = 0
     requests = [ring.submit(wire) for wire in wires]
@@ -113,7 +141,8 @@ def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Pa
         most_held = max(most_held, *(len(table.block_table) for table in ring.allocator._live), 0)
     assert [ring.answer(request).tokens for request in requests] == want
     assert most_held == 5
-    assert (ring.num_async > 0) == async_scheduling
+    assert (ring.num_async > 0) == async_scheduling or max_drafts > 0
+    assert (ring.num_accepted > 0) == (max_drafts > 0)
 
 
 def test_resumed_anywhere(model: LoadedModel, alone) -> None:

@@ -33,6 +33,7 @@ PARAMS = (
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.4},
     {"temperature": 1.2, "top_k": 12, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "allowed_token_ids": (3, 14, 15)},  # the output repeats itself
 )
 REQUESTS = [
     generate(
@@ -41,7 +42,7 @@ REQUESTS = [
         1 + (i % 4 == 3),
         **params,
     )
-    for i, params in enumerate(PARAMS * 6)
+    for i, params in enumerate(PARAMS * 5)
 ]
 """Prompts of 2 to 62 tokens, most of which share a beginning of up to 48."""
 
@@ -64,6 +65,7 @@ class Mix:
     forget_at: int | None
     in_flight: bool
     async_scheduling: bool
+    max_drafts: int
 
 
 mixes = st.builds(
@@ -86,6 +88,7 @@ mixes = st.builds(
     forget_at=st.none() | st.integers(1, 20),
     in_flight=st.booleans(),
     async_scheduling=st.booleans(),
+    max_drafts=st.sampled_from([0, 0, 1, 5]),
 )
 
 
@@ -160,6 +163,7 @@ def check(model: LoadedModel, alone, prefix_cache: PrefixCache, mix: Mix) -> Non
         max_num_batched_tokens=mix.num_tokens,
         max_solo_prefill_tokens=solo,
         watermark=mix.watermark,
+        max_drafts=mix.max_drafts,
     )
     run(engine, mix, alone)
     run(engine, mix, alone)

@@ -149,6 +149,9 @@ class InFlightBatches:
         self.outputs.put(self.scheduler.update(plan, results, returned_s))
         self.metrics.count_step(plan.num_prefill_tokens, plan.num_decodes, returned_s - started_s, interval_s)
         self.reporter.measure(plan, returned_s - started_s, returned_s)
+        if (speculation := self.scheduler.speculation) is not None:
+            speculation.measure(plan, returned_s - started_s)
+            self.metrics.count_drafts([(len(c.draft_ids), c.num_accepted) for c in plan.chunks.values() if c.draft_ids])
         self.metrics.host_s.labels("update").observe(time.monotonic() - returned_s)
 
     def _log_step(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:

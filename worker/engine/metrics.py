@@ -40,6 +40,9 @@ class WorkerMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens of started requests found in the KV cache")
         self.output_tokens = counter("output_tokens", "Sampled tokens")
+        self.drafts = counter("drafts", "Decodes with draft tokens (--speculate)")
+        self.draft_tokens = counter("draft_tokens", "Draft tokens that were verified")
+        self.accepted_tokens = counter("accepted_draft_tokens", "Draft tokens that were right, and so sampled")
         self.queue_s = histogram("queue_seconds", "From arrival to the start of the prefill", _SECONDS)
         self.prefill_s = histogram("prefill_seconds", "From the start of the prefill to the first token", _SECONDS)
         self.decode_s = histogram("decode_seconds", "From the first token to the end", _SECONDS)
@@ -98,7 +101,7 @@ class WorkerMetrics:
         for _, frame in outputs:
             match frame:
                 case Tokens():
-                    num_tokens += 1
+                    num_tokens += len(frame.token_ids)
                 case Finished():
                     self.successes.labels(frame.reason).inc()
                 case End():
@@ -115,6 +118,13 @@ class WorkerMetrics:
         kind = "decode" if not num_prefill_tokens else "mixed" if num_decodes else "prefill"
         self.step_s.labels(kind).observe(step_s)
         self._longest_step_s = max(self._longest_step_s, step_s)
+
+    def count_drafts(self, drafts: Sequence[tuple[int, int]]) -> None:
+        """Count the draft tokens of each decode of a step, and those that were accepted."""
+        if drafts:
+            self.drafts.inc(len(drafts))
+            self.draft_tokens.inc(sum(num_tokens for num_tokens, _ in drafts))
+            self.accepted_tokens.inc(sum(num_accepted for _, num_accepted in drafts))
 
     def count_load(self, end: str, num_blocks: dict[str, int], block_size: int, block_bytes: int) -> None:
         """Count a load that has ended and the blocks that came, by place."""
@@ -153,6 +163,9 @@ class VllmNames(Collector):
             "num_preemptions": metrics.preemptions,
             "prefix_cache_queries": metrics.prompt_tokens,
             "prefix_cache_hits": metrics.cached_tokens,
+            "spec_decode_num_drafts": metrics.drafts,
+            "spec_decode_num_draft_tokens": metrics.draft_tokens,
+            "spec_decode_num_accepted_tokens": metrics.accepted_tokens,
             "request_queue_time_seconds": metrics.queue_s,
             "request_prefill_time_seconds": metrics.prefill_s,
             "request_decode_time_seconds": metrics.decode_s,

@@ -25,7 +25,7 @@ class PrefillRate:
 
     def __init__(self, num_tokens: int = 0, duration_s: float = 0.0, step_tokens: float = 0.0) -> None:
         """Begin with a measurement, if there is one."""
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         self._num_tokens = num_tokens + step_tokens if num_tokens else 0.0
         self._duration_s = duration_s
         self._measured_s: float | None = None
@@ -35,7 +35,7 @@ class PrefillRate:
         idle_s = 0.0 if self._measured_s is None else max(0.0, now_s - duration_s - self._measured_s)
         self._measured_s = now_s
         fade = 0.5 ** (duration_s / _HALF_LIFE_S + idle_s / _IDLE_HALF_LIFE_S)
-        self._num_tokens = fade * self._num_tokens + num_tokens + self._step_tokens
+        self._num_tokens = fade * self._num_tokens + num_tokens + self.step_tokens
         self._duration_s = fade * self._duration_s + duration_s
 
     @property

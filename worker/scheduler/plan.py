@@ -23,13 +23,49 @@ class PlannedChunk:
     """For a chunk of an async plan: the index, in the plan before, of the chunk that samples its token."""
     sampled_choices: tuple[RequestChoice, ...] = ()
     """The choices that get a token. Set with the step, as some may end while it runs."""
+    draft_ids: Sequence[int] = ()
+    """Guesses of the tokens from `stop` on, for a decode whose sequence has room for them."""
+    num_accepted: int = 0
+    """The guesses that the step has sampled. Set when its results are processed."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
 
-    def sequence_step(self) -> SequenceStep:
-        """Return the runner's view. A chunk that reaches the sequence's end samples a token for every choice."""
+    def sequence_steps(self) -> list[SequenceStep]:
+        """Return the runner's view: the chunk, and a decode for each draft token.
+
+        A chunk that reaches the sequence's end samples a token for every choice. Drafts that the grammar refuses
+        are dropped.
+        """
+        step = self._sequence_step()
+        if not self.draft_ids:
+            return [step]
+        (choice,), (row,), drafts = self.sampled_choices, step.sampling_rows, self.draft_ids
+        masks: Sequence[object] = [None] * (1 + len(drafts))
+        if choice.constraint is not None:
+            masks = choice.constraint.allowed_along(drafts)
+            self.draft_ids = drafts = drafts[: len(masks) - 1]
+        return [step, *(self._draft_step(step, row, index, masks[index]) for index in range(1, 1 + len(drafts)))]
+
+    def _draft_step(self, step: SequenceStep, row: SamplingRow, index: int, allowed: object) -> SequenceStep:
+        """Return the decode of the draft token before `index`, which may be wrong: it shares no cache of its choice."""
+        allocation = self.sequence.allocation
+        assert allocation is not None
+        position = self.stop + index
+        draft_row = SamplingRow(
+            params=row.params,
+            seed=row.seed,
+            position=position,
+            prompt_ids=row.prompt_ids,
+            output_ids=[*row.output_ids, *self.draft_ids[:index]],
+            allowed=allowed,
+            request_cache=row.request_cache,
+        )
+        slots = allocation.slots(position - 1, position)
+        return SequenceStep(self.draft_ids[index - 1 : index], position - 1, step.block_table, slots, (draft_row,))
+
+    def _sequence_step(self) -> SequenceStep:
         sequence = self.sequence
         assert sequence.allocation is not None
         at_end = self.stop >= len(sequence.token_ids) and sequence.sampling.max_tokens > 0
@@ -81,6 +117,7 @@ class PlannedChunk:
         request, sampling = self.sequence.request, self.sequence.sampling
         return (
             len(self.sampled_choices) == 1
+            and not self.draft_ids
             and not sampling.reads_output
             and len(self.sampled_choices[0].output_ids) >= sampling.min_tokens
             and request.prompt_logprobs is None
@@ -112,6 +149,11 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks.values() if chunk.is_prefill)
 
     @property
+    def num_rows(self) -> int:
+        """Tokens and draft tokens."""
+        return sum(chunk.num_tokens + len(chunk.draft_ids) for chunk in self.chunks.values())
+
+    @property
     def num_decodes(self) -> int:
         return sum(not chunk.is_prefill for chunk in self.chunks.values())
 
@@ -125,7 +167,7 @@ class StepPlan:
             chunk.stop += num_tokens
 
     def step(self) -> Step:
-        return Step([chunk.sequence_step() for chunk in self.chunks.values()], self.copies)
+        return Step([step for chunk in self.chunks.values() for step in chunk.sequence_steps()], self.copies)
 
     def by_request(self) -> list[StepPlan]:
         """Return one plan per request, of the sequences that still hold blocks."""

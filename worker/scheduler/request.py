@@ -22,6 +22,7 @@ from cache.types import BlockHash
 from worker.embedding import Pooling
 from worker.engine.protocol import RequestKey
 from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
+from worker.scheduler.drafter import Drafter
 from worker.wire import (
     Embedding,
     Failed,
@@ -45,6 +46,9 @@ class Constraint(Protocol):
     def allowed(self) -> object:
         """Return the bit mask for `SamplingRow.allowed`, valid until the next `advance`."""
 
+    def allowed_along(self, draft_ids: Sequence[int]) -> Sequence[object]:
+        """Return `allowed` now and after each draft token, up to the first that the grammar refuses or ends with."""
+
     def advance(self, token_id: int) -> None:
         """Accept a sampled token."""
 
@@ -64,13 +68,16 @@ class RequestChoice:
     finished: FinishReason | None = None
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
 
-    def append(self, token: SampledToken) -> Tokens:
-        """Add a token to the output and to the grammar, which may raise. Return the frame for the gateway."""
+    def append(self, token: SampledToken) -> None:
+        """Add a token to the output and to the grammar, which may raise."""
         if self.constraint is not None:
             self.constraint.advance(token.token_id)
         self.output_ids.append(token.token_id)
-        logprobs = None if token.logprobs is None else (token.logprobs,)
-        return Tokens(self.index, (token.token_id,), logprobs)
+
+    def frame(self, tokens: Sequence[SampledToken]) -> Tokens:
+        """Return the frame for the gateway."""
+        logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
+        return Tokens(self.index, tuple(token.token_id for token in tokens), logprobs or None)
 
     def finish(self, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         self.finished = reason
@@ -185,6 +192,8 @@ class TokenSequence:
     """The sum of the hidden states of the computed tokens, or the last one, if its request asks for an embedding."""
     has_loaded: bool = False
     """It has had its own load, or needs none, since it last left the batch."""
+    drafter: Drafter | None = None
+    """Guesses its next tokens, with --speculate, from its first decode on."""
     order: tuple[float, int, int] = field(init=False)
     """Sort key, total and constant: the first sequence in order is never preempted for another."""
     sampling: SamplingParams = field(init=False)

@@ -28,6 +28,7 @@ from worker.scheduler.request import (
     failed_by,
     split_into_sequences,
 )
+from worker.scheduler.speculation import Speculation
 from worker.wire import End, Failed, FinishReason, Started
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,16 @@ class Scheduler:
     When the first raises, the second is dropped.
     """
 
-    def __init__(self, allocator: Allocator, limits: BatchLimits, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        limits: BatchLimits,
+        eos_token_ids: Iterable[int],
+        speculation: Speculation | None = None,
+    ) -> None:
         self.allocator = allocator
         self.limits = limits
+        self.speculation = speculation
         self.requests: dict[RequestKey, Request] = {}
         self.waiting = OrderedSequences()
         self.running = OrderedSequences()
@@ -142,6 +150,8 @@ class Scheduler:
                 request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
                 request.loaded_tokens = sequence.loaded_tokens(self.allocator.block_size)
                 plan.started.append(request)
+        if self.speculation is not None:
+            self.speculation.add_drafts(plan, self.limits.max_num_seqs)
         plan.copies = self.allocator.take_copies()
         self._in_flight = [plan] if plan.chunks else []
         return plan if plan.chunks else None
@@ -155,6 +165,8 @@ class Scheduler:
             return None
         (running,) = self._in_flight
         if any(sequence not in running.chunks for sequence in self.running):
+            return None
+        if self.speculation is not None and self.speculation.would_draft(running):
             return None
         if (plan := plan_next_decode(running, self._finished_in_flight)) is None:
             return None
@@ -192,8 +204,10 @@ class Scheduler:
         if plan in self._in_flight:
             self._in_flight.remove(plan)
         outputs: list[EngineOutput] = []
-        for chunk, result in zip(plan.chunks.values(), results, strict=True):
-            outputs += self._update_chunk(chunk, result, now_s)
+        left = iter(results)
+        for chunk in plan.chunks.values():
+            result, drafted = next(left), [next(left) for _ in chunk.draft_ids]
+            outputs += self._update_chunk(chunk, result, drafted, now_s)
         return outputs
 
     # --- scheduling ---------------------------------------------------------------------------------------------
@@ -250,7 +264,10 @@ class Scheduler:
 
     # --- after the step -----------------------------------------------------------------------------------------
 
-    def _update_chunk(self, chunk: PlannedChunk, result: SequenceResult, now_s: float) -> list[EngineOutput]:
+    def _update_chunk(
+        self, chunk: PlannedChunk, result: SequenceResult, drafted: Sequence[SequenceResult], now_s: float
+    ) -> list[EngineOutput]:
+        """Take the result of the chunk, and those after each of its draft tokens."""
         sequence, request = chunk.sequence, chunk.sequence.request
         if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
             return []
@@ -273,7 +290,9 @@ class Scheduler:
         if chunk.stop == len(sequence.token_ids):
             if request.first_token_s is None:
                 request.first_token_s = now_s
-            if chunk.sampled_choices:
+            if chunk.draft_ids:
+                outputs += self._append_accepted(chunk, [*result.sampled, *(r.sampled[0] for r in drafted)])
+            elif chunk.sampled_choices:
                 outputs += self._append_tokens(sequence, chunk.sampled_choices, result.sampled)
             else:  # max_tokens is 0
                 if request.pooling is not None:
@@ -285,28 +304,55 @@ class Scheduler:
         self, sequence: TokenSequence, choices: Sequence[RequestChoice], tokens: Sequence[SampledToken]
     ) -> list[EngineOutput]:
         """Give each choice its token. Some of `choices` may have finished while the step ran."""
-        request = sequence.request
         token_of = dict(zip(choices, tokens, strict=True))
         outputs: list[EngineOutput] = []
         branches = sequence.fork()
         for branch in branches[1:]:
             self.running.add(branch)
         for branch in branches:
-            choice = branch.choices[0]
-            token = token_of[choice]
+            outputs += self._append(branch, [token_of[branch.choices[0]]])
+            if sequence.request.key not in self.requests:  # the grammar has failed
+                break
+        return outputs
+
+    def _append_accepted(self, chunk: PlannedChunk, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
+        """Give a sequence the tokens up to the first that differs from its draft."""
+        sequence = chunk.sequence
+        num_right = 0
+        for draft_id, token in zip(chunk.draft_ids, tokens, strict=False):
+            if token.token_id != draft_id:
+                break
+            num_right += 1
+        num_before = len(sequence.token_ids)
+        outputs = self._append(sequence, tokens[: num_right + 1])
+        chunk.num_accepted = max(0, len(sequence.token_ids) - num_before - 1)
+        self._fair_share.charge(sequence.tenant, chunk.num_accepted, chunk.num_accepted)
+        return outputs
+
+    def _append(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
+        """Give a sequence tokens for its only choice, until it ends. The KV of all but the last is written."""
+        request, choice = sequence.request, sequence.choices[0]
+        appended: list[SampledToken] = []
+        end = None
+        for token in tokens:
             try:
-                outputs.append(EngineOutput(request.key, choice.append(token)))
+                choice.append(token)
             except Exception as error:
-                logger.warning(
-                    "request %s: the grammar failed: %s",
-                    request.wire.request_id,
-                    error,
-                    extra=about(request.wire.request_id, request.wire.traceparent),
-                )
-                return outputs + self.fail(request, failed_by(error))
-            branch.token_ids.append(token.token_id)
+                request_id = request.wire.request_id
+                extra = about(request_id, request.wire.traceparent)
+                logger.warning("request %s: the grammar failed: %s", request_id, error, extra=extra)
+                return self.fail(request, failed_by(error))
+            sequence.token_ids.append(token.token_id)
+            appended.append(token)
             if (end := request.finish_reason(choice, self._eos_token_ids)) is not None:
-                outputs.append(self._finish_choice(request, choice, *end))
+                break
+        if len(appended) > 1:
+            assert sequence.allocation is not None
+            sequence.num_computed += len(appended) - 1
+            sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
+        outputs = [EngineOutput(request.key, choice.frame(appended))]
+        if end is not None:
+            outputs.append(self._finish_choice(request, choice, *end))
         return outputs
 
     def _finish_choice(

@@ -16,6 +16,7 @@ from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Constraint, Request
 from worker.scheduler.scheduler import Scheduler
+from worker.scheduler.speculation import Speculation
 from worker.wire import (
     ChoiceState,
     Embedding,
@@ -26,6 +27,7 @@ from worker.wire import (
     GenerateRequest,
     PromptLogprobs,
     SamplingParams,
+    TokenLogprobs,
     Tokens,
 )
 
@@ -59,6 +61,7 @@ class Answer:
     """The frames that the client of one request has received."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
     last: Frame | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -67,9 +70,11 @@ class Answer:
     def add(self, frame: Frame) -> None:
         assert self.last is None, f"{frame} after {self.last}"
         match frame:
-            case Tokens(choice, token_ids):
+            case Tokens(choice, token_ids, logprobs):
                 assert choice not in self.finished
                 self.tokens.setdefault(choice, []).extend(token_ids)
+                assert logprobs is None or len(logprobs) == len(token_ids)
+                self.logprobs.extend(logprobs or ())
             case Finished(choice):
                 assert choice not in self.finished
                 self.finished[choice] = frame
@@ -99,11 +104,15 @@ class HandEngine:
         runner: Runner | None = None,
         window_size: int | None = None,
         pooling: Pooling | None = None,
+        max_drafts: int = 0,
         **limits,
     ) -> None:
+        """Draft `max_drafts` tokens wherever a lookup finds any."""
         self.pooling = pooling
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size, window_size)
-        self.scheduler = Scheduler(self.allocator, BatchLimits(await_prefixes=prefix_cache != "off", **limits), eos)
+        batch_limits = BatchLimits(await_prefixes=prefix_cache != "off", **limits)
+        speculation = Speculation(max_drafts) if max_drafts else None
+        self.scheduler = Scheduler(self.allocator, batch_limits, eos, speculation)
         self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
@@ -112,6 +121,8 @@ class HandEngine:
         self.async_scheduling = async_scheduling
         """Launch steps before the tokens of the step before are known, where possible."""
         self.num_async = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.in_flight: list[tuple[StepPlan, Launch[list[SequenceResult]]]] = []
 
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
@@ -197,6 +208,8 @@ class HandEngine:
 
     def _collect(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
         self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
+        self.num_drafted += sum(len(chunk.draft_ids) for chunk in plan.chunks.values())
+        self.num_accepted += sum(chunk.num_accepted for chunk in plan.chunks.values())
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

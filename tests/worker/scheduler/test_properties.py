@@ -64,6 +64,7 @@ mixes = st.fixed_dictionaries(
         "failing_steps": st.sets(st.integers(0, 60), max_size=6),
         "in_flight": st.booleans(),  # submit and abort while steps run, or between them
         "async_scheduling": st.booleans(),
+        "max_drafts": st.sampled_from([0, 0, 1, 5]),
         "stop": st.sampled_from([(), (0, 7, 20, 33)]),
     }
 )
@@ -89,6 +90,7 @@ def run_mix(mix, prefix_cache) -> None:
         waiting_served_ratio=mix["ratio"],
         max_waiting_tokens=4,
         max_batch_total_tokens=mix["total_tokens"],
+        max_drafts=mix["max_drafts"],
     )
     left = sorted(mix["arrivals"], key=lambda arrival: arrival.step)
     live, step = [], 0
@@ -171,6 +173,7 @@ def test_forks_of_an_uncached_sequence_may_outlive_the_blocks_that_it_repeats() 
         "failing_steps": set(),
         "in_flight": False,
         "async_scheduling": False,
+        "max_drafts": 0,
         "stop": (),
     }
     run_mix(mix, "radix")

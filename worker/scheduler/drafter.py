@@ -1,0 +1,93 @@
+"""Guesses of the next tokens of a sequence, looked up in its own: what followed the same tokens before.
+
+    tokens   ... [ the latest place with the same end ] 7 8 9 ...          the end ]
+                                                        ^ source: the draft is 7 8 9
+
+Every sampled token judges the lookup, whether it was drafted or not, so that judging costs nothing.
+Source: Saxena, "Prompt Lookup Decoding" (2023), https://github.com/apoorvumang/prompt-lookup-decoding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+_MIN_MATCH: Final = 2
+_MAX_MATCH: Final = 16
+"""Equal tokens before a source: longer matches count as equal."""
+_FIRST_HIT_RATES: Final = (0.0, 0.0, 0.3, 0.5, 0.7, 0.9)
+"""Until measured, by the bit length of the match."""
+_HIT_WEIGHT: Final = 0.15
+"""The weight of one more token in the mean of hits."""
+
+
+class Drafter:
+    """Looks up the tokens that may follow one sequence. `extend` it with each token of the sequence, in order."""
+
+    __slots__ = ("_hit_rates", "_ids", "_match", "_num_ids", "_source")
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        self._ids = np.fromiter(token_ids, dtype=np.int32)
+        self._num_ids = len(self._ids)
+        self._source = 0
+        """Where the tokens that may follow stand. 0: nowhere."""
+        self._match = 0
+        """Equal tokens before the source and before the end."""
+        self._hit_rates = list(_FIRST_HIT_RATES)
+        self._look_up()
+
+    def __len__(self) -> int:
+        return self._num_ids
+
+    @property
+    def has_source(self) -> bool:
+        return self._source > 0
+
+    def hit_rate(self, num_drafted: int) -> float:
+        """Return how likely the next draft token is right, after so many that are."""
+        return self._hit_rates[min(self._match + num_drafted, _MAX_MATCH).bit_length()]
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """Return the tokens from the source on. At the end of the sequence, go on with those already drafted."""
+        assert self._source
+        period = self._num_ids - self._source
+        drafted: list[int] = self._ids[self._source : self._source + min(num_tokens, period)].tolist()
+        return [drafted[index % period] for index in range(num_tokens)]
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Add tokens to the end, and judge the lookups by them."""
+        for token_id in token_ids:
+            if self._source:
+                self._judge(is_hit=bool(self._ids[self._source] == token_id))
+            if self._num_ids == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty(max(64, self._num_ids), np.int32)])
+            self._ids[self._num_ids] = token_id
+            self._num_ids += 1
+        if not self._source:
+            self._look_up()
+
+    def _judge(self, *, is_hit: bool) -> None:
+        length = self._match.bit_length()
+        self._hit_rates[length] += _HIT_WEIGHT * (is_hit - self._hit_rates[length])
+        self._source = self._source + 1 if is_hit else 0
+        self._match = min(self._match + 1, _MAX_MATCH) if is_hit else 0
+
+    def _look_up(self) -> None:
+        """Find the latest of the places with the longest equal end."""
+        count, ids = self._num_ids, self._ids
+        if count <= _MIN_MATCH:
+            return
+        equal = (ids[1 : count - 1] == ids[count - 1]) & (ids[: count - 2] == ids[count - 2])
+        sources = equal.nonzero()[0] + _MIN_MATCH
+        if not len(sources):
+            return
+        match = _MIN_MATCH
+        while match < _MAX_MATCH and sources[-1] > match:
+            longer = sources[sources > match]
+            longer = longer[ids[longer - match - 1] == ids[count - match - 1]]
+            if not len(longer):
+                break
+            sources, match = longer, match + 1
+        self._source, self._match = int(sources[-1]), match

@@ -1,0 +1,123 @@
+"""Speculation: drafts of the next tokens, which the step of a decode verifies.
+
+A draft token is one more decode of its sequence in the step, so it costs a row of the products. The step samples after
+each of them. The sampled tokens count up to the first that differs from its draft, and so are those of single steps.
+
+Drafts are as long as the measured cost of a row allows, given how often the lookups of each sequence were right.
+Source: Leviathan et al., arXiv 2211.17192, for the gain of a draft against its cost.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heapreplace
+from typing import Final
+
+from worker.scheduler.drafter import Drafter
+from worker.scheduler.plan import PlannedChunk, StepPlan
+from worker.scheduler.request import TokenSequence
+
+_COST_FADE: Final = 0.98
+_PRIOR_VARIANCE: Final = 4.0
+"""The weight of the first guess of a row's cost, in squared rows."""
+_MAX_CORRECTION: Final = 3.0
+"""A fit that is this far off the guess shows a disturbed machine."""
+
+
+class StepCost:
+    """Seconds of a step of decodes, as a line over its rows: a fixed part, and so much for each row.
+
+    A least-squares fit over the recent steps, which begins with a guess.
+    """
+
+    def __init__(self, row_s: float = 0.0, fixed_rows: float = 0.0) -> None:
+        """Guess `row_s` for a row, and a fixed part that is worth `fixed_rows`."""
+        self._guess_s = row_s
+        self._weight, self._mean_rows, self._mean_s = 0.0, 0.0, row_s * fixed_rows
+        self._variance, self._covariance = 0.0, 0.0
+
+    @property
+    def row_s(self) -> float:
+        fitted = (self._covariance + _PRIOR_VARIANCE * self._guess_s) / (self._variance + _PRIOR_VARIANCE)
+        return min(max(fitted, self._guess_s / _MAX_CORRECTION), self._guess_s * _MAX_CORRECTION)
+
+    def measure(self, num_rows: int, duration_s: float) -> None:
+        """Add the duration of a step."""
+        self._weight = _COST_FADE * self._weight + 1.0
+        rows, seconds = num_rows - self._mean_rows, duration_s - self._mean_s
+        if self._weight == 1.0:
+            self._mean_rows, self._mean_s = float(num_rows), duration_s
+            return
+        self._mean_rows += rows / self._weight
+        self._mean_s += seconds / self._weight
+        self._variance = _COST_FADE * self._variance + rows * (num_rows - self._mean_rows)
+        self._covariance = _COST_FADE * self._covariance + rows * (duration_s - self._mean_s)
+
+    def seconds(self, num_rows: int) -> float:
+        return max(self._mean_s + self.row_s * (num_rows - self._mean_rows), self.row_s * num_rows)
+
+
+class Speculation:
+    """Adds drafts to the steps of decodes where they are likely to pay. The scheduler owns it."""
+
+    def __init__(self, max_drafts: int, cost: StepCost | None = None) -> None:
+        """Draft at most `max_drafts` tokens of a sequence in a step. Without a `cost`, as many as there are."""
+        self.cost = cost or StepCost()
+        self._max_drafts = max_drafts
+
+    def add_drafts(self, plan: StepPlan, max_rows: int) -> None:
+        """Add the drafts that raise the tokens per second, up to `max_rows` rows. A step with prefills gets none."""
+        if plan.num_prefill_tokens or not plan.chunks:
+            return
+        drafters = {chunk: _drafter(chunk.sequence) for chunk in plan.chunks.values()}
+        for chunk, num_drafts in self._choose(drafters, max_rows - len(plan.chunks)).items():
+            allocation = chunk.sequence.allocation
+            assert allocation is not None
+            if allocation.extend(chunk.stop + num_drafts):
+                chunk.draft_ids = drafters[chunk].draft(num_drafts)
+
+    def would_draft(self, plan: StepPlan) -> bool:
+        """Tell whether a step after `plan` would get drafts, if it waited for the tokens of `plan`."""
+        decodes = [chunk for chunk in plan.chunks.values() if not chunk.is_prefill and chunk.sequence.choices]
+        drafters = {chunk: _drafter(chunk.sequence) for chunk in decodes}
+        return bool(self._choose(drafters, 1))
+
+    def measure(self, plan: StepPlan, duration_s: float) -> None:
+        """Take the duration of a step."""
+        if not plan.num_prefill_tokens:
+            self.cost.measure(plan.num_rows, duration_s)
+
+    def _choose(self, drafters: dict[PlannedChunk, Drafter], room: int) -> dict[PlannedChunk, int]:
+        """Return the number of draft tokens of each chunk that gets any, the likeliest tokens first."""
+        chunks = [chunk for chunk, drafter in drafters.items() if drafter.has_source and self._most(chunk)]
+        chosen: dict[PlannedChunk, int] = {}
+        likely = [(-drafters[chunk].hit_rate(0), index) for index, chunk in enumerate(chunks)]
+        heapify(likely)
+        num_rows, num_expected = len(drafters), float(len(drafters))
+        while likely and room > 0:
+            negative, index = likely[0]
+            if -negative * self.cost.seconds(num_rows) < num_expected * self.cost.row_s:
+                break
+            chunk = chunks[index]
+            num_drafts = chosen[chunk] = chosen.get(chunk, 0) + 1
+            num_rows, num_expected, room = num_rows + 1, num_expected - negative, room - 1
+            if num_drafts < self._most(chunk):
+                heapreplace(likely, (negative * drafters[chunk].hit_rate(num_drafts), index))
+            else:
+                heappop(likely)
+        return chosen
+
+    def _most(self, chunk: PlannedChunk) -> int:
+        """Return how many draft tokens a sequence may have: the last token that it may sample needs none."""
+        sequence = chunk.sequence
+        num_left = sequence.sampling.max_tokens - len(sequence.choices[0].output_ids)
+        return min(self._max_drafts, num_left - 1)
+
+
+def _drafter(sequence: TokenSequence) -> Drafter:
+    """Return the sequence's drafter, with all of its tokens."""
+    drafter = sequence.drafter
+    if drafter is None:
+        drafter = sequence.drafter = Drafter(sequence.token_ids)
+    elif len(drafter) < len(sequence.token_ids):
+        drafter.extend(sequence.token_ids[len(drafter) :])
+    return drafter
