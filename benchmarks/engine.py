@@ -27,7 +27,7 @@ from benchmarks.report import Figure, Report, option_parser, publish
 from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.engine.protocol import RequestKey
-from worker.engine.step import Launch, SequenceResult
+from worker.engine.step import Launch, StepResult
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, load_model
@@ -69,7 +69,7 @@ class Engine:
         )
         self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, (), speculation)
         self._num_requests = 0
-        self._in_flight: deque[tuple[StepPlan, Launch[list[SequenceResult]]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Launch[StepResult]]] = deque()
 
     @property
     def steps_in_a_row(self) -> int:
@@ -110,7 +110,7 @@ class Engine:
         ):
             self._launch(ahead)
         plan, launch = self._in_flight.popleft()
-        outputs = self._scheduler.update(plan, launch.collect(), now_s)
+        outputs = self._scheduler.update(plan, launch.collect().sequences, now_s)
         if (speculation := self._scheduler.speculation) is not None:
             speculation.measure(plan, time.monotonic() - now_s)
         return sum(len(output.frame.token_ids) for output in outputs if isinstance(output.frame, Tokens))

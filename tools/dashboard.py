@@ -41,6 +41,10 @@ def quantiles(name: str, by: str = "") -> tuple[tuple[str, str], ...]:
     )
 
 
+def mean(name: str, by: str = "") -> str:
+    return f"{rate(name + '_sum', by)} / {rate(name + '_count', by)}"
+
+
 def each(name: str, by: str = "pod") -> str:
     return f"sum by ({by}) ({name}{{{{}}}})"
 
@@ -330,6 +334,15 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             ),
             Panel("A step", "s", quantiles("headstart_worker_step_seconds", "kind"), "Forward and sampling."),
             Panel(
+                "Parts of a step",
+                "s",
+                (
+                    (mean("headstart_worker_forward_seconds", "kind"), "{{kind}} forward"),
+                    (mean("headstart_worker_sample_seconds", "kind"), "{{kind}} sampling"),
+                ),
+                "Means, on the device: up to the logits, and from there on.",
+            ),
+            Panel(
                 "Host time of a step",
                 "s",
                 quantiles("headstart_worker_host_seconds", "phase"),
@@ -339,15 +352,8 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "Batch",
                 "short",
                 (
-                    (
-                        f"{rate('headstart_worker_batch_size_sum')} / {rate('headstart_worker_batch_size_count')}",
-                        "sequences",
-                    ),
-                    (
-                        f"{rate('headstart_worker_batch_tokens_sum', 'kind')} / "
-                        f"{rate('headstart_worker_batch_tokens_count', 'kind')}",
-                        "{{kind}} tokens",
-                    ),
+                    (mean("headstart_worker_batch_size"), "sequences"),
+                    (mean("headstart_worker_batch_tokens", "kind"), "{{kind}} tokens"),
                 ),
                 "Means of a step.",
             ),

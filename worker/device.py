@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,31 @@ def to_host(tensor: Tensor) -> Tensor:
 def current_device(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` current: this thread's Triton kernels, events and graphs go there, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Stopwatch:
+    """Times the parts of work that is queued on a device. Nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin the first part."""
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """End a part, on the device, where all work queued before is done."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the duration of each part, once the work is done."""
+        if self._is_cuda:
+            return [begun.elapsed_time(ended) / 1000 for begun, ended in pairwise(self._marks)]
+        return [ended - begun for begun, ended in pairwise(self._marks)]
 
 
 class DeviceStream:

@@ -26,6 +26,8 @@ class Span:
     failed: bool
     attributes: dict[str, object]
     events: tuple[tuple[str, dict[str, object]], ...]
+    links: tuple[str, ...]
+    """Ids of spans."""
 
 
 class Collector:
@@ -59,11 +61,13 @@ class Collector:
         self._server.server_close()
         self._thread.join()
 
-    def wait_for(self, trace_id: str, complete: Callable[[list[Span]], bool], timeout_s: float = HANG_S) -> list[Span]:
-        """The spans of a trace, once they are complete."""
+    def wait_for(
+        self, trace_id: str | None, complete: Callable[[list[Span]], bool], timeout_s: float = HANG_S
+    ) -> list[Span]:
+        """The spans of a trace, or of all, once they are complete."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while not complete(found := [span for span in self._spans if span.trace_id == trace_id]):
+            while not complete(found := [s for s in self._spans if trace_id in (None, s.trace_id)]):
                 left_s = deadline_s - time.monotonic()
                 assert left_s > 0, [(span.service, span.name) for span in found]
                 self._changed.wait(left_s)
@@ -101,6 +105,7 @@ def _span(service: str, span: object) -> Span:
         span.status.code == Status.STATUS_CODE_ERROR,
         _fields(span.attributes),
         tuple((event.name, _fields(event.attributes)) for event in span.events),
+        tuple(link.span_id.hex() for link in span.links),
     )
 
 

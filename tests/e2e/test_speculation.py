@@ -14,6 +14,7 @@ from tests.e2e.serving import HANG_S, Serve
 
 pytestmark = pytest.mark.e2e
 ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", re.MULTILINE)
+SKIPPED = re.compile(r"^headstart_worker_skipped_tokens_total (\S+)$", re.MULTILINE)
 COLOURS = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 8, "maxItems": 12}
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 60, "logprobs": True, "top_logprobs": 2},
@@ -38,8 +39,11 @@ def servers(tiny_model: Path) -> Iterator[tuple[Serve, Serve]]:
 
 
 def num_accepted(serve: Serve) -> float:
+    """The drafts that were right: each is a token beyond the first of its step."""
     [worker] = httpx.get(f"{serve.ops_url}/workers", timeout=HANG_S).json()["workers"]
-    [value] = ACCEPTED.findall(httpx.get(f"{worker['url']}/metrics", timeout=HANG_S).text)
+    text = httpx.get(f"{worker['url']}/metrics", timeout=HANG_S).text
+    [value], [skipped] = ACCEPTED.findall(text), SKIPPED.findall(text)
+    assert value == skipped
     return float(value)
 
 

@@ -20,7 +20,7 @@ import worker.main
 from cache.store import ChainLink
 from cache.stores.disk import DiskStore
 from worker.engine.engine import EngineCore
-from worker.engine.step import Launch, Runner, SequenceResult, Step
+from worker.engine.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.scheduler.scheduler import Scheduler
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -56,17 +56,16 @@ class AddingRunner:
         self._broken = False
         self.numerics = runner.numerics  # type: ignore[attr-defined]
 
-    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        results = self.run(step)
-        return Launch(lambda: results)
-
-    def run(self, step: Step) -> list[SequenceResult]:
+    def launch(self, step: Step) -> Launch[StepResult]:
         begun_s = time.monotonic()
         self._poison(step)
-        results = self._runner.run(step)
+        result = self._runner.launch(step).collect()
         if (left_s := begun_s + self._additions.step_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        return results
+        return Launch(lambda: result)
+
+    def run(self, step: Step) -> list[SequenceResult]:
+        return self.launch(step).collect().sequences
 
     def _poison(self, step: Step) -> None:
         additions = self._additions

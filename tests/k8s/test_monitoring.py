@@ -127,6 +127,9 @@ ALSO_MEASURED = {
     "headstart_worker_drafts",
     "headstart_worker_draft_tokens",
     "headstart_worker_accepted_draft_tokens",
+    "headstart_worker_batch_growth_seconds",
+    "headstart_worker_running_max_tokens",
+    "headstart_worker_skipped_tokens",
 }
 """The worker's side of what the dashboard shows from the gateways, and what TGI's users look for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,18 @@ class TestRunner:
         )
         assert runner._graphs is not None
         assert runner.numerics.endswith("/xformers")
+
+    def test_the_parts_of_a_step_are_timed(self, folder: Path) -> None:
+        model = load_model(str(folder), LoadOptions(dtype="float16", device="cuda"))
+        runner = ModelRunner(model, num_blocks=40, block_size=16, eos_token_ids=())
+        begun_s = time.perf_counter()
+        for token_ids, start in ((range(20), 0), ((20,), 20)):  # a chunk, and a decode from a recording
+            stop = start + len(token_ids)
+            row = SamplingRow(SamplingParams(max_tokens=8, temperature=0.0), 0, stop, range(stop), ())
+            table, slots = (BlockId(1), BlockId(2)), range(16 + start, 16 + stop)
+            times = runner.launch(Step([SequenceStep(token_ids, start, table, slots, (row,))])).collect().times
+            assert times is not None
+            assert 0 < min(times) <= sum(times) < time.perf_counter() - begun_s
 
     def test_steps_that_follow_others_in_flight_sample_the_same_tokens(self, folder: Path) -> None:
         model = load_model(str(folder), LoadOptions(dtype="float16", device="cuda"))

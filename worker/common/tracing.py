@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, SpanContext
 
 SHUTDOWN_S: Final = 2.0
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -24,9 +24,11 @@ _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_P
 class Tracing:
     """Owner of the exporter."""
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider, of_sampled: TracerProvider) -> None:
+        """Take a provider, and another with the same exporter for spans that link to sampled ones alone."""
         self._provider = provider
         self.tracer = provider.get_tracer("headstart")
+        self._of_sampled = of_sampled.get_tracer("headstart")
 
     def begin(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, str | int]) -> Span | None:
         """Start the span of a request, as a child of the carrier's `traceparent`; None: it is not sampled."""
@@ -36,6 +38,18 @@ class Tracing:
         parent = TraceContextTextMapPropagator().extract(carrier)
         span = self.tracer.start_span(name, parent, SpanKind.SERVER, dict(attributes))
         return span if span.is_recording() else None
+
+    def begin_linked(
+        self, name: str, links: Sequence[SpanContext], attributes: Mapping[str, str | int], begun_ns: int
+    ) -> Span:
+        """Start a span in a trace of its own, with links to spans that are sampled: so it is too."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import Link
+
+        linked = [Link(context) for context in links]
+        return self._of_sampled.start_span(
+            name, Context(), attributes=dict(attributes), links=linked, start_time=begun_ns
+        )
 
     def close(self) -> None:
         """Send what is left, within SHUTDOWN_S."""
@@ -55,14 +69,19 @@ def open_tracing(service: str, endpoint: str | None, instance: str) -> Tracing |
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
     attributes = {"service.version": version("headstart"), "service.instance.id": instance}
     if "OTEL_SERVICE_NAME" not in os.environ:
         attributes["service.name"] = service
-    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    resource = Resource.create(attributes)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    of_sampled = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
     url = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
-    return Tracing(provider)
+    processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
+    provider.add_span_processor(processor)
+    of_sampled.add_span_processor(processor)
+    return Tracing(provider, of_sampled)
 
 
 def wanted(endpoint: str | None, environment: Mapping[str, str]) -> bool:

@@ -21,9 +21,17 @@ from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
 from worker.common.logs import about
 from worker.engine.mailbox import OutputBuffer, StepWatchdog
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineDeadError, EngineOutput, StepLog, StepRecord
+from worker.engine.protocol import (
+    MAX_RECORDED_STEPS,
+    BatchLog,
+    EngineDeadError,
+    EngineOutput,
+    StepKind,
+    StepLog,
+    StepRecord,
+)
 from worker.engine.reporter import Reporter
-from worker.engine.step import Launch, Runner, SamplingRow, SequenceResult, SequenceStep, Step, raised
+from worker.engine.step import Launch, Runner, SamplingRow, SequenceStep, Step, StepResult, raised
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, failed_by
 from worker.scheduler.scheduler import Scheduler
@@ -37,7 +45,7 @@ _NO_ROOT: Final = BlockHash(bytes(HASH_BYTES))
 @dataclass(frozen=True, slots=True)
 class _Batch:
     plan: StepPlan
-    launch: Launch[list[SequenceResult]]
+    launch: Launch[StepResult]
     started_s: float
 
 
@@ -53,6 +61,8 @@ class InFlightBatches:
     watchdog: StepWatchdog
     step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
     """Logs of the traced requests."""
+    _batch_log: BatchLog | None = field(default=None, init=False)
+    """The batch of the last step, if that had traced requests."""
     _batches: deque[_Batch] = field(default_factory=deque, init=False)
     _returned_s: float = field(default=0.0, init=False)
 
@@ -68,7 +78,7 @@ class InFlightBatches:
     def launch(self, plan: StepPlan, begun_s: float) -> None:
         """Launch a step, behind the one in flight if there is one; scheduling began at `begun_s`."""
         started_s = time.monotonic() if self._batches else self.watchdog.begin_step()
-        launch: Launch[list[SequenceResult]]
+        launch: Launch[StepResult]
         try:
             launch = self.runner.launch(plan.step())
         except Exception as error:
@@ -89,13 +99,13 @@ class InFlightBatches:
             return
         batch = self._batches.popleft()
         try:
-            results = batch.launch.collect()
+            result = batch.launch.collect()
         except Exception as error:
-            self.metrics.step_failures.inc()
+            self.metrics.step_failures.labels(_kind(batch.plan)).inc()
             self._discard()
             self._run_one_by_one(batch.plan, error)
         else:
-            self._apply(batch, results)
+            self._apply(batch, result)
         self.watchdog.end_step()
         if self._batches:
             self.watchdog.begin_step()
@@ -137,17 +147,20 @@ class InFlightBatches:
             metrics.batch_tokens.labels("decode").observe(num_decodes)
         if plan.batch_growth_reason is not None:
             metrics.batch_growth.labels(plan.batch_growth_reason).inc()
+            metrics.batch_growth_s.observe(schedule_s)
         if num_preempted := plan.num_preempted + plan.num_yielded:
             metrics.preemptions.inc(num_preempted)
         metrics.host_s.labels("schedule").observe(schedule_s)
 
-    def _apply(self, batch: _Batch, results: list[SequenceResult]) -> None:
-        plan, returned_s = batch.plan, time.monotonic()
+    def _apply(self, batch: _Batch, result: StepResult) -> None:
+        plan, kind, returned_s = batch.plan, _kind(batch.plan), time.monotonic()
         started_s = max(batch.started_s, self._returned_s)  # it may have queued behind the one before
         interval_s, self._returned_s = returned_s - self._returned_s, returned_s
         self._log_step(plan, started_s, returned_s)
-        self.outputs.put(self.scheduler.update(plan, results, returned_s))
-        self.metrics.count_step(plan.num_prefill_tokens, plan.num_decodes, returned_s - started_s, interval_s)
+        self.outputs.put(self.scheduler.update(plan, result.sequences, returned_s))
+        self.metrics.count_step(kind, returned_s - started_s, interval_s)
+        if result.times is not None:
+            self.metrics.count_parts(kind, *result.times)
         self.reporter.measure(plan, returned_s - started_s, returned_s)
         if (speculation := self.scheduler.speculation) is not None:
             speculation.measure(plan, returned_s - started_s)
@@ -156,6 +169,7 @@ class InFlightBatches:
 
     def _log_step(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:
         """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
+        members = []
         for request, log in list(self.step_logs.items()):
             if request.key not in self.scheduler.requests:
                 del self.step_logs[request]
@@ -163,11 +177,28 @@ class InFlightBatches:
             chunks = [plan.chunks[sequence] for sequence in request.sequences if sequence in plan.chunks]
             if not chunks:
                 continue
+            members.append(log)
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
             record = StepRecord(begun_s, ended_s, num_tokens, len(plan.chunks), plan.num_tokens)
             (log.prefill if any(chunk.is_prefill for chunk in chunks) else log.decode).add(record)
             if log.first_token_s is None and any(chunk.stop == len(chunk.sequence.token_ids) for chunk in chunks):
                 log.first_token_s = ended_s
+        self._log_batch(plan, members, begun_s, ended_s)
+
+    def _log_batch(self, plan: StepPlan, members: list[StepLog], begun_s: float, ended_s: float) -> None:
+        """Add a step to the batch that it continues, or begin one: steps that differ by their tokens are one batch."""
+        if not members:
+            self._batch_log = None
+            return
+        kind, num_sequences, batch = _kind(plan), len(plan.chunks), self._batch_log
+        if batch is None or (batch.kind, batch.num_sequences, batch.members) != (kind, num_sequences, members):
+            batch = self._batch_log = BatchLog(kind, num_sequences, members, begun_s)
+            for log in members:
+                if len(log.batches) < MAX_RECORDED_STEPS:
+                    log.batches.append(batch)
+        batch.ended_s = ended_s
+        batch.num_steps += 1
+        batch.num_tokens += plan.num_tokens
 
     def _discard(self) -> None:
         """Wait for the steps behind one that raised. Their results are void."""
@@ -222,6 +253,12 @@ class InFlightBatches:
         """Deliver at once: the next part may end the process."""
         self.outputs.put(outputs)
         self.outputs.flush()
+
+
+def _kind(plan: StepPlan) -> StepKind:
+    if not plan.num_prefill_tokens:
+        return "decode"
+    return "mixed" if plan.num_decodes else "prefill"
 
 
 def _trace(error: Exception) -> Exception | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from cache.allocators.base import CacheStats
 from cache.records import WorkerLoad
-from worker.engine.protocol import EngineOutput
+from worker.engine.protocol import EngineOutput, StepKind
 from worker.wire import End, Failed, Finished, Tokens
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -43,6 +43,7 @@ class WorkerMetrics:
         self.drafts = counter("drafts", "Decodes with draft tokens (--speculate)")
         self.draft_tokens = counter("draft_tokens", "Draft tokens that were verified")
         self.accepted_tokens = counter("accepted_draft_tokens", "Draft tokens that were right, and so sampled")
+        self.skipped_tokens = counter("skipped_tokens", "Tokens beyond the first that came together for a choice")
         self.queue_s = histogram("queue_seconds", "From arrival to the start of the prefill", _SECONDS)
         self.prefill_s = histogram("prefill_seconds", "From the start of the prefill to the first token", _SECONDS)
         self.decode_s = histogram("decode_seconds", "From the first token to the end", _SECONDS)
@@ -50,17 +51,27 @@ class WorkerMetrics:
         self.queue_size = gauge("queue_size", "Waiting sequences")
         self.queued_tokens = gauge("queued_tokens", "Tokens that the waiting sequences have to compute")
         self.running = gauge("running_sequences", "Running sequences")
+        self.running_max_tokens = gauge("running_max_tokens", "Prompt and max_tokens of the running sequences")
         self.batch_size = histogram("batch_size", "Sequences in a step", _SIZES)
         self.batch_tokens = histogram("batch_tokens", "Tokens in a step, by kind", _SIZES, ["kind"])
         self.batch_growth = counter("batch_growth", "Steps in which the batch grew, by reason", ["reason"])
+        self.batch_growth_s = histogram("batch_growth_seconds", "Scheduling of steps in which the batch grew", _SECONDS)
         self.step_s = histogram("step_seconds", "Forward and sampling of a step, by its content", _SECONDS, ["kind"])
+        self.forward_s = histogram(
+            "forward_seconds", "Device time of a step up to its logits, by its content", _SECONDS, ["kind"]
+        )
+        self.sample_s = histogram(
+            "sample_seconds", "Device time of a step from its logits on, by its content", _SECONDS, ["kind"]
+        )
         self._longest_step_s = 0.0
         gauge("longest_step_seconds", "The longest step since the last scrape").set_function(self._take_longest_step)
         self.host_s = histogram("host_seconds", "Scheduling before and bookkeeping after a step", _SECONDS, ["phase"])
         self.between_tokens_s = histogram(
             "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS
         )
-        self.step_failures = counter("step_failures", "Steps that raised")
+        self.step_failures = counter("step_failures", "Steps that raised, by their content", ["kind"])
+        for kind in get_args(StepKind):
+            self.step_failures.labels(kind)  # from 0: an alert does not see a series that begins with a failure
         self.preemptions = counter("preemptions", "Sequences preempted, to be computed again")
         self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
 
@@ -97,11 +108,12 @@ class WorkerMetrics:
 
     def count_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Count the tokens and the ends of choices and requests."""
-        num_tokens = 0
+        num_tokens = num_skipped = 0
         for _, frame in outputs:
             match frame:
                 case Tokens():
                     num_tokens += len(frame.token_ids)
+                    num_skipped += max(0, len(frame.token_ids) - 1)
                 case Finished():
                     self.successes.labels(frame.reason).inc()
                 case End():
@@ -110,12 +122,12 @@ class WorkerMetrics:
                 case Failed():
                     self.failures.labels(frame.code).inc()
         self.output_tokens.inc(num_tokens)
+        self.skipped_tokens.inc(num_skipped)
 
-    def count_step(self, num_prefill_tokens: int, num_decodes: int, step_s: float, interval_s: float) -> None:
+    def count_step(self, kind: StepKind, step_s: float, interval_s: float) -> None:
         """Count a step that returned `interval_s` after the one before it."""
-        if num_decodes:  # each of them sampled its last token in the step before
+        if kind != "prefill":  # each decode sampled its last token in the step before
             self.between_tokens_s.observe(interval_s)
-        kind = "decode" if not num_prefill_tokens else "mixed" if num_decodes else "prefill"
         self.step_s.labels(kind).observe(step_s)
         self._longest_step_s = max(self._longest_step_s, step_s)
 
@@ -125,6 +137,11 @@ class WorkerMetrics:
             self.drafts.inc(len(drafts))
             self.draft_tokens.inc(sum(num_tokens for num_tokens, _ in drafts))
             self.accepted_tokens.inc(sum(num_accepted for _, num_accepted in drafts))
+
+    def count_parts(self, kind: StepKind, forward_s: float, sample_s: float) -> None:
+        """Count the parts of a step on its device."""
+        self.forward_s.labels(kind).observe(forward_s)
+        self.sample_s.labels(kind).observe(sample_s)
 
     def count_load(self, end: str, num_blocks: dict[str, int], block_size: int, block_bytes: int) -> None:
         """Count a load that has ended and the blocks that came, by place."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, NewType, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Protocol
 
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
@@ -16,8 +16,13 @@ from cache.types import Epoch, Tier
 from worker.kv_transfer.peers import BlockExchange
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
+
 MAX_RECORDED_STEPS: Final = 64
-"""Steps of each kind that a StepLog records."""
+"""Steps of each kind that a StepLog records, and batches."""
+
+StepKind = Literal["prefill", "decode", "mixed"]
 
 RequestKey = NewType("RequestKey", int)
 """Number of a request in this process, in order of arrival. The wire's request_id is the client's and may repeat."""
@@ -68,9 +73,31 @@ class RecordedSteps:
 
 
 @dataclass(slots=True, eq=False)
+class BatchLog:
+    """Consecutive steps of one kind, over the same traced requests and as many sequences. The engine writes it."""
+
+    kind: StepKind
+    num_sequences: int
+    members: list[StepLog]
+    """Logs of the traced requests."""
+    begun_s: float
+    ended_s: float = 0.0
+    num_steps: int = 0
+    num_tokens: int = 0
+    is_exported: bool = False
+    """Set by the HTTP side alone."""
+
+
+@dataclass(slots=True, eq=False)
 class StepLog:
     """Steps of a traced request. The engine only appends: the log is complete after the request's last frame."""
 
+    span: SpanContext | None = None
+    """The request's, for its batches to link to."""
+    batches: list[BatchLog] = field(default_factory=list)
+    """The first of them."""
+    is_closed: bool = False
+    """Set by the HTTP side alone: the request's stream has ended."""
     prefill: RecordedSteps = field(default_factory=RecordedSteps)
     decode: RecordedSteps = field(default_factory=RecordedSteps)
     begun_s: float | None = None

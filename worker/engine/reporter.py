@@ -77,6 +77,9 @@ class Reporter:
         self._reported_s = time.monotonic()
         self.load = self._current_load()
         self._metrics.set_state(self.load, self._scheduler.allocator.stats())
+        self._metrics.running_max_tokens.set(
+            sum(len(sequence.choices) * sequence.request.max_total_tokens for sequence in self._scheduler.running)
+        )
         self._metrics.queued_tokens.set(sum(sequence.num_pending for sequence in self._scheduler.waiting))
         if self.listener is not None:
             self.listener.offer(events, self.load)

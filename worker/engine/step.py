@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NoReturn, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -100,6 +100,25 @@ class SequenceResult:
     """(hidden_size,) float32"""
 
 
+class StepTimes(NamedTuple):
+    """The parts of a step on its device. They do not overlap those of other steps."""
+
+    forward_s: float
+    """From its inputs to the logits."""
+    sample_s: float
+    """From the logits to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step."""
+
+    sequences: list[SequenceResult]
+    """One for each sequence of the step, in order."""
+    times: StepTimes | None = None
+    """None: not measured."""
+
+
 class SamplingError(RuntimeError):
     """No token can be sampled from these `rows` of the logits."""
 
@@ -146,8 +165,8 @@ class Runner(Protocol):
     def overlaps(self) -> bool:
         """`launch` returns before the step is done; otherwise it lasts as long as the step."""
 
-    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
+    def launch(self, step: Step) -> Launch[StepResult]:
         """Start the step, after all others are collected, or after all but the one that it follows. May raise."""
 
     def run(self, step: Step) -> list[SequenceResult]:
-        """Launch the step and collect it."""
+        """Launch the step, collect it, and return the results of its sequences."""

@@ -4,6 +4,10 @@ generate                       parent: the gateway's attempt, by the request's t
   |-- queue
   |-- prefill                  an event for each step that computed a part of the prompt
   +-- decode                   an event for each of the first steps
+
+batch                          a trace of its own, with links to the `generate` spans of its requests
+
+Consecutive steps of one kind over the same traced requests are one batch, so that a long decode makes one span.
 """
 
 from __future__ import annotations
@@ -12,25 +16,25 @@ import time
 from typing import TYPE_CHECKING
 
 from worker.common.tracing import Tracing, as_parent, mark_failed
-from worker.engine.protocol import RecordedSteps, StepLog
+from worker.engine.protocol import BatchLog, RecordedSteps, StepLog
 from worker.wire import End, Failed, GenerateRequest
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span
 
 
 class StreamTrace:
     """The spans of one request, from its arrival. The engine fills `steps`."""
 
-    __slots__ = ("_begun_s", "_ns", "_span", "_tracer", "steps")
+    __slots__ = ("_begun_s", "_ns", "_span", "_tracing", "steps")
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
-        self._tracer = tracer
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self._tracing = tracing
         self._span = span
         self._begun_s = time.monotonic()
         self._ns = time.time_ns() - int(self._begun_s * 1e9)  # from the monotonic clock to the wall's
-        self.steps = StepLog()
+        self.steps = StepLog(span.get_span_context())
 
     @classmethod
     def begin(cls, tracing: Tracing, request: GenerateRequest) -> StreamTrace | None:
@@ -43,7 +47,7 @@ class StreamTrace:
             "headstart.resumed_tokens": sum(len(choice.output_ids) for choice in request.choices),
         }
         span = tracing.begin("generate", carrier, attributes)
-        return None if span is None else cls(tracing.tracer, span)
+        return None if span is None else cls(tracing, span)
 
     def end(self, last: End | Failed | None) -> None:
         """`last` is the stream's last frame; None: its reader left before."""
@@ -61,11 +65,33 @@ class StreamTrace:
         elif last is None:
             self._span.set_attribute("headstart.aborted", True)
         self._span.end(self._at(now_s))
+        self._export_batches(is_over=last is not None)
+
+    def _export_batches(self, *, is_over: bool) -> None:
+        """Export what the first of a batch's requests finds when it ends; a reader that has left may be too early."""
+        log = self.steps
+        log.is_closed = True
+        batches, log.batches = log.batches, []
+        for batch in batches:
+            if not batch.is_exported and (is_over or all(member.is_closed for member in batch.members)):
+                batch.is_exported = True
+                self._export(batch)
+
+    def _export(self, batch: BatchLog) -> None:
+        attributes: dict[str, str | int] = {
+            "headstart.kind": batch.kind,
+            "headstart.steps": batch.num_steps,
+            "headstart.sequences": batch.num_sequences,
+            "headstart.tokens": batch.num_tokens,
+        }
+        links = [member.span for member in batch.members if member.span is not None]
+        span = self._tracing.begin_linked("batch", links, attributes, self._at(batch.begun_s))
+        span.end(self._at(batch.ended_s))
 
     def _part(
         self, name: str, parent: Context, begun_s: float, ended_s: float, steps: RecordedSteps | None = None
     ) -> None:
-        span = self._tracer.start_span(name, parent, start_time=self._at(begun_s))
+        span = self._tracing.tracer.start_span(name, parent, start_time=self._at(begun_s))
         if steps is not None:
             span.set_attribute("headstart.steps", steps.num_steps)
         for step in () if steps is None else steps.records:

@@ -20,8 +20,8 @@ from torch import Tensor
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
-from worker.device import DeviceStream, current_device, to_device, to_host
-from worker.engine.step import Launch, NonFiniteHidden, SequenceResult, SequenceStep, Step
+from worker.device import DeviceStream, Stopwatch, current_device, to_device, to_host
+from worker.engine.step import Launch, NonFiniteHidden, SequenceResult, SequenceStep, Step, StepResult, StepTimes
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
@@ -66,21 +66,23 @@ class ModelRunner:
     def overlaps(self) -> bool:
         return self._stream.overlaps
 
-    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
+    def launch(self, step: Step) -> Launch[StepResult]:
         """Queue the step. Collecting may raise SamplingError, NonFiniteKV and NonFiniteHidden."""
         with _cleared_if_raises(self.cache, step):
             work = self._stream.enqueue(partial(self._compute, step))
         return Launch(partial(self._collect, step, work), work.is_done)
 
-    def _collect(self, step: Step, work: Launch[_StepOutput]) -> list[SequenceResult]:
+    def _collect(self, step: Step, work: Launch[tuple[_StepOutput, Stopwatch]]) -> StepResult:
         with _cleared_if_raises(self.cache, step):
-            return work.collect().results()
+            output, stopwatch = work.collect()
+            return StepResult(output.results(), StepTimes(*stopwatch.seconds()))
 
     def run(self, step: Step) -> list[SequenceResult]:
-        return self.launch(step).collect()
+        return self.launch(step).collect().sequences
 
     @torch.inference_mode()
-    def _compute(self, step: Step) -> _StepOutput:
+    def _compute(self, step: Step) -> tuple[_StepOutput, Stopwatch]:
+        stopwatch = Stopwatch(self._device)
         last, self._last = self._last, None
         self.cache.copy_blocks(step.copies)
         token_ids = None
@@ -89,23 +91,28 @@ class ModelRunner:
             token_ids = None if last is None else last.followed_token_ids(indices)
             if token_ids is None:
                 raise RuntimeError("there is no step to follow")
-        output = self._replay(step.sequences, token_ids) or self._forward(step, token_ids)
+        output = self._replay(step.sequences, token_ids, stopwatch) or self._forward(step, token_ids, stopwatch)
+        stopwatch.mark()
         if self._stream.overlaps:
             self._last = output
-        return output
+        return output, stopwatch
 
-    def _forward(self, step: Step, token_ids: Tensor | None) -> _StepOutput:
+    def _forward(self, step: Step, token_ids: Tensor | None, stopwatch: Stopwatch) -> _StepOutput:
         """Run the model over any step. `token_ids` (sequences,), if given, replace those of its decodes."""
         order = attention_order(step.sequences)
         sequences = [step.sequences[index] for index in order]
         if not sequences:
+            stopwatch.mark()
             return _StepOutput((), (), None, (), None, None)
         batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
         hidden = self._decoder.forward(batch, self._attention)
         ends = list(accumulate(len(sequence.token_ids) for sequence in sequences))
-        sampled = self._sample(sequences, ends, hidden)
+        logits = self._logits(sequences, ends, hidden)
+        stopwatch.mark()
+        rows = [row for sequence in sequences for row in sequence.sampling_rows]
+        sampled = None if logits is None else sample(logits, rows, self._eos_token_ids)
         return _StepOutput(
             order,
             sequences,
@@ -115,7 +122,9 @@ class ModelRunner:
             _pooled(sequences, ends, hidden),
         )
 
-    def _replay(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> _StepOutput | None:
+    def _replay(
+        self, sequences: Sequence[SequenceStep], token_ids: Tensor | None, stopwatch: Stopwatch
+    ) -> _StepOutput | None:
         """Run a step of decodes through its recording. None: there is none."""
         if self._graphs is None or any(
             len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None or s.hidden for s in sequences
@@ -124,24 +133,24 @@ class ModelRunner:
         if (replayed := self._graphs.logits(sequences, token_ids)) is None:
             return None
         logits, slots = replayed
+        stopwatch.mark()
         sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
         extremes = to_host(self.cache.find_extremes(slots))
         return _StepOutput(range(len(sequences)), sequences, sampled, [()] * len(sequences), extremes, None)
 
-    def _sample(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> SamplerOutput | None:
-        """Sample every row of each sequence from the logits of its last token, before `ends`."""
-        rows = [row for sequence in sequences for row in sequence.sampling_rows]
-        if not rows:
-            return None
+    def _logits(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:
+        """Return the logits of every sampling row: those of its sequence's last token, before `ends`."""
         last_tokens = [end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling_rows]
+        if not last_tokens:
+            return None
         if len(last_tokens) < len(hidden):
             hidden = hidden[to_device(last_tokens, torch.int64, self._device)]
         logits = self._decoder.logits(hidden)
-        if len(rows) > len(last_tokens):
-            counts = [len(sequence.sampling_rows) for sequence in sequences if sequence.sampling_rows]
+        counts = [len(sequence.sampling_rows) for sequence in sequences if sequence.sampling_rows]
+        if sum(counts) > len(last_tokens):
             sources = [source for source, count in enumerate(counts) for _ in range(count)]
             logits = logits[to_device(sources, torch.int64, self._device)]
-        return sample(logits, rows, self._eos_token_ids)
+        return logits
 
     def _prompt_logprobs(self, sequence: SequenceStep, end: int, hidden: Tensor) -> list[LogprobRows]:
         num_top, next_ids = sequence.num_prompt_logprobs, sequence.next_token_ids

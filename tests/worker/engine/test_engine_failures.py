@@ -41,7 +41,7 @@ def test_a_step_launched_behind_a_failed_one_is_discarded(overlapping: ThreadedE
     keys = [overlapping.submit(i, generate([i, *range(9)], 20)) for i in range(2)]
     for i, key in enumerate(keys):
         assert overlapping.wait(key).tokens[0] == answer([i, *range(9)], 100, 20)
-    assert overlapping.counted("step_failures_total") == 1
+    assert overlapping.counted("step_failures_total", kind="decode") == 1
     overlapping.settle()
     assert overlapping.allocator.num_free_blocks == NUM_BLOCKS - 1
 
@@ -55,7 +55,7 @@ def test_only_the_request_that_breaks_a_step_fails(threaded: ThreadedEngine) -> 
     assert threaded.wait(bad).last == Failed("internal_error", "the request cannot be computed", retryable=False)
     for i, key in enumerate(good):
         assert threaded.wait(key).tokens[0] == answer([i, 2, 3], 100, 1)
-    assert threaded.counted("step_failures_total") >= 1
+    assert threaded.counted("step_failures_total", kind="prefill") >= 1
     assert threaded.counted("request_failures_total", cause="internal_error") == 1
     assert threaded.deaths.empty()
 

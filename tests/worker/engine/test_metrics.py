@@ -1,11 +1,15 @@
-"""A worker's samples under vLLM's names."""
+"""A worker's samples under vLLM's names, and what its traced requests note of their batches."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.worker.engine.threaded_engine import BLOCK_SIZE, ThreadedEngine
 from tests.worker.scheduler.engine import generate
+from worker.engine import inflight
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import RequestKey
+from worker.engine.protocol import EngineOutput, RequestKey, StepLog
+from worker.wire import Tokens
 
 
 def test_vllms_names_have_the_same_values(threaded: ThreadedEngine) -> None:
@@ -32,3 +36,49 @@ def test_vllms_names_have_the_same_values(threaded: ThreadedEngine) -> None:
 def test_an_adapter_has_none() -> None:
     """Its engine exports them under the same names: sums would count twice."""
     assert b"vllm:" not in WorkerMetrics().render()
+
+
+def test_tokens_that_come_together_are_counted_one_by_one() -> None:
+    metrics = WorkerMetrics()
+    metrics.count_outputs([EngineOutput(RequestKey(0), Tokens(0, ids)) for ids in ((1,), (1, 2, 3), (1, 2))])
+    assert metrics.registry.get_sample_value("headstart_worker_output_tokens_total") == 6
+    assert metrics.registry.get_sample_value("headstart_worker_skipped_tokens_total") == 3
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "mixed"])
+def test_step_failures_begin_at_zero(kind: str) -> None:
+    registry = WorkerMetrics().registry
+    assert registry.get_sample_value("headstart_worker_step_failures_total", {"kind": kind}) == 0
+
+
+def test_consecutive_decodes_of_the_same_requests_are_one_batch(threaded: ThreadedEngine) -> None:
+    """The second request is not traced: it only shows in the number of sequences."""
+    log = StepLog()
+    threaded.runner.gate.clear()
+    threaded.submit(0, generate([1, 2, 3], 40), log)
+    threaded.submit(1, generate([4, 5, 6], 10))
+    threaded.runner.gate.set()
+    for key in range(2):
+        threaded.wait(RequestKey(key))
+    threaded.settle()
+    assert sum(batch.num_steps for batch in log.batches) == log.prefill.num_steps + log.decode.num_steps == 40
+    assert all(batch.members == [log] for batch in log.batches)
+    assert {(batch.kind, batch.num_sequences) for batch in log.batches} >= {("decode", 2), ("decode", 1)}
+    assert len(log.batches) <= 5
+    for batch in log.batches:
+        assert batch.begun_s < batch.ended_s
+        if batch.kind == "decode":
+            assert batch.num_tokens == batch.num_sequences * batch.num_steps
+
+
+def test_a_request_keeps_the_first_of_many_batches(threaded: ThreadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflight, "MAX_RECORDED_STEPS", 3)
+    log = StepLog()
+    threaded.runner.gate.clear()
+    threaded.submit(0, generate([0, 2, 3], 40), log)
+    for i in range(1, 5):
+        threaded.submit(i, generate([i, 2, 3], 5 * i))
+    threaded.runner.gate.set()
+    threaded.wait(RequestKey(0))
+    assert len(log.batches) == 3
+    assert log.decode.num_steps == 39

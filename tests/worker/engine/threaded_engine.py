@@ -18,7 +18,7 @@ from tests.worker.scheduler.engine import Answer
 from worker.device import DeviceStream
 from worker.engine.engine import EngineCore
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, RequestKey
+from worker.engine.protocol import EngineOutput, RequestKey, StepLog
 from worker.engine.rates import PrefillRate
 from worker.engine.step import SequenceResult, Step
 from worker.scheduler.budget import BatchLimits
@@ -86,8 +86,8 @@ class ThreadedEngine:
             lambda outputs: [self.frames.put(output) for output in outputs] and None, self.deaths.put, self.listener
         )
 
-    def submit(self, key: int, wire) -> RequestKey:
-        self.engine.submit(RequestKey(key), wire, {})
+    def submit(self, key: int, wire, steps: StepLog | None = None) -> RequestKey:
+        self.engine.submit(RequestKey(key), wire, {}, steps)
         return RequestKey(key)
 
     def next(self) -> EngineOutput:

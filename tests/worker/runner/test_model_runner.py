@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.worker.families import write_family
 from worker import loader
 from worker.attention.base import AttentionShape
 from worker.config import WorkerConfig
+from worker.device import Stopwatch
 from worker.engine.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner import memory
@@ -83,6 +85,37 @@ def test_copied_blocks_are_read_in_the_same_step(runner: ModelRunner, written: t
 
 def test_a_step_may_hold_only_copies(runner: ModelRunner) -> None:
     assert runner.run(Step([], [BlockCopy(BlockId(1), BlockId(2))])) == []
+
+
+@pytest.mark.parametrize("sampling_rows", [None, ()])
+def test_the_parts_of_a_step_are_timed(runner: ModelRunner, sampling_rows: tuple[()] | None) -> None:
+    begun_s = time.perf_counter()
+    times = runner.launch(Step([part([4, 8, 15], [7], sampling_rows=sampling_rows)])).collect().times
+    assert times is not None
+    assert min(times) > 0
+    assert sum(times) < time.perf_counter() - begun_s
+
+
+def test_a_gpu_times_parts_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """Stands for one recorded as the third, the fifth or the ninth millisecond ends."""
+
+        ends_ms = iter((3, 5, 9))
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.ended_ms = next(self.ends_ms)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.ended_ms - self.ended_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stopwatch = Stopwatch(torch.device("cuda"))
+    stopwatch.mark()
+    stopwatch.mark()
+    assert stopwatch.seconds() == [0.002, 0.004]
 
 
 def test_several_samples_from_one_prompt(runner: ModelRunner) -> None:

@@ -131,10 +131,10 @@ class SamplingRunner:
         return results
 
     def launch(self, step: Step):
-        from worker.engine.step import Launch
+        from worker.engine.step import Launch, StepResult
 
-        results = self.run(step)
-        return Launch(lambda: results)
+        result = StepResult(self.run(step))
+        return Launch(lambda: result)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from cache.hashing import encode_tokens
 from worker.device import DeviceStream
-from worker.engine.step import Launch, SampledToken, SequenceResult, SequenceStep, Step
+from worker.engine.step import Launch, SampledToken, SequenceResult, SequenceStep, Step, StepResult
 from worker.wire import TokenLogprobs
 
 VOCAB = 50
@@ -55,11 +55,11 @@ class ArithmeticRunner:
     def overlaps(self) -> bool:
         return self.stream.overlaps
 
-    def launch(self, step: Step) -> Launch[list[SequenceResult]]:
-        return self.stream.enqueue(lambda: self.compute(step))
+    def launch(self, step: Step) -> Launch[StepResult]:
+        return self.stream.enqueue(lambda: StepResult(self.compute(step)))
 
     def run(self, step: Step) -> list[SequenceResult]:
-        return self.launch(step).collect()
+        return self.launch(step).collect().sequences
 
     def compute(self, step: Step) -> list[SequenceResult]:
         assert step.sequences, "an empty step"

@@ -11,7 +11,7 @@ from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.device import DeviceStream
 from worker.embedding import Pooling
 from worker.engine.protocol import EngineOutput, RequestKey
-from worker.engine.step import Launch, Runner, SequenceResult, Step, raised
+from worker.engine.step import Launch, Runner, Step, StepResult, raised
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Constraint, Request
@@ -123,7 +123,7 @@ class HandEngine:
         self.num_async = 0
         self.num_drafted = 0
         self.num_accepted = 0
-        self.in_flight: list[tuple[StepPlan, Launch[list[SequenceResult]]]] = []
+        self.in_flight: list[tuple[StepPlan, Launch[StepResult]]] = []
 
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
@@ -200,14 +200,14 @@ class HandEngine:
     def _run(self, plan: StepPlan) -> None:
         self._collect(plan, self._launch(plan))
 
-    def _launch(self, plan: StepPlan) -> Launch[list[SequenceResult]]:
+    def _launch(self, plan: StepPlan) -> Launch[StepResult]:
         try:
             return self.runner.launch(plan.step())
         except RuntimeError as error:
             return raised(error)
 
-    def _collect(self, plan: StepPlan, launch: Launch[list[SequenceResult]]) -> None:
-        self._deliver(self.scheduler.update(plan, launch.collect(), self.now_s))
+    def _collect(self, plan: StepPlan, launch: Launch[StepResult]) -> None:
+        self._deliver(self.scheduler.update(plan, launch.collect().sequences, self.now_s))
         self.num_drafted += sum(len(chunk.draft_ids) for chunk in plan.chunks.values())
         self.num_accepted += sum(chunk.num_accepted for chunk in plan.chunks.values())
 
