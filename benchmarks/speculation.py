@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Final
 
@@ -59,7 +60,8 @@ def prompts(kind: str, answers: Sequence[str], tokenizer: Tokenizer, count: int)
     if kind == "writing":
         return [choose.choices(range(tokenizer.get_vocab_size()), k=200) for _ in range(count)]
     turn = "<|im_start|>user\n{}\n\n{}<|im_end|>\n<|im_start|>assistant\n{}"
-    texts = [turn.format(answer, TASKS[kind], answer[:_BEGUN]) for answer in choose.sample(answers, count)]
+    chosen = islice(cycle(choose.sample(answers, len(answers))), count)
+    texts = [turn.format(answer, TASKS[kind], answer[:_BEGUN]) for answer in chosen]
     return [tokenizer.encode(text).ids for text in texts]
 
 

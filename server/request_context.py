@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Scope
@@ -24,6 +24,7 @@ from cache.records import WorkerMember
 from worker.common.tracing import Tracing, as_parent, mark_failed
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
 _NOT_TRACED: Final[AbstractContextManager[None]] = nullcontext()
@@ -70,12 +71,16 @@ class Trace:
             self.span.set_attribute("headstart.cached_tokens", num_cached_tokens)
 
     def carrier(self) -> dict[str, str]:
-        """Return `traceparent`, and `tracestate` where there is one."""
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        return carrier_of(self._context)
 
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier, self._context)
-        return carrier
+
+def carrier_of(context: Context) -> dict[str, str]:
+    """Return `traceparent`, and `tracestate` where there is one."""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, context)
+    return carrier
 
 
 @dataclass(slots=True, eq=False)
@@ -96,13 +101,18 @@ class RequestContext:
     num_output_tokens: int = 0
     trace: Trace | None = None
     """None: not traced, or not sampled."""
+    unsampled: Mapping[str, str] = field(default_factory=dict)
+    """Tells workers not to trace a request that is not sampled: they would begin a trace of their own."""
 
     def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
         path, names = scope["path"], (b"traceparent", b"tracestate")
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
         attributes = {"http.request.method": "POST", "http.route": path, "headstart.request_id": self.request_id}
         span = tracing.begin(f"POST {path}", carrier, attributes)
-        self.trace = None if span is None else Trace(tracing.tracer, span)
+        if span.is_recording():
+            self.trace = Trace(tracing.tracer, span)
+        else:
+            self.unsampled = carrier_of(as_parent(span))
 
     def end_trace(self) -> None:
         if self.trace is None:
@@ -136,6 +146,14 @@ def trace_stage(name: str) -> AbstractContextManager[Trace | None]:
     """Trace a part of the running request's time."""
     context = CURRENT.get(None)
     return _NOT_TRACED if context is None or context.trace is None else context.trace.child(name)
+
+
+def attempt_carrier(trace: Trace | None) -> Mapping[str, str]:
+    """Return the trace context of the running request, for the worker of the attempt that `trace` records."""
+    if trace is not None:
+        return trace.carrier()
+    context = CURRENT.get(None)
+    return {} if context is None else context.unsampled
 
 
 def trace_attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[Trace | None]:

@@ -30,7 +30,7 @@ from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed, soonest_error
-from server.request_context import Trace, trace_attempt, trace_stage
+from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import NoWorkerError, TtftBudgetError
@@ -226,8 +226,7 @@ class Generation:
         self._history.stage = Stage.SENT
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
-                carrier = {} if trace is None else trace.carrier()
-                request = self._wire_request(worker, placement.source, carrier)
+                request = self._wire_request(worker, placement.source, attempt_carrier(trace))
                 stream = self._services.client.generate(worker.url, request)
                 with self._services.watch.watching(stream):
                     async with stream:

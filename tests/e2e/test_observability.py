@@ -108,6 +108,7 @@ def test_what_the_client_has_not_sampled_is_not_traced(serve: Serve, collector: 
         assert ask(serve, trace_id, sampled=trace_id == sampled).status_code == 200
     collector.wait_for(sampled, is_whole)
     assert unsampled not in {span.trace_id for span in collector.spans}
+    assert all(span.parent_id for span in collector.spans if span.name == "generate"), "a worker began its own trace"
 
 
 def test_spans_tell_nothing_of_the_text(serve: Serve, collector: Collector) -> None:

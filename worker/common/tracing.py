@@ -30,14 +30,13 @@ class Tracing:
         self.tracer = provider.get_tracer("headstart")
         self._of_sampled = of_sampled.get_tracer("headstart")
 
-    def begin(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, str | int]) -> Span | None:
-        """Start the span of a request, as a child of the carrier's `traceparent`; None: it is not sampled."""
+    def begin(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, str | int]) -> Span:
+        """Start the span of a request, as a child of the carrier's `traceparent`. It records if it is sampled."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(carrier)
-        span = self.tracer.start_span(name, parent, SpanKind.SERVER, dict(attributes))
-        return span if span.is_recording() else None
+        return self.tracer.start_span(name, parent, SpanKind.SERVER, dict(attributes))
 
     def begin_linked(
         self, name: str, links: Sequence[SpanContext], attributes: Mapping[str, str | int], begun_ns: int

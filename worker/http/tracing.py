@@ -47,7 +47,7 @@ class StreamTrace:
             "headstart.resumed_tokens": sum(len(choice.output_ids) for choice in request.choices),
         }
         span = tracing.begin("generate", carrier, attributes)
-        return None if span is None else cls(tracing, span)
+        return cls(tracing, span) if span.is_recording() else None
 
     def end(self, last: End | Failed | None) -> None:
         """`last` is the stream's last frame; None: its reader left before."""
