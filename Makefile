@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench test-deep format clean
+.PHONY: install serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench test-deep gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -72,6 +72,15 @@ test-vllm: install ## two real vLLM engines behind a gateway, in an environment 
 
 test-deep: install ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)
+
+gpu-check: ## check a GPU in at most 8 minutes; the report is in gpu-report/: make gpu-check ARGS="--quick"
+	@if test -d packages; then \
+		PYTHONPATH=$(CURDIR)/packages/any:$(CURDIR)/packages/$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])') \
+		$(PYTHON) -m benchmarks.gpu $(ARGS); \
+	else $(MAKE) --no-print-directory install && $(BIN)/python -m benchmarks.gpu $(ARGS); fi
+
+gpu-bundle: install ## pack the sources and what gpu-check needs besides torch, for a host without a network (5 minutes)
+	@$(BIN)/python -m tools.gpu_bundle headstart-gpu.tar.xz
 
 check: install ## ruff, mypy, import rules, docs
 	@$(BIN)/ruff check .

@@ -53,6 +53,7 @@ SLOW_PING_S: Final = 0.002
 TIMEOUT_S: Final = 3.0
 WORKER_MODULE: Final = "worker.doctor"
 ENGINE_MODULE: Final = "worker.adapter.doctor"
+GPU_MODULE: Final = "benchmarks.gpu"
 WORKER_TIMEOUT_S: Final = 120.0
 _NO_REDIS: Final = (
     "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
@@ -322,6 +323,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--clear-cache", action="store_true", help="delete compiled kernels and prepared weights; check nothing"
     )
+    p.add_argument("--gpu", action="store_true", help="test, measure and profile a GPU, in at most 8 minutes")
+    p.add_argument("--report", default="gpu-report", metavar="DIR", help="with --gpu: its report (default gpu-report)")
     engine = p.add_argument_group("another engine").add_argument
     engine("--engine-url", metavar="URL", help="check the engine there, in place of own workers")
     engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what it is (default vllm)")
@@ -363,5 +366,8 @@ def main(argv: Sequence[str]) -> int:
     if args.clear_cache:
         print(clear_cache())
         return 0
+    if args.gpu:
+        options = ["--report", args.report, "--device", args.device, "--model", args.model]
+        return subprocess.run([sys.executable, "-m", GPU_MODULE, *options], check=False).returncode
     default_ports(args, [args.engine_url] if args.engine_url else [])
     return asyncio.run(_run(args))

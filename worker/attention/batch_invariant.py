@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfinite
 from worker.attention.kv_cache import KVCache
+from worker.device import to_device
 
 TILE: Final = 16
 
@@ -49,7 +50,8 @@ class InvariantAttention:
             num_tiles = -(-span.stop // TILE)
             num_blocks = -(-num_tiles * TILE // self._cache.block_size)
             held = list(span.block_table[:num_blocks])
-            plans.append(_SpanPlan(span, first, torch.tensor(held + [0] * (num_blocks - len(held)))))
+            blocks = to_device(held + [0] * (num_blocks - len(held)), torch.int64, self._cache.device)
+            plans.append(_SpanPlan(span, first, blocks))
             first += span.num_tokens
         return tuple(plans)
 
@@ -87,4 +89,5 @@ class InvariantAttention:
         age = torch.arange(tile * TILE, (tile + 1) * TILE)[:, None] - torch.arange((tile + 1) * TILE)[None, :]
         window = self._shape.window(layer)
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
-        return torch.zeros(hidden.shape, dtype=self._cache.dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=self._cache.dtype).masked_fill_(hidden, float("-inf"))
+        return to_device(mask, self._cache.dtype, self._cache.device)

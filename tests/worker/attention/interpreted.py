@@ -5,64 +5,24 @@ Prints one JSON object: the largest absolute difference of each case, and how of
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from typing import Any
 
 import torch
 import triton.language as tl
-from torch import Tensor
-from torch.nn import functional
-from xformers.ops.fmha import flash, triton_splitk
+from xformers.ops.fmha import triton_splitk
 from xformers.ops.fmha._triton.splitk_kernels import _fwd_kernel_splitK
 
+from benchmarks.gpu import interpreter
+from tests.worker.gpu.fused import fused_differences
 from worker.attention import xformers_paged
 from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.attention.xformers_paged import XformersPagedAttention
-from worker.kernels import triton_ops as gpu_kernels
-from worker.model.config import RopeConfig
-from worker.model.rope import rope_table, torch_rotation
 
-torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]  # the kernel enters one
-
-
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    seqused: None,
-    max_queries: int,
-    max_keys: int,
-    dropout: float,
-    scale: float,
-    causal: bool,
-    **options: object,
-) -> tuple[Tensor, None, None]:
-    """Stand in for flash attention: (tokens, heads, head_dim) of sequences end to end, causal from the bottom right."""
-    assert causal
-    assert (query_starts.dtype, key_starts.dtype) == (torch.int32, torch.int32)
-    assert (options["window_left"], options["window_right"], options["block_tables"]) == (-1, -1, None)
-    outs = []
-    queries, keys = query_starts.tolist(), key_starts.tolist()
-    assert (queries[-1], keys[-1]) == (len(query), len(key))
-    for row in range(len(queries) - 1):
-        own, seen = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
-        num_queries, num_keys = own.stop - own.start, seen.stop - seen.start
-        assert num_queries <= max_queries
-        assert num_keys <= max_keys
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        states = (part.float().transpose(0, 1).unsqueeze(0) for part in (query[own], key[seen], value[seen]))
-        out = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1).to(query.dtype))
-    return torch.cat(outs), None, None
-
-
-flash.FwOp.OPERATOR = flash_forward
+interpreter.install_attention()
 
 CASES = {
     "decode": [(49, 1), (16, 1), (0, 1), (99, 1)],
@@ -130,36 +90,6 @@ def static_difference(block_size: int) -> float:
         want = attention.attend(0, *(part[:num_rows] for part in (query, key, value)), batch)
         worst = max(worst, float((got - want).abs().max()))
     return worst
-
-
-def fused_differences(head_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, float]:
-    """Compare our kernels with operations of torch over a slice of a fused product, and check the rest of it."""
-    generator = torch.Generator().manual_seed(head_dim)
-    num_tokens, num_rotated = 3, num_heads + num_kv_heads
-    fused = torch.randn(num_tokens, (num_rotated + num_kv_heads) * head_dim, generator=generator).half()
-    table = rope_table(RopeConfig(), head_dim, 50).half()
-    positions = torch.tensor([7, 49, 0])
-    want = torch_rotation(table, positions)(fused, num_rotated)
-    got = gpu_kernels.rotate(fused, positions, table, num_rotated)
-    key, value = got[:, num_heads:], fused[:, num_rotated * head_dim :].view(num_tokens, num_kv_heads, head_dim)
-    slots = torch.tensor([5, 31, 0])
-    pools = torch.randn(2, 2, 40, num_kv_heads, head_dim, generator=generator).half()
-    pools[1] = pools[0]
-    for pool, states in zip(pools[0], (key, value), strict=True):
-        pool.index_copy_(0, slots, states)
-    gpu_kernels.store(key, value, slots, pools[1, 0], pools[1, 1], got[:, :num_heads])
-    shown = torch.zeros_like(pools[1])
-    query, reps, broken = got[:, :num_heads].clone(), num_heads // num_kv_heads, []
-    for token, (head, bad) in enumerate(((0, float("nan")), (num_heads - 1, float("inf")), (1, float("-inf")))):
-        query[token, head, 3] = bad
-        broken.append((int(slots[token]), head // reps, 3))
-    gpu_kernels.store(key, value, slots, shown[0], shown[1], query)
-    assert sorted(map(tuple, shown[0].isnan().nonzero().tolist())) == sorted(broken)
-    assert bool(shown[1].isfinite().all())
-    return {
-        f"rotation of {num_rotated} heads of {head_dim}": float((want.float() - got.float()).abs().max()),
-        f"store of {num_kv_heads} heads of {head_dim}": float((pools[0] - pools[1]).abs().max()),
-    }
 
 
 def num_compilations(num_steps: int) -> int:
