@@ -31,11 +31,11 @@ _YARN = _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
-    "llama3": ("Llama", _LLAMA3),
+    "llama3": ("Llama", {"head_dim": 16, **_LLAMA3}),
     "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True, **_rope(rope_type="linear", factor=2.0)}),
     "smollm2": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 48}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
-    "mistral_window": ("Mistral", {"sliding_window": 9}),
+    "mistral_window": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen2_yarn": ("Qwen2", _YARN),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from cache.types import BlockId
-from worker.attention.base import Attention
+from worker.attention.base import Attention, AttentionShape
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.engine.step import SequenceStep
@@ -41,7 +41,12 @@ class PagedModel:
     """A decoder over a pool whose blocks are handed out in random order."""
 
     def __init__(
-        self, model: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, attention: type | None = None
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        attention: Callable[[AttentionShape, KVCache], Attention] | None = None,
     ) -> None:
         self.block_size = block_size
         self._model = model

@@ -39,7 +39,7 @@ CHUNK = 16
 NUM_CACHED = 16
 """Tokens of the prompt that an earlier request has cached."""
 KINDS = {
-    "torch": LoadOptions(),
+    "float32": LoadOptions(),
     "float16": LoadOptions(dtype="float16"),
     "compiled": LoadOptions(dtype="bfloat16"),
     "invariant": LoadOptions(deterministic=True),
@@ -199,7 +199,7 @@ def test_a_step_that_samples_nothing_is_checked_and_keeps_what_it_has_only_read(
 
 
 def test_logprobs_of_a_prompt_are_numbers_or_the_request_fails(models: dict[str, LoadedModel]) -> None:
-    engine, faulty = make_engine(models["torch"])
+    engine, faulty = make_engine(models["float32"])
     faulty.faults = [Fault(lambda step, position: position == 5, "attended", NUM_LAYERS - 1, NAN)]
     bad = engine.submit(generate(PROMPT, 2, prompt_logprobs=1))
     engine.finish()
@@ -208,8 +208,8 @@ def test_logprobs_of_a_prompt_are_numbers_or_the_request_fails(models: dict[str,
 
 
 def test_a_step_that_raises_halfway_leaves_only_finite_padding(models: dict[str, LoadedModel]) -> None:
-    engine, faulty = make_engine(models["torch"])
-    right = {tuple(prompt): ask(make_engine(models["torch"])[0], prompt) for prompt in (PROMPT[:5], PROMPT[:30])}
+    engine, faulty = make_engine(models["float32"])
+    right = {tuple(prompt): ask(make_engine(models["float32"])[0], prompt) for prompt in (PROMPT[:5], PROMPT[:30])}
 
     def out_of_memory(step: int, position: int) -> bool:
         if position == 0:
@@ -281,7 +281,7 @@ def alone(models: dict[str, LoadedModel]) -> Callable[[int], dict[int, list[int]
 
     def tokens(index: int) -> dict[int, list[int]]:
         if index not in known:
-            engine, _ = make_engine(models["torch"], prefix_cache="off", max_num_batched_tokens=512)
+            engine, _ = make_engine(models["float32"], prefix_cache="off", max_num_batched_tokens=512)
             request = engine.submit(REQUESTS[index])
             engine.finish()
             known[index] = engine.answer(request).tokens
@@ -292,7 +292,7 @@ def alone(models: dict[str, LoadedModel]) -> Callable[[int], dict[int, list[int]
 
 def check(models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix) -> None:
     engine, faulty = make_engine(
-        models["torch"],
+        models["float32"],
         num_blocks=mix.num_blocks,
         prefix_cache=prefix_cache,
         stream=LateStream() if mix.async_scheduling else None,

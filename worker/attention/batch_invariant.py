@@ -5,7 +5,7 @@ its row in it:
 
     tile t = p // 16    queries 16 t .. 16 t + 15 (absent ones are zero)    keys 0 .. 16 t + 15 (later ones are masked)
 
-It needs many small calls, so it is for `--deterministic` only.
+It needs many small calls, so it is for `--deterministic` only, where `tiled_paged` does not serve.
 """
 
 from __future__ import annotations

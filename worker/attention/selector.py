@@ -8,22 +8,25 @@ from worker.attention.base import Attention, AttentionShape
 from worker.attention.batch_invariant import InvariantAttention
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
+from worker.attention.tiled_paged import TiledPagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels.cpu import attends, kernels_for
+from worker.kernels.cpu import attends, kernels_for, products_for
 
 logger = logging.getLogger(__name__)
 
 
 def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bool) -> Attention:
-    """Select xformers on CUDA, compiled decodes on a CPU in bfloat16 for heads of an even size, and torch elsewhere.
+    """Select xformers on CUDA, on a CPU the compiled kernels of bfloat16 and float32, and torch elsewhere.
 
     Raises RuntimeError on CUDA without xformers: a GPU must not run slow code unnoticed.
     """
+    if attends(cache.dtype, shape.head_dim):
+        if kernels := products_for(cache.dtype, cache.device):
+            return TiledPagedAttention(shape, cache, kernels)
+        if kernels := kernels_for(cache.dtype, cache.device, deterministic=deterministic):
+            return CompiledPagedAttention(shape, cache, kernels)
     if deterministic:
         return InvariantAttention(shape, cache)
-    kernels = kernels_for(cache.dtype, cache.device, deterministic=deterministic)
-    if kernels is not None and attends(shape.head_dim):
-        return CompiledPagedAttention(shape, cache, kernels)
     if cache.device.type != "cuda":
         return TorchPagedAttention(shape, cache)
     try:

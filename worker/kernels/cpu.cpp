@@ -3,7 +3,7 @@
 // Between the matrix products of a decode step in bfloat16: RMS norm, rotary embedding, argmax, and attention over the
 // pages of the KV cache. torch needs some 25 calls a layer for them; here each is one call, one loop.
 //
-// In float32: the products themselves.
+// In float32: the products themselves, and attention of decodes and chunks.
 //
 // worker/kernels/cpu.py compiles this file once per instruction set and loads it with ctypes. `#pragma omp` runs on the
 // threads of torch's own libgomp: a second pool would fight with them for the cores.
@@ -21,6 +21,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -140,6 +141,63 @@ struct Decodes {  // the rows of a step
   int64_t num_rows, table_width;
 };
 
+// Sets rows[i] to the position of key first + i in a pool, in elements. The last key stands for those beyond it.
+void find_rows(const Shape &shape, const int64_t *block_table, int64_t first, int64_t stop, int64_t *rows,
+               int64_t num_rows) {
+  const int64_t stride = shape.num_kv_heads * shape.head_dim;
+  int64_t block = first / shape.block_size, inside = first % shape.block_size;
+  const int64_t count = std::min(num_rows, stop - first);
+  for (int64_t i = 0; i < count; ++i) {
+    rows[i] = (block_table[block] * shape.block_size + inside) * stride;
+    if (++inside == shape.block_size) ++block, inside = 0;
+  }
+  std::fill(rows + count, rows + num_rows, rows[count - 1]);
+}
+
+// A query's scores[first..stop) -> 2 ** (score - highest), the others of `size` -> 0. Returns what the sums so far fade
+// by, 2 ** (old highest - highest).
+//
+// The total is NaN when a score is not finite. It is summed in N vectors: the same N * kLanes round the same.
+template <int N> float weigh(float *scores, int64_t first, int64_t stop, int64_t size, float &highest, float &total) {
+  constexpr int W = kLanes;
+  const int64_t padded = (size + N * W - 1) / (N * W) * (N * W);
+  std::fill(scores, scores + first, -1e30f);
+  std::fill(scores + stop, scores + padded, -1e30f);
+  Floats<W> tops = load<Floats<W>>(scores);
+  for (int64_t k = W; k < padded; k += W) tops = larger<W>(tops, load<Floats<W>>(scores + k));
+  float top = highest;
+  for (int lane = 0; lane < W; ++lane) top = std::max(top, tops[lane]);
+  const float fading = std::exp2(highest - top);
+  Floats<W> totals[N] = {}, check = {};
+  for (int64_t k = 0; k < padded; k += N * W) {
+    for (int n = 0; n < N; ++n) {
+      const auto score = load<Floats<W>>(scores + k + n * W);
+      check += score * 0.0f;
+      // 2**x = 2**n * 2**f with n the nearest integer; 2**f by its series, exact to float32's last bit but one
+      const Floats<W> x = larger<W>(score - top, Floats<W>{} - 126.0f);
+      const Ints<W> exponent = __builtin_convertvector(x - 0.5f, Ints<W>);
+      const Floats<W> f = x - __builtin_convertvector(exponent, Floats<W>);
+      Floats<W> power = f * 1.5403530e-4f + 1.3333558e-3f;
+      power = power * f + 9.6181291e-3f;
+      power = power * f + 5.5504109e-2f;
+      power = power * f + 2.4022651e-1f;
+      power = power * f + 6.9314718e-1f;
+      power = power * f + 1.0f;
+      power *= (Floats<W>)((exponent + 127) << 23);
+      totals[n] += power;
+      store(scores + k + n * W, power);
+    }
+  }
+  std::fill(scores, scores + first, 0.0f);
+  std::fill(scores + stop, scores + padded, 0.0f);
+  for (int half = N / 2; half > 0; half /= 2) {
+    for (int n = 0; n < half; ++n) totals[n] += totals[n + half];
+  }
+  highest = top;
+  total = total * fading + sum<W>(totals[0]) + sum<W>(check);
+  return fading;
+}
+
 // One KV head of one row: the queries that share it (its group) against all keys that they see.
 //
 //   tile     scores = queries . keys            sums *= 2 ** (old highest - highest)
@@ -168,9 +226,9 @@ template <int L> class Head {
     load_queries(query);
     for (int64_t first = start; first < stop; first += kTileKeys) {
       const int64_t num_keys = std::min(kTileKeys, stop - first);
-      find_rows(block_table, first, stop);
+      find_rows(shape_, block_table, first, stop, rows_, kTileKeys + kPrefetch + kMaxKeys);
       for_each_part([&]<int G>(int64_t part) { dot_keys<G>(part, keys, num_keys); });
-      for (int64_t g = 0; g < shape_.group_size; ++g) weigh(g, num_keys);
+      for (int64_t g = 0; g < shape_.group_size; ++g) weigh_scores(g, num_keys);
       for_each_part([&]<int G>(int64_t part) { add_values<G>(part, values, num_keys); });
     }
     store_out(out);
@@ -213,18 +271,6 @@ template <int L> class Head {
     }
   }
 
-  // Sets rows_[i] to the position of key first + i in a pool, in elements. The last key stands for those beyond it.
-  void find_rows(const int64_t *block_table, int64_t first, int64_t stop) {
-    const int64_t stride = shape_.num_kv_heads * shape_.head_dim;
-    int64_t block = first / shape_.block_size, inside = first % shape_.block_size;
-    const int64_t count = std::min(kTileKeys + kPrefetch + kMaxKeys, stop - first);
-    for (int64_t i = 0; i < count; ++i) {
-      rows_[i] = (block_table[block] * shape_.block_size + inside) * stride;
-      if (++inside == shape_.block_size) ++block, inside = 0;
-    }
-    std::fill(rows_ + count, rows_ + kTileKeys + kPrefetch + kMaxKeys, rows_[count - 1]);
-  }
-
   // scores[g][k] = queries[g] . keys[k] for G queries from `first` on
   template <int G> void dot_keys(int64_t first, const Bf16 *keys, int64_t num_keys) {
     constexpr int K = G == 1 ? kMaxKeys : 4;
@@ -256,38 +302,8 @@ template <int L> class Head {
     }
   }
 
-  // scores[g] -> 2 ** (score - highest); the total is NaN when a score is not finite.
-  void weigh(int64_t g, int64_t num_keys) {
-    constexpr int W = kLanes;
-    float *scores = scores_ + g * kScores;
-    const int64_t padded = (num_keys + W - 1) / W * W;
-    std::fill(scores + num_keys, scores + padded, -1e30f);
-    Floats<W> tops = load<Floats<W>>(scores);
-    for (int64_t k = W; k < padded; k += W) tops = larger<W>(tops, load<Floats<W>>(scores + k));
-    float top = highest_[g];
-    for (int lane = 0; lane < W; ++lane) top = std::max(top, tops[lane]);
-    const float fading = std::exp2(highest_[g] - top);
-    Floats<W> total = {}, check = {};
-    for (int64_t k = 0; k < padded; k += W) {
-      const auto score = load<Floats<W>>(scores + k);
-      check += score * 0.0f;
-      // 2**x = 2**n * 2**f with n the nearest integer; 2**f by its series, exact to float32's last bit but one
-      const Floats<W> x = larger<W>(score - top, Floats<W>{} - 126.0f);
-      const Ints<W> n = __builtin_convertvector(x - 0.5f, Ints<W>);
-      const Floats<W> f = x - __builtin_convertvector(n, Floats<W>);
-      Floats<W> power = f * 1.5403530e-4f + 1.3333558e-3f;
-      power = power * f + 9.6181291e-3f;
-      power = power * f + 5.5504109e-2f;
-      power = power * f + 2.4022651e-1f;
-      power = power * f + 6.9314718e-1f;
-      power = power * f + 1.0f;
-      power *= (Floats<W>)((n + 127) << 23);
-      total += power;
-      store(scores + k, power);
-    }
-    std::fill(scores + num_keys, scores + padded, 0.0f);
-    highest_[g] = top;
-    totals_[g] = totals_[g] * fading + sum<W>(total) + sum<W>(check);
+  void weigh_scores(int64_t g, int64_t num_keys) {
+    const float fading = weigh<1>(scores_ + g * kScores, 0, num_keys, num_keys, highest_[g], totals_[g]);
     for (int64_t v = 0; v < num_vectors_; ++v) {
       float *sums = at(sums_, g, v);
       store(sums, load<Floats<L>>(sums) * fading);
@@ -388,13 +404,14 @@ struct Product {
   int64_t num_inputs, num_outputs;
 };
 
-// sums (Rows, kPanel) += states (Rows, num_inputs) * panel (num_inputs, kPanel); the stride in elements
+// sums (Rows, kPanel) += states (Rows, num_inputs) * panel (num_inputs, kPanel); strides in elements
 template <int Rows>
-void multiply_tile(const float *states, int64_t state_stride, const float *panel, int64_t num_inputs, float *sums) {
+void multiply_tile(const float *states, int64_t state_stride, const float *panel, int64_t num_inputs, float *sums,
+                   int64_t sum_stride) {
   constexpr int L = kLanes;
   Floats<L> totals[Rows][kPanelVectors];
   for (int row = 0; row < Rows; ++row) {
-    for (int v = 0; v < kPanelVectors; ++v) totals[row][v] = load<Floats<L>>(sums + row * kPanel + v * L);
+    for (int v = 0; v < kPanelVectors; ++v) totals[row][v] = load<Floats<L>>(sums + row * sum_stride + v * L);
   }
   for (int64_t i = 0; i < num_inputs; ++i) {
     Floats<L> weights[kPanelVectors];
@@ -406,20 +423,20 @@ void multiply_tile(const float *states, int64_t state_stride, const float *panel
     }
   }
   for (int row = 0; row < Rows; ++row) {
-    for (int v = 0; v < kPanelVectors; ++v) store(sums + row * kPanel + v * L, totals[row][v]);
+    for (int v = 0; v < kPanelVectors; ++v) store(sums + row * sum_stride + v * L, totals[row][v]);
   }
 }
 
 // The same for any number of rows, in tiles as even as possible: small ones keep the units less busy.
 void multiply_rows(int64_t num_rows, const float *states, int64_t state_stride, const float *panel, int64_t num_inputs,
-                   float *sums) {
+                   float *sums, int64_t sum_stride) {
   static constexpr auto tiles = []<int... I>(std::integer_sequence<int, I...>) {
     return std::array{multiply_tile<I + 1>...};
   }(std::make_integer_sequence<int, kTileRows>{});
   for (int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows; num_tiles > 0; --num_tiles) {
     const int64_t rows = (num_rows + num_tiles - 1) / num_tiles;
-    tiles[rows - 1](states, state_stride, panel, num_inputs, sums);
-    num_rows -= rows, states += rows * state_stride, sums += rows * kPanel;
+    tiles[rows - 1](states, state_stride, panel, num_inputs, sums, sum_stride);
+    num_rows -= rows, states += rows * state_stride, sums += rows * sum_stride;
   }
 }
 
@@ -441,12 +458,185 @@ void multiply_panel(const Product &product, int64_t number, const float *states,
   const int64_t num_parts = num_rows <= kTileRows ? 1 : (num_inputs + kInputsAtOnce - 1) / kInputsAtOnce;
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t i = num_inputs * part / num_parts, end = num_inputs * (part + 1) / num_parts;
-    multiply_rows(num_rows, states + i, num_inputs, panel + i * kPanel, end - i, sums);
+    multiply_rows(num_rows, states + i, num_inputs, panel + i * kPanel, end - i, sums, kPanel);
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     std::memcpy(out + row * product.num_outputs, sums + row * kPanel, width * sizeof(float));
   }
 }
+
+// ---- attention in float32 ------------------------------------------------------------------------------------------
+//
+// Two products of tiles: the queries of some consecutive tokens (all heads that share a KV head) by kKeysAtOnce keys.
+//
+//   keys -> panels (head_dim, kPanel)     scores = queries * panels     sums *= 2 ** (old highest - highest)
+//   values -> panels (keys, kPanel)       sums += 2 ** (scores - highest) * panels
+//
+// Tiles of keys begin at multiples of kKeysAtOnce, and a key that a query does not see adds 0. So a query's result
+// depends neither on the tokens around it nor on threads and lanes: decodes and chunks of any size agree in every bit.
+
+constexpr int64_t kKeysAtOnce = 128;  // a multiple of every kPanel
+constexpr int kTotals = 16 / kLanes;
+
+struct TileTokens {
+  int64_t table, row, start, num_tokens;  // row of the tables, first row of the step and its position
+};
+
+struct Tiles {  // of a step
+  const int64_t *block_tables;  // (sequences, table_width)
+  const TileTokens *tiles;
+  int64_t num_tiles, table_width, max_tokens;
+};
+
+// L rows of L floats, a row stride apart in `rows`, become L columns.
+template <int L, int Step = L / 2> void transpose(Floats<L> *rows) {
+  const auto swap = [&]<int... I>(std::integer_sequence<int, I...>, int i) {
+    const Floats<L> a = rows[i], b = rows[i + Step];
+    rows[i] = __builtin_shufflevector(a, b, (I & Step ? L + I - Step : I)...);
+    rows[i + Step] = __builtin_shufflevector(a, b, (I & Step ? L + I : I + Step)...);
+  };
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    if (!(i & Step)) swap(std::make_integer_sequence<int, L>{}, i);
+  }
+  if constexpr (Step > 1) transpose<L, Step / 2>(rows);
+}
+
+// One thread's buffers for tiles of one shape.
+class Tile {
+ public:
+  Tile(const Shape &shape, int64_t max_tokens)
+      : shape_(shape), max_rows_(max_tokens * shape.group_size), num_parts_((shape.head_dim + kLanes - 1) / kLanes),
+        num_panels_((num_parts_ + kPanelVectors - 1) / kPanelVectors) {
+    const int64_t rows = (max_rows_ + 15) / 16 * 16, width = num_panels_ * kPanel;
+    const int64_t sizes[] = {rows * width, rows * width, rows * kKeysAtOnce,  rows,
+                             rows,         kKeysAtOnce * width, kKeysAtOnce * width};
+    float **buffers[] = {&queries_, &sums_, &scores_, &highest_, &totals_, &keys_, &values_};
+    int64_t size = 0;
+    for (const int64_t each : sizes) size += each;
+    struct alignas(64) Line {
+      float floats[16];
+    };
+    thread_local std::vector<Line> lines;  // to get and to touch fresh memory in each call would take longer
+    if (int64_t(lines.size()) < size / 16 + 1) lines.resize(size / 16 + 1);
+    float *next = lines[0].floats;
+    for (int i = 0; i < 7; ++i) *buffers[i] = next, next += sizes[i];
+  }
+
+  // The queries of tokens at start.. over one KV head. query and out: that head's first query of the first token.
+  // next_keys: of the head that is likely to follow, whose first tile is fetched early.
+  void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
+              const float *next_keys, const int64_t *block_table, int64_t start, int64_t num_tokens, int64_t window,
+              float *out) {
+    const int64_t group = shape_.group_size, num_rows = num_tokens * group, stop = start + num_tokens;
+    load_queries(query, query_stride, num_tokens);
+    const int64_t lowest = std::max<int64_t>(0, start + 1 - window);
+    for (int64_t first = lowest / kKeysAtOnce * kKeysAtOnce; first < stop; first += kKeysAtOnce) {
+      const int64_t num_keys = std::min(kKeysAtOnce, stop - first);
+      // the tokens that see a key of the tile
+      const int64_t begin = std::max<int64_t>(0, first - start);
+      const int64_t end = std::min(num_tokens, first + num_keys - 1 - start + window);
+      const int64_t rows = (end - begin) * group;
+      find_rows(shape_, block_table, first, stop, rows_, kKeysAtOnce);
+      load_keys(keys, values, num_keys);
+      float *scores = scores_ + begin * group * kKeysAtOnce;
+      std::fill(scores, scores + rows * kKeysAtOnce, 0.0f);
+      for (int64_t key = 0; key < num_keys; key += kPanel) {
+        const int64_t row = std::max(begin, first + key - start) * group;
+        multiply_rows(end * group - row, queries_ + row * shape_.head_dim, shape_.head_dim,
+                      keys_ + key * shape_.head_dim, shape_.head_dim, scores_ + row * kKeysAtOnce + key, kKeysAtOnce);
+      }
+      for (int64_t row = begin * group; row < end * group; ++row) {
+        const int64_t position = start + row / group;
+        const int64_t low = std::max<int64_t>(0, position + 1 - window - first);
+        const int64_t high = std::min(num_keys, position + 1 - first);
+        const float fading =
+            weigh<kTotals>(scores_ + row * kKeysAtOnce, low, high, num_keys, highest_[row], totals_[row]);
+        if (fading == 1) continue;
+        for (int64_t panel = 0; panel < num_panels_; ++panel) {
+          float *sums = sums_ + (panel * max_rows_ + row) * kPanel;
+          for (int i = 0; i < kPanel; ++i) sums[i] *= fading;
+        }
+      }
+      const bool is_last = first + kKeysAtOnce >= stop;
+      const int64_t next = is_last ? lowest / kKeysAtOnce * kKeysAtOnce : first + kKeysAtOnce;
+      find_rows(shape_, block_table, next, stop, next_rows_, kKeysAtOnce);
+      load_values(values, is_last ? next_keys : keys, num_keys);
+      for (int64_t panel = 0; panel < num_panels_; ++panel) {
+        multiply_rows(rows, scores, kKeysAtOnce, values_ + panel * kKeysAtOnce * kPanel, num_keys,
+                      sums_ + (panel * max_rows_ + begin * group) * kPanel, kPanel);
+      }
+    }
+    const int64_t width = shape_.num_kv_heads * group * shape_.head_dim;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const float inverse = 1.0f / totals_[row];
+      float *to = out + row / group * width + row % group * shape_.head_dim;
+      for (int64_t part = 0; part < num_parts_; ++part) {
+        const auto sums = load<Floats<kLanes>>(at(sums_, part, max_rows_) + row * kPanel);
+        store(to + offset(part), sums * inverse);
+      }
+    }
+  }
+
+ private:
+  // Of a vector of a head. The last may overlap the one before it: what they share is computed twice.
+  int64_t offset(int64_t part) const { return std::min(part * kLanes, shape_.head_dim - kLanes); }
+  // Where it lies in the first row of panels of `num_rows`.
+  static float *at(float *panels, int64_t part, int64_t num_rows) {
+    return panels + part / kPanelVectors * num_rows * kPanel + part % kPanelVectors * kLanes;
+  }
+
+  void load_queries(const float *query, int64_t stride, int64_t num_tokens) {
+    const float factor = shape_.scale * 1.4426950408889634f;  // for powers of 2 instead of e
+    const int64_t size = shape_.group_size * shape_.head_dim, num_rows = num_tokens * shape_.group_size;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      for (int64_t i = 0; i < size; ++i) queries_[token * size + i] = query[token * stride + i] * factor;
+    }
+    for (int64_t panel = 0; panel < num_panels_; ++panel) {
+      std::fill_n(sums_ + panel * max_rows_ * kPanel, num_rows * kPanel, 0.0f);
+    }
+    std::fill_n(highest_, num_rows, -INFINITY);
+    std::fill_n(totals_, num_rows, 0.0f);
+  }
+
+  // Fills keys_ (kKeysAtOnce / kPanel, head_dim, kPanel), and fetches the values.
+  void load_keys(const float *keys, const float *values, int64_t num_keys) {
+    constexpr int L = kLanes;
+    for (int64_t key = 0; key < num_keys; key += L) {
+      float *columns = keys_ + key / kPanel * kPanel * shape_.head_dim + key % kPanel;
+      for (int64_t part = 0; part < num_parts_; ++part) {
+        Floats<L> block[L];
+        for (int k = 0; k < L; ++k) block[k] = load<Floats<L>>(keys + rows_[key + k] + offset(part));
+        transpose<L>(block);
+        for (int i = 0; i < L; ++i) store(columns + (offset(part) + i) * kPanel, block[i]);
+      }
+      for (int k = 0; k < L; ++k) fetch(values + rows_[key + k]);
+    }
+  }
+
+  // Fills values_ (panels, kKeysAtOnce, kPanel), and fetches the keys of the next tile.
+  void load_values(const float *values, const float *keys, int64_t num_keys) {
+    for (int64_t key = 0; key < num_keys; ++key) {
+      for (int64_t part = 0; part < num_parts_; ++part) {
+        store(at(values_, part, kKeysAtOnce) + key * kPanel, load<Floats<kLanes>>(values + rows_[key] + offset(part)));
+      }
+      fetch(keys + next_rows_[key]);
+    }
+  }
+
+  void fetch(const float *row) const {
+    for (int64_t i = 0; i < shape_.head_dim; i += 16) __builtin_prefetch(row + i);
+  }
+
+  const Shape &shape_;
+  const int64_t max_rows_, num_parts_, num_panels_;
+  float *queries_;            // (max_rows, head_dim): token by token
+  float *sums_;               // (panels, max_rows, kPanel)
+  float *scores_;             // (max_rows, kKeysAtOnce)
+  float *highest_, *totals_;  // (max_rows,)
+  float *keys_, *values_;     // panels
+  int64_t rows_[kKeysAtOnce], next_rows_[kKeysAtOnce];
+};
 
 struct Norm {
   const float *weight;  // (size,)
@@ -533,6 +723,36 @@ void attend(const Shape *shape, const Decodes *decodes, const Bf16 *query, int64
   const int threads = int(std::min<int64_t>(num_threads, decodes->num_rows * shape->num_kv_heads));
   const auto attend_with = shape->head_dim >= 2 * kLanes ? attend_heads<kLanes> : attend_heads<4>;
   attend_with(*shape, *decodes, query, query_stride, keys, values, out, threads);
+}
+
+// Stores a key and a value for each row at its slot, then attends from the queries. A query sees `window` keys.
+//
+// As for `attend`; slots (num_rows,), out (num_rows, heads * head_dim). head_dim >= kLanes.
+void attend_tiles(const Shape *shape, const Tiles *step, const int64_t *slots, int64_t num_rows, int64_t window,
+                  const float *query, int64_t query_stride, const float *key, int64_t key_stride, const float *value,
+                  int64_t value_stride, float *keys, float *values, float *out, int num_threads) {
+  const int64_t num_heads = shape->num_kv_heads, row_size = num_heads * shape->head_dim;
+  // Decodes: a thread that takes all heads of a row knows which comes next.
+  const int64_t items_at_once = step->max_tokens == 1 && step->num_tiles >= 2 * num_threads ? num_heads : 1;
+#pragma omp parallel num_threads(num_threads)
+  {
+#pragma omp for
+    for (int64_t row = 0; row < num_rows; ++row) {
+      std::memcpy(keys + slots[row] * row_size, key + row * key_stride, row_size * sizeof(float));
+      std::memcpy(values + slots[row] * row_size, value + row * value_stride, row_size * sizeof(float));
+    }
+    Tile tile(*shape, step->max_tokens);
+    // the last tiles of a chunk see most keys: first
+#pragma omp for schedule(dynamic, items_at_once) nowait
+    for (int64_t item = step->num_tiles * num_heads - 1; item >= 0; --item) {
+      const auto [table, row, start, num_tokens] = step->tiles[item / num_heads];
+      const int64_t head = item % num_heads, first = head * shape->head_dim;
+      tile.attend(query + row * query_stride + first * shape->group_size, query_stride, keys + first, values + first,
+                  keys + (head > 0 ? head - 1 : num_heads - 1) * shape->head_dim,
+                  step->block_tables + table * step->table_width, start, num_tokens, window,
+                  out + (row * num_heads + head) * shape->group_size * shape->head_dim);
+    }
+  }
 }
 
 // Outputs of a panel.

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_ROWS: Final = 64
 """Rows of a norm or rotation that one thread handles. All threads share more."""
 _MIN_HEAD_DIM: Final = 8
+_MIN_TILED_HEAD_DIM: Final = 16
+"""The widest vector of any instruction set: every one serves the same models."""
+_NO_WINDOW: Final = 1 << 40
 _SOURCE: Final = Path(__file__).with_name("cpu.cpp")
 _MARCH: Final = (
     {"DEFAULT": "armv8-a"} if platform.machine() == "aarch64" else {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
@@ -82,6 +86,23 @@ class Decodes(ctypes.Structure):
         self.arrays = (block_tables, bounds)  # the fields point into them
 
 
+class Tiles(ctypes.Structure):
+    """Tokens of a step in tiles of consecutive ones of a sequence, whose queries attend together."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("block_tables", "tiles")),
+        *((name, ctypes.c_int64) for name in ("num_tiles", "table_width", "max_tokens")),
+    )
+
+    def __init__(self, block_tables: NDArray[np.int64], tiles: NDArray[np.int64]) -> None:
+        """`block_tables` (sequences, width); `tiles` (tiles, 4): row of the table, first row of the step, its position,
+        number of tokens. Both contiguous.
+        """
+        sizes = (len(tiles), block_tables.shape[1], int(tiles[:, 3].max(initial=0)))
+        super().__init__(block_tables.ctypes.data, tiles.ctypes.data, *sizes)
+        self.arrays = (block_tables, tiles)  # the fields point into them
+
+
 class Kernels:
     """The functions of one build of `cpu.cpp`.
 
@@ -100,6 +121,11 @@ class Kernels:
             "argmax": (pointer, pointer, size, size, count),
             "multiply": (pointer, pointer, pointer, size, count, count),
             "attend": (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count),
+            "attend_tiles": (
+                *(pointer, pointer, pointer, size, size),
+                *((pointer, size) * 3),
+                *(pointer, pointer, pointer, count),
+            ),
         }
         for library in (self.locked, self.unlocked):
             for name, types in arguments.items():
@@ -187,15 +213,15 @@ def to_panels(weight: Tensor, width: int) -> Tensor:
 
 
 class AttentionKernel:
-    """Decode attention over the pages of one pool, for one shape of heads."""
+    """Attention over the pages of one pool, for one shape of heads. Uses torch's number of threads."""
 
-    __slots__ = ("_attend", "_fields", "_head_dim", "_shape")
+    __slots__ = ("_attend", "_attend_tiles", "_fields", "_head_dim", "_shape")
 
     def __init__(
         self, kernels: Kernels, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int
     ) -> None:
         """`scale` multiplies products of query and key."""
-        self._attend = kernels.unlocked.attend
+        self._attend, self._attend_tiles = kernels.unlocked.attend, kernels.unlocked.attend_tiles
         self._head_dim = head_dim
         self._fields = _Shape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, scale)
         self._shape = ctypes.addressof(self._fields)
@@ -206,22 +232,37 @@ class AttentionKernel:
         """Store one key and value per row, then attend: `states` are queries (rows, heads, head_dim), keys and values
         (rows, kv_heads, head_dim), in bfloat16 and any strides.
 
-        keys, values (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim). Uses torch's number of
-        threads, without the interpreter's lock.
+        keys, values (num_blocks, block_size, kv_heads, head_dim); out (rows, heads * head_dim).
         """
+        self._run(self._attend, (ctypes.addressof(decodes),), states, (keys, values, out))
+
+    def attend_tiles(
+        self,
+        states: tuple[Tensor, Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        tiles: Tiles,
+        slots: Tensor,
+        out: Tensor,
+        window: int | None = None,
+    ) -> None:
+        """Do the same in float32 for the rows of any chunks, whose keys and values go to `slots` (rows,) int64."""
+        plan = (ctypes.addressof(tiles), slots.data_ptr(), len(slots), window or _NO_WINDOW)
+        self._run(self._attend_tiles, plan, states, (keys, values, out))
+
+    def _run(
+        self,
+        function: Callable[..., None],
+        plan: tuple[int, ...],
+        states: tuple[Tensor, Tensor, Tensor],
+        pools_and_out: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
         query, key, value = (self._with_adjacent_heads(one) for one in states)
-        self._attend(
+        function(
             self._shape,
-            ctypes.addressof(decodes),
-            query.data_ptr(),
-            query.stride(0),
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
+            *plan,
+            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(tensor.data_ptr() for tensor in pools_and_out),
             torch.get_num_threads(),
         )
 
@@ -233,9 +274,11 @@ class AttentionKernel:
         return states.contiguous()
 
 
-def attends(head_dim: int) -> bool:
-    """Return whether `AttentionKernel` serves heads of this size."""
-    return head_dim % 2 == 0 and head_dim >= _MIN_HEAD_DIM
+def attends(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether `AttentionKernel` serves heads of this size in this dtype."""
+    return (
+        head_dim >= _MIN_TILED_HEAD_DIM if dtype == torch.float32 else head_dim % 2 == 0 and head_dim >= _MIN_HEAD_DIM
+    )
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> Kernels | None:

@@ -65,7 +65,9 @@ class LoadedModel:
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
         elif self.dtype != torch.float32 or self.options.weights != "dense":
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
-        form = self.options.weights if products_for(self.dtype, self.device) is None else "panels"
+        form: str = self.options.weights if products_for(self.dtype, self.device) is None else "panels"
+        if self.options.deterministic:  # norms differ
+            form += "-deterministic"
         return f"{device}/{str(self.dtype).removeprefix('torch.')}/{form}"
 
 

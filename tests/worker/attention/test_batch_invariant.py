@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.worker.families import write_family
 from tests.worker.paged import PagedModel
 from worker.attention.batch_invariant import InvariantAttention
+from worker.attention.selector import select_attention
 from worker.model.linear import TiledLinear, dense_linear
 from worker.model.load import LoadedModel, LoadOptions, load_model
 
@@ -35,14 +37,18 @@ def tokens(length: int, seed: int) -> list[int]:
     return ids
 
 
-def paged(model: LoadedModel) -> PagedModel:
-    return PagedModel(model, block_size=8, num_blocks=128, attention=InvariantAttention)
+def paged(model: LoadedModel, *, selected: bool = True) -> PagedModel:
+    """Run the attention that the selector takes, in float32 the compiled one where there is a compiler, or torch's."""
+    attention = partial(select_attention, deterministic=True) if selected else InvariantAttention
+    return PagedModel(model, block_size=8, num_blocks=128, attention=attention)
 
 
+@pytest.mark.parametrize("selected", [False, True])
 @pytest.mark.parametrize("sizes", [[1], [7], [16, 1], [40, 3], [74, 1]], ids=str)
-def test_chunks_are_equal_to_the_bit(model: LoadedModel, sizes: list[int]) -> None:
+def test_chunks_are_equal_to_the_bit(model: LoadedModel, sizes: list[int], selected: bool) -> None:
     ids = tokens(LENGTH, 0)
-    assert torch.equal(paged(model).chunked(ids, sizes), paged(model).chunked(ids, [LENGTH]))
+    whole = paged(model, selected=selected).chunked(ids, [LENGTH])
+    assert torch.equal(paged(model, selected=selected).chunked(ids, sizes), whole)
 
 
 def test_other_sequences_of_the_batch_change_nothing(model: LoadedModel) -> None:

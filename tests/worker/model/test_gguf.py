@@ -56,7 +56,7 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     """Llama 3's scaling comes as a tensor in GGUF: it must give the table that the config gives."""
     reference = write_family("llama3", tmp_path / "hf")
     hf = load_model(str(tmp_path / "hf"), LoadOptions())
-    plain = 1.0 / 10_000.0 ** (np.arange(0, 8, 2) / 8)
+    plain = 1.0 / 10_000.0 ** (np.arange(0, 16, 2) / 16)
     factors = plain / reference.model.rotary_emb.inv_freq.numpy()
     assert factors.max() > 1.5
     write_gguf(tmp_path / "model.gguf", reference, "llama", rope_factors=factors)

@@ -162,13 +162,13 @@ def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tu
 
 
 def test_numerics_name_the_kernel(runner: ModelRunner) -> None:
-    assert runner.numerics == "cpu/float32/panels/torch"
+    assert runner.numerics == "cpu/float32/panels/tiled"
 
 
 def test_pools_are_sized_from_memory(model: LoadedModel) -> None:
     shape = model.config.attention
     size = block_bytes(shape, 16, torch.bfloat16)
-    assert size == 2 * 3 * 16 * 2 * 8 * 2
+    assert size == 2 * 3 * 16 * 2 * 16 * 2
     assert num_blocks_that_fit(10 * size + 1, shape, 16, torch.bfloat16) == 10
     with pytest.raises(ValueError, match="KV pool"):
         num_blocks_that_fit(size, shape, 16, torch.bfloat16)
