@@ -37,7 +37,7 @@ COVERED: Final = {
     r"headstart (gateway|worker)": "tests/e2e/test_main_job.py",
     r"headstart bench route": "tests/benchmarks/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",
-    r"headstart bench (cache|index|engine|gateway)": "tests/benchmarks",
+    r"headstart bench (cache|index|engine|gateway|speculation)": "tests/benchmarks",
     r"headstart bench dashboard": "tests/browser/test_load.py",
     r"headstart top": "tests/server/cli/test_top.py",
     r"headstart doctor": "tests/server/cli/test_doctor.py",
