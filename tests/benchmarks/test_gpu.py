@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.parts import NAMES, TESTS
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.parts import NAMES, TESTS, Part
+from benchmarks.gpu.report import Outcome
 from server.cli import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +56,19 @@ def test_a_part_that_fails_is_reported_and_the_next_runs(tmp_path: Path) -> None
     assert str(tmp_path / "none") in log.read_text()
 
 
+def test_the_report_is_saved_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+
+    def run(part: Part, *_: object) -> Outcome:
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        saved.append([part["status"] for part in summary["parts"]])
+        return Outcome(part.name, part.title, "ok", line='{"mode": "interpreter", "free_bytes": 0}')
+
+    monkeypatch.setattr(gpu, "run", run)
+    gpu.check(tmp_path, "cpu", "", ("triton_ops", "parity"), quick=True)
+    assert saved == [["running"], ["ok", "running"], ["ok", "ok", "running"]]
+
+
 def test_a_host_without_a_gpu_is_said_to_be_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--gpu", "--device", "cuda", "--report", str(tmp_path)]) == 1
     assert "torch cannot use a GPU" in capfd.readouterr().out
@@ -82,9 +98,12 @@ def test_the_bundle_runs_with_torch_alone(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     python = make_host(tmp_path / "host")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = str(python.parent)  # no redis-server, no git, no compiler
     options = f"--quick --device cpu --report {tmp_path / 'report'}"
     bundled = str(tmp_path / "headstart-gpu")
-    command = ["make", "-C", bundled, "gpu-check", f"PYTHON={python}", f"ARGS={options}"]
+    make = shutil.which("make")
+    assert make is not None
+    command = [make, "-C", bundled, "gpu-check", f"PYTHON={python}", f"ARGS={options}"]
     subprocess.run(command, check=True, env=environment)
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     assert summary["ok"]
