@@ -70,7 +70,7 @@ async def test_an_answers_blocks_are_its_tenants_without_salted_events(api: Scri
         rig.engine._on_batch(EventBatch(1.0, (stored,), 0))
         call.say(Chunk(output_ids, None, "length"), None)
         await until(lambda: rig.is_over(key))
-        assert rig.num_published(make_request((*prompt_ids, *output_ids))) == 3 * BLOCK
+        await until(lambda: rig.num_published(make_request((*prompt_ids, *output_ids))) == 3 * BLOCK)
         assert rig.num_published(make_request((*prompt_ids, *output_ids), root=OTHER_ROOT)) == 0
 
 
