@@ -15,7 +15,8 @@ import argparse
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -24,11 +25,14 @@ import torch
 from benchmarks.device_rates import matrix_rate, memory_rate, synchronise
 from benchmarks.random_model import SHAPES, random_model, random_reference
 from benchmarks.report import Figure, Report, option_parser, publish
+from benchmarks.requantised import requantised_model
 from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.engine.protocol import RequestKey
 from worker.engine.step import Launch, StepResult
+from worker.kernels.cpu import products_for
 from worker.model.config import LoadOptions, ModelConfig
+from worker.model.dtype import choose_dtype
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, load_model
 from worker.runner.model_runner import ModelRunner
@@ -167,7 +171,8 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    load = LoadOptions(dtype=options.dtype, device=options.device)
+    options.dtype = choose_dtype(options.dtype, options.device)
+    load = LoadOptions(dtype=options.dtype, device=options.device, weights=options.weights)
     model = load_model(options.model, load) if options.shape is None else random_model(options.shape, load)
     figures = [*_decode_figures(model, options), *_engine_figures(model, options)]
     figures += _shares(model, {figure.name: figure.value for figure in figures})
@@ -183,6 +188,7 @@ def _environment(model: LoadedModel, options: argparse.Namespace) -> dict[str, o
         "threads": torch.get_num_threads(),
         "model": model.checkpoint.name,
         "dtype": options.dtype,
+        "weights": options.weights,
         "device": options.device,
         "block_size": options.block_size,
     }
@@ -242,10 +248,7 @@ def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
 def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Figure]:
     """Floor and steps of one sequence, in alternating rounds."""
     floor = Floor(model.config, model.options)
-    engines: dict[str, Engine] = {"decode_step_b1_s": _decoding(model, options)}
-    if _can_pack(model, options):
-        packed = LoadOptions(dtype="bfloat16", weights="packed")
-        engines["decode_step_b1_packed_s"] = _decoding(load_model(options.model, packed), options)
+    engines = {name: _decoding(each, options) for name, each in _forms(model, options)}
     runs: dict[str, Callable[[], object]] = {"floor_step_s": floor, **{name: e.step for name, e in engines.items()}}
     best = dict.fromkeys(runs, float("inf"))
     in_a_row = engines["decode_step_b1_s"].steps_in_a_row
@@ -258,6 +261,12 @@ def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
         Figure("floor_step_s", floor_s, "s", "matrix-vector products of the fused weights alone"),
         Figure("decode_step_b1_s", step_s, "s", f"{step_s / floor_s:.2f} x the floor", "<= 1.4 x"),
     ]
+    if dense_s := best.get("decode_step_b1_dense_s"):
+        figures.append(Figure("decode_step_b1_dense_s", dense_s, "s", "weights in float32"))
+        for name, goal in (("int8", 1.6), ("int4", 1.8)):
+            quantised_s = best[f"decode_step_b1_{name}_s"]
+            gain = f"{dense_s / quantised_s:.2f} x the speed of dense weights"
+            figures.append(Figure(f"decode_step_b1_{name}_s", quantised_s, "s", gain, f">= {goal} x"))
     if packed_s := best.get("decode_step_b1_packed_s"):
         figures.append(
             Figure("decode_step_b1_packed_s", packed_s, "s", f"{packed_s / floor_s:.2f} x the floor", "<= 0.7 x")
@@ -354,8 +363,17 @@ def _first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
     return _seconds(engine.drain)
 
 
-def _can_pack(model: LoadedModel, options: argparse.Namespace) -> bool:
-    return isinstance(model.checkpoint, GGUFCheckpoint) and options.device == "cpu" and options.dtype == "bfloat16"
+def _forms(model: LoadedModel, options: argparse.Namespace) -> Iterator[tuple[str, LoadedModel]]:
+    """Yield the model and, on a CPU, the same with its weights in other forms."""
+    yield "decode_step_b1_s", model
+    if options.shape is not None or products_for(model.dtype, model.device) is None:
+        if isinstance(model.checkpoint, GGUFCheckpoint) and (options.device, options.dtype) == ("cpu", "bfloat16"):
+            packed = LoadOptions(dtype="bfloat16", weights="packed")
+            yield "decode_step_b1_packed_s", load_model(options.model, packed)
+        return
+    yield "decode_step_b1_dense_s", load_model(options.model, replace(model.options, weights="dense"))
+    yield "decode_step_b1_int8_s", requantised_model(model, "Q8_0")
+    yield "decode_step_b1_int4_s", requantised_model(model, "Q4_1")
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -369,7 +387,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="as of `headstart worker` (default: the model that is installed)")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of --model")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (default cpu)")
-    parser.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 or float16 (default bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="as of `headstart worker` (default bfloat16)")
+    parser.add_argument("--weights", default="auto", help="as of `headstart worker` (default auto)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block of the KV pool (default 16)")
     parser.add_argument("--chunk", type=int, help="most tokens in a step (default: as a worker on the device)")

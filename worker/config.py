@@ -36,8 +36,12 @@ class WorkerConfig(SharedConfig):
     device: str = _model("auto", "cpu, cuda, cuda:1 ... (default: cuda when there is one)")
     local_rank: int = _model(0, "this worker's number on this machine, from 0 (default 0)", least=0)
     local_world_size: int = _model(1, "workers that share this machine's GPUs (default 1)")
-    dtype: str | None = _model(None, "float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)")
-    weights: str = _model("dense", "dense, or packed: keep 4 and 8 bit GGUF weights packed (default dense)")
+    dtype: str | None = _model(
+        None, "float32, bfloat16, float16, or auto: the quickest here (default: float32 on a CPU, else bfloat16)"
+    )
+    weights: str = _model(
+        "auto", "dense; packed: 4 and 8 bit GGUF weights stay so; auto: packed where no result changes (auto)"
+    )
     deterministic: bool = _model(False, "give the same tokens however requests are batched, in bfloat16 too")
     max_model_len: int | None = _model(
         None, "tokens of the longest prompt and answer together (default: the model's)", type=int

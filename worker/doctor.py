@@ -20,9 +20,14 @@ from cache.stores.folder import parent_problem
 from worker.common.checks import Check, judge, print_check
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
+from worker.kernels.cpu import products_for
+from worker.model.base import Checkpoint
 from worker.model.config import DTYPES, ModelConfig
+from worker.model.dtype import CHOICES, choose_dtype
 from worker.model.errors import ModelError, UnsupportedModel
+from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import find_checkpoint, find_family
+from worker.model.quantisation import NUM_BITS, PANEL_BITS
 from worker.runner.memory import block_bytes, free_memory_bytes
 from worker.tokenizer_files import is_hub_id
 
@@ -37,10 +42,10 @@ def findings(options: argparse.Namespace) -> Iterator[Check]:
     device = torch.device(asked if options.device == "auto" else options.device)
     found_device = find_device(device)
     yield found_device
-    found_model, config = find_model(options.model)
+    found_model, model = find_model(options.model)
     yield found_model
-    if config is not None and found_device.status != "fail":
-        yield find_memory(config, device, options.dtype, options.num_workers)
+    if model is not None and found_device.status != "fail":
+        yield find_memory(*model, device, options.dtype, options.num_workers)
     if options.kv_disk is not None:
         yield find_kv_disk(options.kv_disk, options.kv_disk_size, options.num_workers)
 
@@ -65,7 +70,7 @@ def find_device(device: torch.device) -> Check:
     return Check("gpu", "ok", found)
 
 
-def find_model(source: str) -> tuple[Check, ModelConfig | None]:
+def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | None]:
     """Read the checkpoint's head. A Hugging Face id is looked up among what was fetched."""
     if is_hub_id(source) and not Path(source).expanduser().exists():
         from huggingface_hub import try_to_load_from_cache
@@ -83,7 +88,7 @@ def find_model(source: str) -> tuple[Check, ModelConfig | None]:
         return Check("model", "fail", f"{source or 'the default model'}: {error}", "correct --model"), None
     size = f"{config.attention.num_layers} layers, {num_parameters(config) / 1e6:,.0f} M parameters"
     found = f"{checkpoint.name} ({config.model_type}, {size}, {config.max_model_len:,} tokens of context)"
-    return Check("model", "ok", found), config
+    return Check("model", "ok", found), (checkpoint, config)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -93,10 +98,21 @@ def num_parameters(config: ModelConfig) -> int:
     return shape.num_layers * layer + config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
 
 
-def find_memory(config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int) -> Check:
+def weight_bytes(checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Estimate what weights take in the form that a worker gives them by default."""
+    if not isinstance(checkpoint, GGUFCheckpoint) or products_for(dtype, device) is None:
+        return num_parameters(config) * dtype.itemsize
+    bits = {kind: PANEL_BITS[num_bits] for kind, num_bits in NUM_BITS.items()}
+    matrices = sum(size * bits.get(kind, 32) for kind, size in checkpoint.matrix_sizes()) // 8
+    return matrices + config.vocab_size * config.hidden_size * dtype.itemsize  # embeddings are dense
+
+
+def find_memory(
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int
+) -> Check:
     """Check that weights fit, and a pool for one request of the whole context."""
-    asked = DTYPES[dtype or ("float32" if device.type == "cpu" else "bfloat16")]
-    weights = num_parameters(config) * asked.itemsize
+    asked = DTYPES[choose_dtype(dtype, device.type)]
+    weights = weight_bytes(checkpoint, config, device, asked)
     per_block = block_bytes(config.attention, BLOCK_SIZE, asked)
     context = -(-config.max_model_len // BLOCK_SIZE) * per_block
     num_sharing = num_workers
@@ -141,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker.doctor", description="Can a worker run here?")
     parser.add_argument("--model", default="")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--dtype", choices=CHOICES)
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--kv-disk", type=Path)
     parser.add_argument("--kv-disk-size", type=num_bytes, default=KV_DISK_BYTES)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final, cast
 
 import torch
 
@@ -34,7 +34,8 @@ from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
-from worker.model.config import LoadOptions
+from worker.model.config import LoadOptions, WeightForm
+from worker.model.dtype import choose_dtype
 from worker.model.load import LoadedModel, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
@@ -75,8 +76,7 @@ def build_engine(
             report(f"loading layer {done} of {total}")
 
     device = device_of(config)
-    dtype = config.dtype or ("float32" if device == "cpu" and config.weights == "dense" else "bfloat16")
-    weights = cast(Literal["dense", "packed"], config.weights)
+    dtype, weights = choose_dtype(config.dtype, device), cast(WeightForm, config.weights)
     options = LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
     model = load_model(config.model, options, on_layer)
     pooling = find_pooling(config.task, model.checkpoint.path)

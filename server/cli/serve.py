@@ -101,7 +101,7 @@ def parser() -> ArgumentParser:
     add("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
     add("--tls-key", metavar="FILE", help="its key")
     add("--redis", metavar="URL", help="use this Redis instead of starting an own one")
-    add("--dtype", help="float32, bfloat16 or float16 (default float32 on a CPU)")
+    add("--dtype", help="float32, bfloat16, float16, or auto: the quickest here (default float32 on a CPU)")
     add("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
     add("--policy", help="routing policy (default headstart)")
     add("--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)")

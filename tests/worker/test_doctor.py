@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from worker import doctor
+from worker.model.config import LoadOptions
+from worker.model.load import load_model
 
 CPU = torch.device("cpu")
 
@@ -24,12 +26,21 @@ def test_every_check_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_default_model_is_sized_and_its_memory_counted_for_every_worker() -> None:
-    finding, config = doctor.find_model("")
-    assert (finding.status, config is not None) == ("ok", True)
-    assert config is not None
+    finding, model = doctor.find_model("")
+    assert finding.status == "ok"
+    assert model is not None
+    _, config = model
     assert doctor.num_parameters(config) == pytest.approx(134_515_008, rel=0.01)
-    assert doctor.find_memory(config, CPU, None, 1_000_000).status == "fail"
-    assert doctor.find_memory(config, CPU, "bfloat16", 1).status in ("ok", "warn")
+    assert doctor.find_memory(*model, CPU, None, 1_000_000).status == "fail"
+    assert doctor.find_memory(*model, CPU, "bfloat16", 1).status in ("ok", "warn")
+
+
+def test_packed_weights_are_counted_as_they_lie_in_memory() -> None:
+    loaded = load_model("", LoadOptions())
+    counted = doctor.weight_bytes(loaded.checkpoint, loaded.config, CPU, torch.float32)
+    embedding = 4 * loaded.config.vocab_size * loaded.config.hidden_size
+    assert counted == pytest.approx(loaded.decoder.weight_bytes + embedding, rel=0.02)
+    assert doctor.weight_bytes(loaded.checkpoint, loaded.config, CPU, torch.bfloat16) > counted
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,14 @@ WORKER: Final[dict[str, Schema]] = {
     "task": choice(
         "`embed` makes embeddings; `auto` does where the model has a pooling file.", "auto", "generate", "embed"
     ),
-    "dtype": choice("Number format; empty: float32 on a CPU, else bfloat16.", "", "float32", "bfloat16", "float16"),
-    "weights": choice("`packed` keeps 4 and 8 bit GGUF weights packed.", "dense", "packed"),
+    "dtype": choice(
+        "Number format; empty: float32 on a CPU, else bfloat16; `auto`: the quickest on the node.",
+        *("", "auto", "float32", "bfloat16", "float16"),
+    ),
+    "weights": choice(
+        "`packed` keeps 4 and 8 bit GGUF weights so; `auto` does where no result changes: in float32 on a CPU.",
+        *("auto", "dense", "packed"),
+    ),
     "maxModelLen": whole("Longest prompt and answer together, in tokens; 0: the model's.", 0),
     "maxNumSeqs": whole("Sequences in a step.", 1),
     "blockSize": whole("Tokens in a block of the KV cache; the same for all workers of a model.", 1),

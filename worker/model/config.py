@@ -10,7 +10,8 @@ import torch
 from worker.attention.base import AttentionShape
 from worker.model.errors import CheckpointError
 
-WeightForm = Literal["dense", "packed"]
+WeightForm = Literal["auto", "dense", "packed"]
+"""auto: quantised weights stay packed where the results are those of dense ones, which is in float32 on a CPU."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -21,7 +22,7 @@ class LoadOptions:
     dtype: str = "float32"
     """The dtype of activations and dense weights."""
     device: str = "cpu"
-    weights: WeightForm = "dense"
+    weights: WeightForm = "auto"
     deterministic: bool = False
     """Every token's result is the same, bit for bit, however it is batched, chunked or cached. Slower."""
 
@@ -30,12 +31,15 @@ class LoadOptions:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.weights not in get_args(WeightForm):
             raise ValueError(f"weights must be one of {', '.join(get_args(WeightForm))}, got {self.weights!r}")
-        if self.weights == "packed" and (self.dtype, self.device) != ("bfloat16", "cpu"):
+        if self.weights == "packed" and (self.device != "cpu" or self.dtype == "float16"):
             raise ValueError(
-                "weights=packed needs dtype=bfloat16 and device=cpu: the packed product exists there alone"
+                "weights=packed needs device=cpu and dtype=float32 or bfloat16: only these have its products"
             )
-        if self.deterministic and (self.weights, self.device) != ("dense", "cpu"):
-            raise ValueError("deterministic needs weights=dense and device=cpu: no other kernels are batch-invariant")
+        if self.deterministic and (self.device != "cpu" or (self.weights, self.dtype) == ("packed", "bfloat16")):
+            raise ValueError(
+                "deterministic needs device=cpu, and weights=packed with it dtype=float32: no other products are "
+                "batch-invariant"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:

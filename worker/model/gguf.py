@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,6 +109,12 @@ class GGUFCheckpoint(Checkpoint):
             return None
         columns, rows = (int(size) for size in stored.shape)
         return QuantisedTensor(stored.tensor_type.name, self._rows(name, stored), (rows, columns))
+
+    def matrix_sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the kind and the number of elements of each matrix."""
+        for stored in self._tensors.values():
+            if len(stored.shape) == 2:
+                yield stored.tensor_type.name, int(stored.n_elements)
 
     def rope_factors(self) -> Tensor | None:
         if (stored := self._tensors.get("rope_freqs.weight")) is None:

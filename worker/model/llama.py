@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
-from worker.kernels.cpu import products_for, to_panels
-from worker.model.base import Checkpoint, Progress
+from worker.kernels.cpu import Kernels, Panels, products_for, to_panels, to_quantised_panels
+from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
 from worker.model.linear import (
-    PACKABLE,
+    PACKABLE_IN_BFLOAT16,
     Linear,
     OneDnnLinear,
     PackedLinear,
@@ -31,6 +31,7 @@ from worker.model.linear import (
     dense_linear,
     is_packable,
 )
+from worker.model.quantisation import NUM_BITS, decode, kind_of
 from worker.model.rope import Rotation, make_rope, rope_table
 from worker.model.weight_file import Weights
 
@@ -131,11 +132,13 @@ class _WeightLoader:
         self._products = products_for(self._dtype, self._device)
 
     def check_packed(self) -> None:
-        """Raise UnsupportedModel when packed weights are asked for and no matrix is packable."""
-        if self._options.weights == "packed" and self._num_packed == 0:
-            raise UnsupportedModel(
-                f"weights=packed: no matrix of {self._checkpoint.path} is {', '.join(sorted(PACKABLE))}"
-            )
+        """Raise UnsupportedModel when packed weights are asked for and no matrix is packed."""
+        if self._options.weights != "packed" or self._num_packed > 0:
+            return
+        if self._dtype == torch.float32 and self._products is None:
+            raise UnsupportedModel("weights=packed in float32 needs the compiled kernels: install g++")
+        kinds = ", ".join(NUM_BITS if self._products else PACKABLE_IN_BFLOAT16)
+        raise UnsupportedModel(f"weights=packed: no matrix of {self._checkpoint.path} is {kinds}")
 
     def layer(self, prefix: str) -> LayerWeights:
         shape, hidden = self._config.attention, self._config.hidden_size
@@ -155,7 +158,7 @@ class _WeightLoader:
         names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
         options = self._options
         # Fused products round once. In float32 the plain form rounds as the reference does.
-        is_plain = options.weights == "dense" and not options.deterministic
+        is_plain = options.weights != "packed" and not options.deterministic
         if self._dtype == torch.bfloat16 and self._device.type == "cpu" and is_plain:
             gate, up = (self._linear([name], (inner,), hidden) for name in names)
             down = self._linear([f"{prefix}.down_proj"], (hidden,), inner)
@@ -194,21 +197,33 @@ class _WeightLoader:
     def _in_form(
         self, names: Sequence[str], num_outputs: int, weight: Callable[[], Tensor], bias: Tensor | None
     ) -> Linear:
-        """Return the product in the form that the options ask for. A packed one has a dense one for large batches."""
-        if (kernels := self._products) is not None:
-            width = kernels.panel_width
-            panels = self._weights.get(f"panels of {' '.join(names)}", lambda: to_panels(weight(), width))
-            return PanelLinear(kernels, panels, num_outputs, bias)
+        """Return the product in the form that the options ask for."""
+        if self._products is not None:
+            return PanelLinear(self._products, self._panels(self._products, names, num_outputs, weight), bias)
         dense = dense_linear(weight(), bias)
         if self._options.deterministic:
             return TiledLinear(dense)
-        if self._options.weights == "dense":
+        if self._options.weights != "packed" or self._dtype != torch.bfloat16:
             return dense
-        stored = [self._checkpoint.quantised(f"{name}.weight") for name in names]
+        stored = self._quantised(names)
         if not is_packable(stored):
             return dense
         self._num_packed += 1
         return PackedLinear([part for part in stored if part is not None], dense, bias)
+
+    def _panels(self, kernels: Kernels, names: Sequence[str], num_outputs: int, weight: Callable[[], Tensor]) -> Panels:
+        width, name = kernels.panel_width, " ".join(names)
+        parts = [] if self._options.weights == "dense" else self._quantised(names)
+        if (num_bits := NUM_BITS.get(kind_of(parts))) is None:
+            data = self._weights.get(f"panels of {name}", lambda: to_panels(weight(), width))
+            return Panels(data, data.shape[1], num_outputs, 32)
+        self._num_packed += 1
+        stored = [part for part in parts if part is not None]
+        data = self._weights.get(f"packed panels of {name}", lambda: to_quantised_panels(decode(stored), width))
+        return Panels(data, stored[0].shape[1], num_outputs, num_bits)
+
+    def _quantised(self, names: Sequence[str]) -> list[QuantisedTensor | None]:
+        return [self._checkpoint.quantised(f"{name}.weight") for name in names]
 
     def _bias(self, names: Sequence[str], rows: Sequence[int]) -> Tensor | None:
         if not any(self._checkpoint.has(f"{name}.bias") for name in names):

@@ -63,9 +63,11 @@ class LoadedModel:
         device = self.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
-        elif self.dtype != torch.float32 or self.options.weights != "dense":
+        elif self.dtype != torch.float32:
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
-        form: str = self.options.weights if products_for(self.dtype, self.device) is None else "panels"
+        form = "packed" if self.options.weights == "packed" else "dense"
+        if products_for(self.dtype, self.device) is not None:
+            form = "panels"
         if self.options.deterministic:  # norms differ
             form += "-deterministic"
         return f"{device}/{str(self.dtype).removeprefix('torch.')}/{form}"
@@ -91,7 +93,7 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
         files = _files(checkpoint.path)
         if kernels is None or sum(file.stat().st_size for file in files) < _MIN_PREPARED_BYTES:
             return load(MadeWeights())
-        return load_prepared(_key(checkpoint, files, config, kernels), load)
+        return load_prepared(_key(checkpoint, files, config, kernels, options), load)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
             f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
@@ -108,11 +110,14 @@ def _files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def _key(checkpoint: Checkpoint, files: Sequence[Path], config: ModelConfig, kernels: Kernels) -> str:
+def _key(
+    checkpoint: Checkpoint, files: Sequence[Path], config: ModelConfig, kernels: Kernels, options: LoadOptions
+) -> str:
     """Digest what prepared float32 weights depend on: the files and their times, the shape, and the code."""
     status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    parts = (checkpoint.revision, status, config, kernels.panel_width, code)
+    form = "dense" if options.weights == "dense" else "packed"
+    parts = (checkpoint.revision, status, config, kernels.panel_width, form, code)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

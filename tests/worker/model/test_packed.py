@@ -5,31 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
 from tests.worker.families import write_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
-from worker.model.base import QuantisedTensor
+from tests.worker.quantised import quantised
+from worker.model import llama
 from worker.model.errors import UnsupportedModel
 from worker.model.linear import DenseLinear, PackedLinear, is_packable
 from worker.model.load import LoadOptions, load_model
 
 
-def quantised(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[QuantisedTensor, torch.Tensor]:
-    values = np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
-    quantisation = gguf.GGMLQuantizationType[kind]
-    data = gguf.quantize(values, quantisation)
-    weight = torch.from_numpy(gguf.dequantize(data, quantisation).copy())
-    return QuantisedTensor(kind, data, (rows, columns)), weight
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("shape", [(64, 64), (16, 32), (80, 128), (192, 576)], ids=str)
 def test_products_are_those_of_the_dequantised_weight(kind: str, shape: tuple[int, int]) -> None:
-    part, weight = quantised(kind, *shape)
+    part, weight = quantised(kind, shape[0], shape[1] // 32)
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2)).bfloat16()
     linear = PackedLinear([part], DenseLinear(torch.full(shape, float("nan")).bfloat16()), bias)
     for rows in (1, 3, 4):
@@ -40,14 +32,14 @@ def test_products_are_those_of_the_dequantised_weight(kind: str, shape: tuple[in
 
 
 def test_many_rows_take_the_dense_twin() -> None:
-    part, _ = quantised("Q4_1", 32, 32)
+    part, _ = quantised("Q4_1", 32, 1)
     linear = PackedLinear([part], DenseLinear(torch.zeros(32, 32).bfloat16()), None)
     assert linear(torch.ones(1, 32).bfloat16()).any()
     assert not linear(torch.ones(9, 32).bfloat16()).any()
 
 
 def test_parts_are_stacked() -> None:
-    (one, first), (two, second) = quantised("Q4_1", 32, 64, 1), quantised("Q4_1", 16, 64, 2)
+    (one, first), (two, second) = quantised("Q4_1", 32, 2, 1), quantised("Q4_1", 16, 2, 2)
     linear = PackedLinear([one, two], DenseLinear(torch.zeros(48, 64).bfloat16()), None)
     states = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     want = states.float() @ torch.cat((first, second)).T
@@ -55,12 +47,12 @@ def test_parts_are_stacked() -> None:
 
 
 def test_what_cannot_be_packed() -> None:
-    four, eight, five = (quantised(kind, 32, 32)[0] for kind in ("Q4_1", "Q8_0", "Q5_1"))
+    four, eight, five = (quantised(kind, 32, 1)[0] for kind in ("Q4_1", "Q8_0", "Q5_1"))
     assert is_packable([four, four])
     assert not is_packable([four, eight])
     assert not is_packable([five])
     assert not is_packable([None])
-    assert not is_packable([quantised("Q4_1", 40, 32)[0]])
+    assert not is_packable([quantised("Q4_1", 40, 1)[0]])
 
 
 def test_a_model_runs_packed(tmp_path: Path) -> None:
@@ -75,6 +67,31 @@ def test_a_model_runs_packed(tmp_path: Path) -> None:
     assert float((dense.exp() * (dense - packed)).sum(-1).mean()) < 0.01
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_in_float32_a_packed_model_gives_the_bits_of_a_dense_one(kind: str, tmp_path: Path) -> None:
+    reference = write_family("smollm2", tmp_path / "hf", hidden_size=96, intermediate_size=64, initializer_range=0.1)
+    write_gguf(tmp_path / "m.gguf", reference, "llama", kind=gguf.GGMLQuantizationType[kind])
+    packed, unasked, dense = (
+        load_model(str(tmp_path / "m.gguf"), LoadOptions(weights=form)) for form in ("packed", "auto", "dense")
+    )
+    assert packed.numerics == unasked.numerics == dense.numerics, "a stream may go on from one to the other"
+    assert packed.decoder.weight_bytes == unasked.decoder.weight_bytes < dense.decoder.weight_bytes / 2
+    ids = [5, 17, 3, 98, 41, 41, 7, 60, 2, 2, 9, 30]
+    for chunks in ([12], [1], [9, 3]):
+        want = PagedModel(dense).chunked(ids, chunks)
+        for model in (packed, unasked):
+            assert torch.equal(PagedModel(model).chunked(ids, chunks), want)
+
+
+def test_float32_without_the_kernels_cannot_be_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "products_for", lambda dtype, device: None)
+    reference = write_family("smollm2", tmp_path / "hf", hidden_size=96, intermediate_size=64)
+    write_gguf(tmp_path / "m.gguf", reference, "llama", kind=gguf.GGMLQuantizationType.Q4_1)
+    with pytest.raises(UnsupportedModel, match=r"install g\+\+"):
+        load_model(str(tmp_path / "m.gguf"), LoadOptions(weights="packed"))
+    load_model(str(tmp_path / "m.gguf"), LoadOptions())
+
+
 def test_nothing_to_pack_is_an_error(tmp_path: Path) -> None:
     write_family("smollm2", tmp_path)
     with pytest.raises(UnsupportedModel, match="Q4_1"):
@@ -82,7 +99,13 @@ def test_nothing_to_pack_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"weights": "packed"}, {"weights": "packed", "dtype": "bfloat16", "deterministic": True}], ids=str
+    "options",
+    [
+        {"weights": "packed", "dtype": "float16"},
+        {"weights": "packed", "device": "cuda"},
+        {"weights": "packed", "dtype": "bfloat16", "deterministic": True},
+    ],
+    ids=str,
 )
 def test_combinations_that_do_not_exist(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="needs"):
