@@ -1,6 +1,6 @@
-"""Paged attention in bfloat16 on a CPU: the decodes run in a compiled kernel, which reads the pages where they lie.
+"""Paged attention in bfloat16 on a CPU with AMX: decodes run in a compiled kernel, which reads the pages in place.
 
-Prefill chunks run in torch.
+Prefill chunks run in torch, whose products use AMX.
 """
 
 from __future__ import annotations

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from worker.attention.base import Attention, AttentionShape
 from worker.attention.batch_invariant import InvariantAttention
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.tiled_paged import TiledPagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels.cpu import attends, kernels_for, products_for
+from worker.kernels.cpu import attention_for, has_amx
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +22,10 @@ def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bo
 
     Raises RuntimeError on CUDA without xformers: a GPU must not run slow code unnoticed.
     """
-    if attends(cache.dtype, shape.head_dim):
-        if kernels := products_for(cache.dtype, cache.device):
-            return TiledPagedAttention(shape, cache, kernels)
-        if kernels := kernels_for(cache.dtype, cache.device, deterministic=deterministic):
+    if (kernels := attention_for(cache.dtype, cache.device, shape.head_dim)) is not None:
+        if cache.dtype == torch.bfloat16 and has_amx() and not deterministic:
             return CompiledPagedAttention(shape, cache, kernels)
+        return TiledPagedAttention(shape, cache, kernels, is_deterministic=deterministic)
     if deterministic:
         return InvariantAttention(shape, cache)
     if cache.device.type != "cuda":

@@ -1,30 +1,45 @@
-"""Paged attention in float32 on a CPU: decodes and chunks run in one compiled kernel, which reads the pages in place.
+"""Paged attention on a CPU in compiled kernels, which read the pages in place: in float32, and in bfloat16.
 
-A token's result is the same in every bit whatever shares its step, and however its prompt is cut into chunks.
+Chunks run in tiles: a token's result is the same in every bit whatever shares its step, and however its prompt is cut
+into chunks. So do decodes in float32, and with `is_deterministic`; else those in bfloat16 have a quicker kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionShape, ForwardBatch, Span
+from worker.attention.base import AttentionShape, ForwardBatch, Span, num_leading_decodes
 from worker.attention.kv_cache import KVCache
-from worker.kernels.cpu import AttentionKernel, Kernels, Tiles
+from worker.kernels.cpu import AttentionKernel, Decodes, Kernels, Tiles
 
 _MAX_QUERIES: Final = 192
 """Queries of a tile that share a KV head: enough to reuse its keys, few enough for the L2 cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The first rows of a step are those of `decodes`, the others of `tiles`."""
+
+    num_decodes: int
+    decodes: Mapping[int | None, Decodes]
+    """By the window of a layer."""
+    tiles: Tiles | None
+
+
 class TiledPagedAttention:
-    """A `worker.attention.base.Attention` bound to one pool in float32 on a CPU."""
+    """A `worker.attention.base.Attention` bound to one pool in float32 or bfloat16 on a CPU."""
 
     name = "tiled"
 
-    def __init__(self, shape: AttentionShape, cache: KVCache, kernels: Kernels) -> None:
+    def __init__(
+        self, shape: AttentionShape, cache: KVCache, kernels: Kernels, *, is_deterministic: bool = False
+    ) -> None:
         self._shape = shape
         self._cache = cache
         self._kernel = AttentionKernel(
@@ -36,22 +51,46 @@ class TiledPagedAttention:
             block_size=cache.block_size,
         )
         self._tile_tokens = max(1, _MAX_QUERIES * shape.num_kv_heads // shape.num_heads)
+        self._tiles_decodes = is_deterministic or cache.dtype == torch.float32
 
-    def plan(self, spans: Sequence[Span]) -> Tiles:
-        tiles, first, size = [], 0, self._cache.block_size
-        tables = np.zeros((len(spans), max(-(-span.stop // size) for span in spans)), np.int64)
+    def plan(self, spans: Sequence[Span]) -> _Plan:
+        num_decodes = 0 if self._tiles_decodes else num_leading_decodes(spans)
+        windows = set(self._shape.windows) or {None}
+        decodes = {window: self._plan_decodes(spans[:num_decodes], window) for window in windows if num_decodes}
+        chunks = spans[num_decodes:]
+        return _Plan(num_decodes, decodes, self._plan_tiles(chunks) if chunks else None)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        plan = batch.plan
+        assert isinstance(plan, _Plan)
+        out = query.new_empty(len(query), self._shape.query_size)
+        keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._shape.window(layer)
+        num = plan.num_decodes
+        if num:
+            self._kernel((query[:num], key[:num], value[:num]), keys, values, plan.decodes[window], out[:num])
+        if plan.tiles is not None:
+            states = (query[num:], key[num:], value[num:])
+            self._kernel.attend_tiles(states, keys, values, plan.tiles, batch.slots[num:], out[num:], window)
+        return out
+
+    def _plan_decodes(self, spans: Sequence[Span], window: int | None) -> Decodes:
+        bounds = [(0 if window is None else max(0, span.stop - window), span.stop) for span in spans]
+        return Decodes(self._tables(spans), np.array(bounds, np.int64))
+
+    def _plan_tiles(self, spans: Sequence[Span]) -> Tiles:
+        tiles, first = [], 0
         for index, span in enumerate(spans):
-            num_blocks = -(-span.stop // size)
-            tables[index, :num_blocks] = span.block_table[:num_blocks]
             for done in range(0, span.num_tokens, self._tile_tokens):
                 num_tokens = min(self._tile_tokens, span.num_tokens - done)
                 tiles.append((index, first + done, span.start + done, num_tokens))
             first += span.num_tokens
-        return Tiles(tables, np.array(tiles, np.int64))
+        return Tiles(self._tables(spans), np.array(tiles, np.int64))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        assert isinstance(batch.plan, Tiles)
-        out = query.new_empty(len(query), self._shape.query_size)
-        keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._shape.window(layer)
-        self._kernel.attend_tiles((query, key, value), keys, values, batch.plan, batch.slots, out, window)
-        return out
+    def _tables(self, spans: Sequence[Span]) -> np.ndarray:
+        """Return the block tables, (sequences, width) int64."""
+        size = self._cache.block_size
+        tables = np.zeros((len(spans), max(-(-span.stop // size) for span in spans)), np.int64)
+        for row, span in enumerate(spans):
+            num_blocks = -(-span.stop // size)
+            tables[row, :num_blocks] = span.block_table[:num_blocks]
+        return tables

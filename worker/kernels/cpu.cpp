@@ -70,6 +70,7 @@ template <int L> struct Vectors {
   typedef float Floats __attribute__((vector_size(4 * L)));
   typedef int32_t Ints __attribute__((vector_size(4 * L)));
   typedef uint32_t Words __attribute__((vector_size(4 * L)));
+  typedef Bf16 Halves __attribute__((vector_size(2 * L)));
 };
 template <int L> using Floats = typename Vectors<L>::Floats;
 template <int L> using Ints = typename Vectors<L>::Ints;
@@ -82,6 +83,19 @@ template <class Vector> Vector load(const void *address) {
 }
 
 template <class Vector> void store(void *address, Vector vector) { std::memcpy(address, &vector, sizeof vector); }
+
+// L floats from or to adjacent elements of a tensor
+template <int L> Floats<L> load_floats(const float *from) { return load<Floats<L>>(from); }
+template <int L> Floats<L> load_floats(const Bf16 *from) {
+  const auto halves = load<typename Vectors<L>::Halves>(from);
+  return (Floats<L>)(__builtin_convertvector(halves, Words<L>) << 16);
+}
+template <int L> void store_floats(float *to, Floats<L> floats) { store(to, floats); }
+template <int L> void store_floats(Bf16 *to, Floats<L> floats) {
+  for (int lane = 0; lane < L; ++lane) to[lane] = narrow(floats[lane]);
+}
+float to_float(float value) { return value; }
+float to_float(Bf16 value) { return widen(value); }
 
 template <int L> Floats<L> larger(Floats<L> a, Floats<L> b) { return a > b ? a : b; }
 
@@ -671,8 +685,8 @@ template <int L, int Step = L / 2> void transpose(Floats<L> *rows) {
   if constexpr (Step > 1) transpose<L, Step / 2>(rows);
 }
 
-// One thread's buffers for tiles of one shape.
-class Tile {
+// One thread's buffers for tiles of one shape, over tensors of E.
+template <class E> class Tile {
  public:
   Tile(const Shape &shape, int64_t max_tokens)
       : shape_(shape), max_rows_(max_tokens * shape.group_size), num_parts_((shape.head_dim + kLanes - 1) / kLanes),
@@ -694,9 +708,8 @@ class Tile {
 
   // The queries of tokens at start.. over one KV head. query and out: that head's first query of the first token.
   // next_keys: of the head that is likely to follow, whose first tile is fetched early.
-  void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
-              const float *next_keys, const int64_t *block_table, int64_t start, int64_t num_tokens, int64_t window,
-              float *out) {
+  void attend(const E *query, int64_t query_stride, const E *keys, const E *values, const E *next_keys,
+              const int64_t *block_table, int64_t start, int64_t num_tokens, int64_t window, E *out) {
     const int64_t group = shape_.group_size, num_rows = num_tokens * group, stop = start + num_tokens;
     load_queries(query, query_stride, num_tokens);
     const int64_t lowest = std::max<int64_t>(0, start + 1 - window);
@@ -739,10 +752,10 @@ class Tile {
     const int64_t width = shape_.num_kv_heads * group * shape_.head_dim;
     for (int64_t row = 0; row < num_rows; ++row) {
       const float inverse = 1.0f / totals_[row];
-      float *to = out + row / group * width + row % group * shape_.head_dim;
+      E *to = out + row / group * width + row % group * shape_.head_dim;
       for (int64_t part = 0; part < num_parts_; ++part) {
         const auto sums = load<Floats<kLanes>>(at(sums_, part, max_rows_) + row * kPanel);
-        store(to + offset(part), sums * inverse);
+        store_floats<kLanes>(to + offset(part), sums * inverse);
       }
     }
   }
@@ -755,11 +768,11 @@ class Tile {
     return panels + part / kPanelVectors * num_rows * kPanel + part % kPanelVectors * kLanes;
   }
 
-  void load_queries(const float *query, int64_t stride, int64_t num_tokens) {
+  void load_queries(const E *query, int64_t stride, int64_t num_tokens) {
     const float factor = shape_.scale * 1.4426950408889634f;  // for powers of 2 instead of e
     const int64_t size = shape_.group_size * shape_.head_dim, num_rows = num_tokens * shape_.group_size;
     for (int64_t token = 0; token < num_tokens; ++token) {
-      for (int64_t i = 0; i < size; ++i) queries_[token * size + i] = query[token * stride + i] * factor;
+      for (int64_t i = 0; i < size; ++i) queries_[token * size + i] = to_float(query[token * stride + i]) * factor;
     }
     for (int64_t panel = 0; panel < num_panels_; ++panel) {
       std::fill_n(sums_ + panel * max_rows_ * kPanel, num_rows * kPanel, 0.0f);
@@ -769,13 +782,13 @@ class Tile {
   }
 
   // Fills keys_ (kKeysAtOnce / kPanel, head_dim, kPanel), and fetches the values.
-  void load_keys(const float *keys, const float *values, int64_t num_keys) {
+  void load_keys(const E *keys, const E *values, int64_t num_keys) {
     constexpr int L = kLanes;
     for (int64_t key = 0; key < num_keys; key += L) {
       float *columns = keys_ + key / kPanel * kPanel * shape_.head_dim + key % kPanel;
       for (int64_t part = 0; part < num_parts_; ++part) {
         Floats<L> block[L];
-        for (int k = 0; k < L; ++k) block[k] = load<Floats<L>>(keys + rows_[key + k] + offset(part));
+        for (int k = 0; k < L; ++k) block[k] = load_floats<L>(keys + rows_[key + k] + offset(part));
         transpose<L>(block);
         for (int i = 0; i < L; ++i) store(columns + (offset(part) + i) * kPanel, block[i]);
       }
@@ -784,17 +797,17 @@ class Tile {
   }
 
   // Fills values_ (panels, kKeysAtOnce, kPanel), and fetches the keys of the next tile.
-  void load_values(const float *values, const float *keys, int64_t num_keys) {
+  void load_values(const E *values, const E *keys, int64_t num_keys) {
     for (int64_t key = 0; key < num_keys; ++key) {
       for (int64_t part = 0; part < num_parts_; ++part) {
-        store(at(values_, part, kKeysAtOnce) + key * kPanel, load<Floats<kLanes>>(values + rows_[key] + offset(part)));
+        store(at(values_, part, kKeysAtOnce) + key * kPanel, load_floats<kLanes>(values + rows_[key] + offset(part)));
       }
       fetch(keys + next_rows_[key]);
     }
   }
 
-  void fetch(const float *row) const {
-    for (int64_t i = 0; i < shape_.head_dim; i += 16) __builtin_prefetch(row + i);
+  void fetch(const E *row) const {
+    for (int64_t i = 0; i < shape_.head_dim; i += 64 / int64_t(sizeof(E))) __builtin_prefetch(row + i);
   }
 
   const Shape &shape_;
@@ -806,6 +819,37 @@ class Tile {
   float *keys_, *values_;     // panels
   int64_t rows_[kKeysAtOnce], next_rows_[kKeysAtOnce];
 };
+
+// Stores a key and a value for each row at its slot, then attends from the queries. A query sees `window` keys.
+//
+// As for `attend`; slots (num_rows,), out (num_rows, heads * head_dim). head_dim >= kLanes.
+template <class E>
+void attend_in_tiles(const Shape *shape, const Tiles *step, const int64_t *slots, int64_t num_rows, int64_t window,
+                     const E *query, int64_t query_stride, const E *key, int64_t key_stride, const E *value,
+                     int64_t value_stride, E *keys, E *values, E *out, int num_threads) {
+  const int64_t num_heads = shape->num_kv_heads, row_size = num_heads * shape->head_dim;
+  // Decodes: a thread that takes all heads of a row knows which comes next.
+  const int64_t items_at_once = step->max_tokens == 1 && step->num_tiles >= 2 * num_threads ? num_heads : 1;
+#pragma omp parallel num_threads(num_threads)
+  {
+#pragma omp for
+    for (int64_t row = 0; row < num_rows; ++row) {
+      std::memcpy(keys + slots[row] * row_size, key + row * key_stride, row_size * sizeof(E));
+      std::memcpy(values + slots[row] * row_size, value + row * value_stride, row_size * sizeof(E));
+    }
+    Tile<E> tile(*shape, step->max_tokens);
+    // the last tiles of a chunk see most keys: first
+#pragma omp for schedule(dynamic, items_at_once) nowait
+    for (int64_t item = step->num_tiles * num_heads - 1; item >= 0; --item) {
+      const auto [table, row, start, num_tokens] = step->tiles[item / num_heads];
+      const int64_t head = item % num_heads, first = head * shape->head_dim;
+      tile.attend(query + row * query_stride + first * shape->group_size, query_stride, keys + first, values + first,
+                  keys + (head > 0 ? head - 1 : num_heads - 1) * shape->head_dim,
+                  step->block_tables + table * step->table_width, start, num_tokens, window,
+                  out + (row * num_heads + head) * shape->group_size * shape->head_dim);
+    }
+  }
+}
 
 struct Norm {
   const float *weight;  // (size,)
@@ -894,34 +938,19 @@ void attend(const Shape *shape, const Decodes *decodes, const Bf16 *query, int64
   attend_with(*shape, *decodes, query, query_stride, keys, values, out, threads);
 }
 
-// Stores a key and a value for each row at its slot, then attends from the queries. A query sees `window` keys.
-//
-// As for `attend`; slots (num_rows,), out (num_rows, heads * head_dim). head_dim >= kLanes.
-void attend_tiles(const Shape *shape, const Tiles *step, const int64_t *slots, int64_t num_rows, int64_t window,
-                  const float *query, int64_t query_stride, const float *key, int64_t key_stride, const float *value,
-                  int64_t value_stride, float *keys, float *values, float *out, int num_threads) {
-  const int64_t num_heads = shape->num_kv_heads, row_size = num_heads * shape->head_dim;
-  // Decodes: a thread that takes all heads of a row knows which comes next.
-  const int64_t items_at_once = step->max_tokens == 1 && step->num_tiles >= 2 * num_threads ? num_heads : 1;
-#pragma omp parallel num_threads(num_threads)
-  {
-#pragma omp for
-    for (int64_t row = 0; row < num_rows; ++row) {
-      std::memcpy(keys + slots[row] * row_size, key + row * key_stride, row_size * sizeof(float));
-      std::memcpy(values + slots[row] * row_size, value + row * value_stride, row_size * sizeof(float));
-    }
-    Tile tile(*shape, step->max_tokens);
-    // the last tiles of a chunk see most keys: first
-#pragma omp for schedule(dynamic, items_at_once) nowait
-    for (int64_t item = step->num_tiles * num_heads - 1; item >= 0; --item) {
-      const auto [table, row, start, num_tokens] = step->tiles[item / num_heads];
-      const int64_t head = item % num_heads, first = head * shape->head_dim;
-      tile.attend(query + row * query_stride + first * shape->group_size, query_stride, keys + first, values + first,
-                  keys + (head > 0 ? head - 1 : num_heads - 1) * shape->head_dim,
-                  step->block_tables + table * step->table_width, start, num_tokens, window,
-                  out + (row * num_heads + head) * shape->group_size * shape->head_dim);
-    }
-  }
+// attend_in_tiles, in float32 and in bfloat16
+void attend_tiles_float32(const Shape *shape, const Tiles *step, const int64_t *slots, int64_t num_rows, int64_t window,
+                          const float *query, int64_t query_stride, const float *key, int64_t key_stride, const float *value,
+                          int64_t value_stride, float *keys, float *values, float *out, int num_threads) {
+  attend_in_tiles(shape, step, slots, num_rows, window, query, query_stride, key, key_stride, value, value_stride, keys,
+                  values, out, num_threads);
+}
+
+void attend_tiles_bfloat16(const Shape *shape, const Tiles *step, const int64_t *slots, int64_t num_rows, int64_t window,
+                           const Bf16 *query, int64_t query_stride, const Bf16 *key, int64_t key_stride, const Bf16 *value,
+                           int64_t value_stride, Bf16 *keys, Bf16 *values, Bf16 *out, int num_threads) {
+  attend_in_tiles(shape, step, slots, num_rows, window, query, query_stride, key, key_stride, value, value_stride, keys,
+                  values, out, num_threads);
 }
 
 // Outputs of a panel.

@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 64
 """Rows of a norm or rotation that one thread handles. All threads share more."""
-_MIN_HEAD_DIM: Final = 8
-_MIN_TILED_HEAD_DIM: Final = 16
+_MIN_HEAD_DIM: Final = 16
 """The widest vector of any instruction set: every one serves the same models."""
 _NO_WINDOW: Final = 1 << 40
 _GROUP_INPUTS: Final = 32
@@ -140,12 +139,9 @@ class Kernels:
             "argmax": (pointer, pointer, size, size, count),
             "multiply": (pointer, pointer, pointer, size, count, count),
             "attend": (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count),
-            "attend_tiles": (
-                *(pointer, pointer, pointer, size, size),
-                *((pointer, size) * 3),
-                *(pointer, pointer, pointer, count),
-            ),
         }
+        tiles = (*(pointer, pointer, pointer, size, size), *((pointer, size) * 3), *(pointer, pointer, pointer, count))
+        arguments |= dict.fromkeys(("attend_tiles_float32", "attend_tiles_bfloat16"), tiles)
         for library in (self.locked, self.unlocked):
             for name, types in arguments.items():
                 function = getattr(library, name)
@@ -279,7 +275,12 @@ class AttentionKernel:
         self, kernels: Kernels, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int
     ) -> None:
         """`scale` multiplies products of query and key."""
-        self._attend, self._attend_tiles = kernels.unlocked.attend, kernels.unlocked.attend_tiles
+        library = kernels.unlocked
+        self._attend = library.attend
+        self._attend_tiles = {
+            torch.float32: library.attend_tiles_float32,
+            torch.bfloat16: library.attend_tiles_bfloat16,
+        }
         self._head_dim = head_dim
         self._fields = _Shape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, scale)
         self._shape = ctypes.addressof(self._fields)
@@ -304,9 +305,9 @@ class AttentionKernel:
         out: Tensor,
         window: int | None = None,
     ) -> None:
-        """Do the same in float32 for the rows of any chunks, whose keys and values go to `slots` (rows,) int64."""
+        """Do the same for rows of any chunks, in float32 or bfloat16. Keys and values go to `slots` (rows,) int64."""
         plan = (ctypes.addressof(tiles), slots.data_ptr(), len(slots), window or _NO_WINDOW)
-        self._run(self._attend_tiles, plan, states, (keys, values, out))
+        self._run(self._attend_tiles[keys.dtype], plan, states, (keys, values, out))
 
     def _run(
         self,
@@ -332,11 +333,16 @@ class AttentionKernel:
         return states.contiguous()
 
 
-def attends(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether `AttentionKernel` serves heads of this size in this dtype."""
-    return (
-        head_dim >= _MIN_TILED_HEAD_DIM if dtype == torch.float32 else head_dim % 2 == 0 and head_dim >= _MIN_HEAD_DIM
-    )
+def attention_for(dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernels | None:
+    """Return the kernels if `AttentionKernel` serves heads of this size and dtype on this device."""
+    serves = dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)
+    return _load() if serves and device.type == "cpu" and head_dim >= _MIN_HEAD_DIM else None
+
+
+def has_amx() -> bool:
+    """Say whether torch's products in bfloat16 use the matrix units of this processor."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return bool(torch.cpu._is_amx_tile_supported()) and capability == "AVX512"
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> Kernels | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from worker.attention.base import AttentionShape, ForwardBatch, Span
 from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.selector import select_attention
+from worker.attention.tiled_paged import TiledPagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.cpu import AttentionKernel, Decodes, Kernels
 from worker.model.load import LoadOptions, load_model
@@ -38,13 +40,17 @@ def batch_of(spans: list[Span], block_size: int, plan: object) -> ForwardBatch:
     return ForwardBatch(rows, rows, rows, plan)
 
 
+KINDS = pytest.mark.parametrize("kind", [TiledPagedAttention, CompiledPagedAttention])
+
+
+@KINDS
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(4, 4, 16, 4), (6, 2, 16, 16), (9, 3, 64, 16), (8, 2, 80, 32), (14, 2, 64, 1), (5, 1, 100, 300), (2, 2, 8, 16)],
+    [(4, 4, 16, 4), (6, 2, 16, 16), (9, 3, 64, 16), (8, 2, 80, 32), (14, 2, 64, 1), (5, 1, 100, 300), (2, 2, 16, 16)],
 )
 def test_it_equals_torch_over_scattered_pages(
-    kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None
+    kernels: Kernels, kind: Any, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None
 ) -> None:
     shape = AttentionShape(1, num_heads, num_kv_heads, head_dim, 0.3, (window,))
     starts = [0, 1, 2, block_size - 1, block_size, 2 * block_size + 3]
@@ -59,30 +65,26 @@ def test_it_equals_torch_over_scattered_pages(
     for dtype in (torch.float32, torch.bfloat16):
         cache = pool(shape, block_size, dtype)
         attention = (
-            TorchPagedAttention(shape, cache)
-            if dtype == torch.float32
-            else CompiledPagedAttention(shape, cache, kernels)
+            TorchPagedAttention(shape, cache) if dtype == torch.float32 else TiledPagedAttention(shape, cache, kernels)
         )
         batch = batch_of(spans, block_size, attention.plan(spans))
         outputs.append(attention.attend(0, query.to(dtype), key.to(dtype), value.to(dtype), batch))
         for states_of, pools in ((key, cache.keys), (value, cache.values)):
             assert torch.equal(pools[0].flatten(0, 1)[batch.slots].bfloat16(), states_of)
     want, got = outputs
-    num_decodes = len(starts)
-    assert bool(
-        ((got[:num_decodes].float() - want[:num_decodes]).abs() <= HALF_STEP * (want[:num_decodes].abs() + 1e-3)).all()
-    )
+    compiled = slice(None) if kind is TiledPagedAttention else slice(len(starts))
+    assert bool(((got.float() - want).abs() <= HALF_STEP * (want.abs() + 1e-3))[compiled].all())
     assert torch.allclose(got.float(), want, atol=0.03)
 
 
 def test_many_keys_and_far_scores_stay_exact(kernels: Kernels) -> None:
-    shape = AttentionShape(1, 1, 1, 8, 1.0)
+    shape = AttentionShape(1, 1, 1, 16, 1.0)
     cache = KVCache(shape, 300, 4, torch.bfloat16, torch.device("cpu"))
     cache.keys[0].copy_(60 * states(*cache.keys[0].shape, seed=1))
     cache.values[0].copy_(states(*cache.values[0].shape, seed=2))
     spans = [Span(1100, 1, list(range(1, 277)))]
-    query, own = states(1, 1, 8, seed=3), states(1, 1, 8, seed=4)
-    attention = CompiledPagedAttention(shape, cache, kernels)
+    query, own = states(1, 1, 16, seed=3), states(1, 1, 16, seed=4)
+    attention = TiledPagedAttention(shape, cache, kernels)
     got = attention.attend(0, query, own, own, batch_of(spans, 4, attention.plan(spans)))
     keys, values = (p[0].flatten(0, 1)[4:1105, 0].float() for p in (cache.keys, cache.values))
     want = (keys @ query[0, 0].float()).softmax(0) @ values
@@ -125,8 +127,11 @@ def test_heads_may_lie_apart(kernels: Kernels, num_kv_heads: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize(("head_dim", "name"), [(16, "compiled"), (15, "torch"), (6, "torch")])
-def test_heads_that_do_not_fill_a_vector_go_through_torch(head_dim: int, name: str) -> None:
+@pytest.mark.parametrize(("head_dim", "name"), [(16, "tiled"), (15, "torch"), (6, "torch")])
+def test_heads_that_do_not_fill_a_vector_go_through_torch(
+    head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.attention.selector.has_amx", lambda: False)
     shape = AttentionShape(1, 6, 2, head_dim, 0.2)
     cache = KVCache(shape, 2, 4, torch.bfloat16, torch.device("cpu"))
     assert select_attention(shape, cache, deterministic=False).name == name
@@ -134,30 +139,39 @@ def test_heads_that_do_not_fill_a_vector_go_through_torch(head_dim: int, name: s
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_never_hidden(kernels: Kernels, broken: float) -> None:
-    shape = AttentionShape(1, 2, 1, 8, 0.5)
+    shape = AttentionShape(1, 2, 1, 16, 0.5)
     cache = pool(shape, 4)
     cache.keys[0][2, 1, 0, 0] = broken
-    attention = CompiledPagedAttention(shape, cache, kernels)
+    attention = TiledPagedAttention(shape, cache, kernels)
     spans = [Span(2, 1, [1]), Span(6, 1, [3, 2])]
-    query, own = states(2, 2, 8), states(2, 1, 8)
+    query, own = states(2, 2, 16), states(2, 1, 16)
     got = attention.attend(0, query, own, own, batch_of(spans, 4, attention.plan(spans)))
     assert bool(got[0].isfinite().all())
     assert bool(got[1].isnan().all())
 
 
+@KINDS
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral_window"])
 def test_a_model_in_bfloat16_is_as_near_to_the_reference_as_torch_alone(
-    kernels: Kernels, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, kind: Any, name: str, tmp_path: Path
 ) -> None:
     reference = write_family(name, tmp_path)
-    ids = [i * 7 % 99 for i in range(40)]
-    with torch.inference_mode():
-        want = reference(torch.tensor([ids])).logits[0]
-    monkeypatch.setattr("worker.kernels.cpu._load", lambda: kernels)
-    compiled = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
-    attention = partial(CompiledPagedAttention, kernels=kernels)
-    got = PagedModel(compiled, attention=attention).chunked(ids, [20, 1])
-    monkeypatch.setattr("worker.kernels.cpu._load", lambda: None)
-    plain = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
-    in_torch = PagedModel(plain, attention=TorchPagedAttention).chunked(ids, [20, 1])
-    assert float((got - want).abs().mean()) < 1.1 * float((in_torch - want).abs().mean())
+    attention = partial(kind, kernels=kernels)
+    model = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
+    errors = [0.0, 0.0]
+    for seed in range(6):  # one prompt alone tells little: roundings go on from layer to layer
+        ids = torch.randint(0, 99, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+        with torch.inference_mode():
+            want = reference(torch.tensor([ids])).logits[0]
+        for index, each in enumerate((attention, TorchPagedAttention)):
+            got = PagedModel(model, attention=each).chunked(ids, [20, 1])
+            errors[index] += float((got - want).abs().mean())
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_chunks_use_amx_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.attention.selector.has_amx", lambda: True)
+    shape = AttentionShape(1, 6, 2, 16, 0.2)
+    cache = KVCache(shape, 2, 4, torch.bfloat16, torch.device("cpu"))
+    assert select_attention(shape, cache, deterministic=False).name == "compiled"
+    assert select_attention(shape, cache, deterministic=True).name == "tiled"
