@@ -29,6 +29,8 @@ FOLDER: Final = "headstart-gpu"
 MAX_BYTES: Final = 60_000_000
 HOST: Final = {"torch", "triton"}
 """The host brings these, with their own dependencies."""
+INSTEAD: Final = {"numpy": "2.3.5"}
+"""Other versions than those pinned: Triton's interpreter of torch 2.11 fails with a newer numpy."""
 GLIBC: Final = (17, 24, 26, 27, 28, 31)
 """Platforms manylinux_2_N of the wheels that are taken."""
 
@@ -37,7 +39,7 @@ def pins() -> dict[str, str]:
     """Return name to version of all that is pinned for workers, gateways and tests."""
     lines = [line for name in NEEDED for line in (ROOT / "requirements" / name).read_text().splitlines()]
     found = [line.split("==") for line in lines if "==" in line]
-    return {canonicalize_name(name): version for name, version in found}
+    return {canonicalize_name(name): version for name, version in found} | INSTEAD
 
 
 def closure() -> list[str]:
