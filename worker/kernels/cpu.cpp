@@ -611,7 +611,7 @@ void multiply_panel(const Product &product, int64_t number, const float *states,
   sums.end();
 }
 
-constexpr int kFewRows = 4, kFewPanels = 4;  // that multiply_few takes at once
+constexpr int kFewRows = 4, kFewPanels = 8 / kPanelVectors;  // that multiply_few takes at once
 
 // The outputs of some panels for at most kFewRows rows
 void multiply_few_panels(const Product &product, int64_t number, int64_t num_panels, const float *states, float *out,
