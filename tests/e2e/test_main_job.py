@@ -108,9 +108,10 @@ def test_conversations_that_start_at_once_use_both_workers(smollm2: Serve, model
     workers: list[str] = []
 
     def converse(topic: str) -> None:
+        """Ask with a prompt whose prefill takes seconds: it still runs when the other request comes."""
+        messages = [{"role": "user", "content": f"Write about {topic}. " * 400}]
         barrier.wait()
-        prompt = f"Write about {topic}. " * 40
-        workers.append(chat(smollm2, [{"role": "user", "content": prompt}], model=model).headers["x-headstart-worker"])
+        workers.append(chat(smollm2, messages, model=model, max_tokens=1).headers["x-headstart-worker"])
 
     threads = [threading.Thread(target=converse, args=(topic,)) for topic in ("whales", "bridges")]
     for thread in threads:
