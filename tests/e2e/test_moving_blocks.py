@@ -34,7 +34,8 @@ class Moving(Cluster):
     def ask(self, prompt: str, **options: Any) -> Answer:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True}
         body |= {"return_token_ids": True, "logprobs": 0, **options}
-        return Answer(httpx.post(f"{self.gateway.url}/v1/completions", json=body, timeout=HANG_S))
+        # To read the certificates of authorities would take longer than a short prefill.
+        return Answer(httpx.post(f"{self.gateway.url}/v1/completions", json=body, timeout=HANG_S, verify=False))
 
     def cold(self, prompt: str) -> Answer:
         """Compute under a name of its own, so that no block is found."""
@@ -111,7 +112,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 def test_what_a_busy_worker_holds_is_fetched_by_the_other(fleet: Moving) -> None:
     prompt = prompt_of("busy bees")
     fleet.compute(prompt)
-    asked = [f"{prompt} {prompt_of(f'number {number}')}" for number in range(6)]
+    asked = [f"{prompt} {prompt_of(f'number {number}')}" for number in range(8)]
     with ThreadPoolExecutor(len(asked)) as threads:
         answers = list(threads.map(fleet.ask, asked))
         expected = list(threads.map(fleet.cold, asked))
