@@ -34,7 +34,7 @@ from worker.kernels.cpu import products_for
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.dtype import choose_dtype
 from worker.model.gguf import GGUFCheckpoint
-from worker.model.load import LoadedModel, load_model
+from worker.model.load import FAMILIES, LoadedModel, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
@@ -366,7 +366,8 @@ def _first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
 def _forms(model: LoadedModel, options: argparse.Namespace) -> Iterator[tuple[str, LoadedModel]]:
     """Yield the model and, on a CPU, the same with its weights in other forms."""
     yield "decode_step_b1_s", model
-    if options.shape is not None or products_for(model.dtype, model.device) is None:
+    is_own = options.shape is None and model.checkpoint.model_type in FAMILIES
+    if not is_own or products_for(model.dtype, model.device) is None:
         if isinstance(model.checkpoint, GGUFCheckpoint) and (options.device, options.dtype) == ("cpu", "bfloat16"):
             packed = LoadOptions(dtype="bfloat16", weights="packed")
             yield "decode_step_b1_packed_s", load_model(options.model, packed)

@@ -45,9 +45,9 @@ class RequantisedCheckpoint(Checkpoint):
 
 @torch.inference_mode()
 def requantised_model(model: LoadedModel, kind: str) -> LoadedModel:
-    """Return the same model with packed weights of this kind."""
+    """Return the same model, of one of FAMILIES, with packed weights of this kind."""
     checkpoint = RequantisedCheckpoint(model.checkpoint, kind)
     options = LoadOptions(dtype=model.options.dtype, device=model.options.device, weights="packed")
-    family = FAMILIES.get(model.checkpoint.model_type, FAMILIES["llama"])
+    family = FAMILIES[model.checkpoint.model_type]
     decoder = family.decoder(checkpoint, model.config, options, MadeWeights(), lambda done, total: None)
     return LoadedModel(decoder, checkpoint, options)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span, num_leading_decodes
 from worker.attention.kv_cache import KVCache
+from worker.attention.tiled_paged import make_kernel, plan_decodes
 from worker.attention.torch_paged import PagedPlan, TorchPagedAttention
-from worker.kernels.cpu import AttentionKernel, Decodes, Kernels
+from worker.kernels.cpu import Decodes, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,7 @@ class CompiledPagedAttention(TorchPagedAttention):
 
     def __init__(self, shape: AttentionShape, cache: KVCache, kernels: Kernels) -> None:
         super().__init__(shape, cache)
-        self._kernel = AttentionKernel(
-            kernels,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            scale=shape.scale,
-            block_size=cache.block_size,
-        )
+        self._kernel = make_kernel(shape, cache, kernels)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         plan: _CompiledPlan = batch.plan[self._shape.window(layer)]  # type: ignore[index]
@@ -57,12 +50,5 @@ class CompiledPagedAttention(TorchPagedAttention):
 
     def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
         num_decodes = num_leading_decodes(spans)
-        decodes, block_size = spans[:num_decodes], self._cache.block_size
-        bounds = np.zeros((num_decodes, 2), np.int64)
-        width = -(-max((span.stop for span in decodes), default=0) // block_size)
-        tables = np.zeros((num_decodes, width), np.int64)
-        for row, span in enumerate(decodes):
-            bounds[row] = (0 if window is None else max(0, span.stop - window), span.stop)
-            num_blocks = -(-span.stop // block_size)
-            tables[row, :num_blocks] = span.block_table[:num_blocks]
-        return _CompiledPlan((), self._plan_chunks(spans, num_decodes, window), Decodes(tables, bounds))
+        compiled = plan_decodes(spans[:num_decodes], window, self._cache.block_size)
+        return _CompiledPlan((), self._plan_chunks(spans, num_decodes, window), compiled)

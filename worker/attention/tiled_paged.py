@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span, num_leading_decodes
@@ -42,21 +43,15 @@ class TiledPagedAttention:
     ) -> None:
         self._shape = shape
         self._cache = cache
-        self._kernel = AttentionKernel(
-            kernels,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            scale=shape.scale,
-            block_size=cache.block_size,
-        )
+        self._kernel = make_kernel(shape, cache, kernels)
         self._tile_tokens = max(1, _MAX_QUERIES * shape.num_kv_heads // shape.num_heads)
         self._tiles_decodes = is_deterministic or cache.dtype == torch.float32
 
     def plan(self, spans: Sequence[Span]) -> _Plan:
         num_decodes = 0 if self._tiles_decodes else num_leading_decodes(spans)
         windows = set(self._shape.windows) or {None}
-        decodes = {window: self._plan_decodes(spans[:num_decodes], window) for window in windows if num_decodes}
+        size = self._cache.block_size
+        decodes = {window: plan_decodes(spans[:num_decodes], window, size) for window in windows if num_decodes}
         chunks = spans[num_decodes:]
         return _Plan(num_decodes, decodes, self._plan_tiles(chunks) if chunks else None)
 
@@ -73,10 +68,6 @@ class TiledPagedAttention:
             self._kernel.attend_tiles(states, keys, values, plan.tiles, batch.slots[num:], out[num:], window)
         return out
 
-    def _plan_decodes(self, spans: Sequence[Span], window: int | None) -> Decodes:
-        bounds = [(0 if window is None else max(0, span.stop - window), span.stop) for span in spans]
-        return Decodes(self._tables(spans), np.array(bounds, np.int64))
-
     def _plan_tiles(self, spans: Sequence[Span]) -> Tiles:
         tiles, first = [], 0
         for index, span in enumerate(spans):
@@ -84,13 +75,30 @@ class TiledPagedAttention:
                 num_tokens = min(self._tile_tokens, span.num_tokens - done)
                 tiles.append((index, first + done, span.start + done, num_tokens))
             first += span.num_tokens
-        return Tiles(self._tables(spans), np.array(tiles, np.int64))
+        return Tiles(block_tables(spans, self._cache.block_size), np.array(tiles, np.int64))
 
-    def _tables(self, spans: Sequence[Span]) -> np.ndarray:
-        """Return the block tables, (sequences, width) int64."""
-        size = self._cache.block_size
-        tables = np.zeros((len(spans), max(-(-span.stop // size) for span in spans)), np.int64)
-        for row, span in enumerate(spans):
-            num_blocks = -(-span.stop // size)
-            tables[row, :num_blocks] = span.block_table[:num_blocks]
-        return tables
+
+def make_kernel(shape: AttentionShape, cache: KVCache, kernels: Kernels) -> AttentionKernel:
+    return AttentionKernel(
+        kernels,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.scale,
+        block_size=cache.block_size,
+    )
+
+
+def plan_decodes(spans: Sequence[Span], window: int | None, block_size: int) -> Decodes:
+    """Plan spans of one token each, which see the keys of a window."""
+    bounds = [(0 if window is None else max(0, span.stop - window), span.stop) for span in spans]
+    return Decodes(block_tables(spans, block_size), np.array(bounds, np.int64).reshape(-1, 2))
+
+
+def block_tables(spans: Sequence[Span], block_size: int) -> NDArray[np.int64]:
+    """Return the block tables, (sequences, width)."""
+    tables = np.zeros((len(spans), max((-(-span.stop // block_size) for span in spans), default=0)), np.int64)
+    for row, span in enumerate(spans):
+        num_blocks = -(-span.stop // block_size)
+        tables[row, :num_blocks] = span.block_table[:num_blocks]
+    return tables

@@ -3,7 +3,7 @@
 // Between the matrix products of a decode step in bfloat16: RMS norm, rotary embedding, argmax, and attention over the
 // pages of the KV cache. torch needs some 25 calls a layer for them; here each is one call, one loop.
 //
-// In float32: the products themselves, with weights of 32, 8 or 4 bits, and attention of decodes and chunks.
+// In float32: the products themselves, with weights of 32, 8 or 4 bits, and attention in tiles, also for chunks in bfloat16.
 //
 // worker/kernels/cpu.py compiles this file once per instruction set and loads it with ctypes. `#pragma omp` runs on the
 // threads of torch's own libgomp: a second pool would fight with them for the cores.
@@ -648,7 +648,7 @@ int64_t panels_at_once(int64_t num_panels, int64_t num_rows, int num_threads) {
   return best;
 }
 
-// ---- attention in float32 ------------------------------------------------------------------------------------------
+// ---- attention in tiles --------------------------------------------------------------------------------------------
 //
 // Two products of tiles: the queries of some consecutive tokens (all heads that share a KV head) by kKeysAtOnce keys.
 //
@@ -657,6 +657,7 @@ int64_t panels_at_once(int64_t num_panels, int64_t num_rows, int num_threads) {
 //
 // Tiles of keys begin at multiples of kKeysAtOnce, and a key that a query does not see adds 0. So a query's result
 // depends neither on the tokens around it nor on threads and lanes: decodes and chunks of any size agree in every bit.
+// It is computed in float32; tensors of bfloat16 are widened as they are read.
 
 constexpr int64_t kKeysAtOnce = 128;  // a multiple of every kPanel
 constexpr int kTotals = 16 / kLanes;
