@@ -127,7 +127,7 @@ def index_state(index: dict[str, Any]) -> tuple[str, str]:
         return f"degraded: {len(down)} of {len(shards)} shards unreachable", "yellow"
     if index["blind"]:
         return f"blind: {index['reason']}", "red"
-    return f"healthy: predicted hits have precision {index['kept']:.0%}, recall {index['told']:.0%}", "green"
+    return f"healthy: predicted hits have precision {index['precision']:.0%}, recall {index['recall']:.0%}", "green"
 
 
 def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> list[RenderableType]:

@@ -56,7 +56,7 @@ function unit(element, value, text) {
 function indexState(index) {
   const cut = index.shards.filter((shard) => !shard.connected);
   const open = index.shards.filter((shard) => shard.breaker_open);
-  const accuracy = `Predicted hits: precision ${percent(index.kept)}, recall ${percent(index.told)}`;
+  const accuracy = `Predicted hits: precision ${percent(index.precision)}, recall ${percent(index.recall)}`;
   if (!index.shards.length) return ["Not used", "", "No Redis: routing by this gateway\u2019s own estimates"];
   if (cut.length === index.shards.length) return ["Unreachable", "bad", `No Redis at ${cut[0].redis}. Routing by own estimates`];
   if (open.length) return ["Breaker open", "bad", "Redis is too slow to answer lookups in time. Routing by own estimates"];

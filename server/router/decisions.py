@@ -76,7 +76,8 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
         {
             "worker": worker.member.worker_id,
             "matched_tokens": worker.matched_tokens,
-            "overlay_tokens": worker.pending_tokens,
+            "pending_tokens": worker.pending_tokens,
+            "overlay_tokens": worker.pending_tokens,  # until 0.2: the name of before
             "wait_s": worker.queue_s + worker.kv_wait_s,
             "moved_tokens": worker.cached_tokens - worker.matched_tokens,
             "load_s": worker.load_s,

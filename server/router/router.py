@@ -246,7 +246,9 @@ class Router:
         return {
             "blind": failed or accuracy.blind,
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
-            "kept": accuracy.precision,
+            "precision": accuracy.precision,
+            "recall": accuracy.recall,
+            "kept": accuracy.precision,  # until 0.2: the names of before
             "told": accuracy.recall,
         }
 
@@ -258,8 +260,11 @@ class Router:
             "epoch": worker.member.epoch,
             "matched_tokens": worker.matched_tokens,
             "index_tokens": worker.index_tokens,
-            "overlay_tokens": worker.pending_tokens,
+            "pending_tokens": worker.pending_tokens,
             "wait_s": worker.queue_s,
+            "kv_wait_s": worker.kv_wait_s,
+            "num_displaced": worker.num_displaced,
+            "overlay_tokens": worker.pending_tokens,  # until 0.2: the names of before
             "room_wait_s": worker.kv_wait_s,
             "delayed": worker.num_displaced,
             "loaded_tokens": _loaded_by_tier(worker),

@@ -36,7 +36,7 @@ TRAFFIC = {
     "in_flight": 3,
     "decisions_per_s": 200.0,
 }
-INDEX = {"blind": False, "reason": "", "kept": 1.0, "told": 0.9}
+INDEX = {"blind": False, "reason": "", "precision": 1.0, "recall": 0.9}
 SHARD = {"redis": "redis://here", "connected": True, "breaker_open": False}
 
 

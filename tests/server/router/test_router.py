@@ -86,7 +86,7 @@ async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     for _ in range(2):  # counted once
         placement.prefill_started(200)
     assert three.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
-    assert three.router.index_state()["told"] == 0.0, "nothing was predicted"
+    assert three.router.index_state()["recall"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
     assert three.router.scorer.hit_rate(worker_id) is None
 
@@ -116,7 +116,7 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
         placement.close()
     assert three.router.scorer.num_outstanding() == 0
     explained = await three.router.explain(make_request(chain(20)))
-    assert [(worker["wait_s"], worker["delayed"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
+    assert [(worker["wait_s"], worker["num_displaced"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
 async def serve(fleets: Fleets, seconds: float) -> str:
@@ -147,7 +147,7 @@ async def test_a_holder_with_a_full_pool_is_avoided(three: Fleets) -> None:
     assert await three.worker(hashes) != "b"
     b = await row(three, "b", hashes)
     assert b["wait_s"] == 0.0
-    assert b["room_wait_s"] > 1.0
+    assert b["kv_wait_s"] > 1.0
 
 
 async def test_blocks_are_counted_whole_and_held_until_the_first_close(three: Fleets) -> None:
@@ -161,7 +161,7 @@ async def test_blocks_are_counted_whole_and_held_until_the_first_close(three: Fl
     for name in "abc":
         load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=41, num_blocks=41)
         three.index.memory.publish(WorkerId(name), load=load)
-    assert (await row(three, "b", chain(40)))["room_wait_s"] == pytest.approx(4.0)
+    assert (await row(three, "b", chain(40)))["kv_wait_s"] == pytest.approx(4.0)
 
 
 async def test_a_worker_measured_as_slow_is_tried_again(three: Fleets) -> None:
