@@ -20,11 +20,11 @@ from cache.types import BlockHash, BlockId
 class RadixAllocator(FreeListAllocator):
     """A free list, and the trie that owns blocks once they are committed.
 
-    If another sequence has inserted the same tokens first, the trie keeps the first blocks. A later sequence keeps its
-    duplicates, which go free with it. Its next blocks are inserted below the first blocks, and hold those.
+    If another sequence has inserted the same tokens first, the trie keeps the first blocks. A later sequence takes them
+    over when it commits, and frees its duplicates: no sequence holds more blocks than it has tokens for.
 
-        trie           [ 4 ][ 5 ][ 6 ]--[ 11 ][ 12 ]         block_table   [ 4 ][ 5 ][ 9 ][ 11 ][ 12 ][ 13 ]
-                                                              9 duplicates 6 and is its own, as is 13, not yet full
+        trie           [ 4 ][ 5 ][ 6 ]                        block_table   [ 4 ][ 5 ][ 9 ][ 13 ]
+        commit         [ 4 ][ 5 ][ 6 ]--[ 13 ]                              [ 4 ][ 5 ][ 6 ][ 13 ]       9 is free
     """
 
     __slots__ = ("trie",)
@@ -51,9 +51,14 @@ class RadixAllocator(FreeListAllocator):
         in_trie = [block_id for node in nodes for block_id in node.block_ids]
         self._check_places(in_trie)
         held = {block_id for node in nodes if node.num_holders for block_id in node.block_ids}
+        in_trie_set = set(in_trie)
         for allocation in live:
-            shared = set(allocation.block_table) & set(in_trie)
-            assert shared <= held, f"blocks {shared - held} of a live table could be evicted"
+            path = [block_id for node in reversed(list(allocation.node.path())) for block_id in node.block_ids]
+            assert list(allocation.block_table[: len(path)]) == path, "a table differs from the path that it holds"
+            assert held.issuperset(path), "blocks of a live table could be evicted"
+            assert in_trie_set.isdisjoint(allocation.block_table[len(path) :]), (
+                "a table has blocks that it does not hold"
+            )
 
     def _allocate(
         self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
@@ -66,7 +71,7 @@ class RadixAllocator(FreeListAllocator):
         node = self.trie.hold(match)
         taken = self._take(num_new)
         assert taken is not None, f"{num_new} blocks were free before the match was held"
-        return RadixAllocation(self, root, list(chain or ()), [*found, *taken], len(found), node, reuse)
+        return RadixAllocation(self, root, list(chain or ()), [*found, *taken], len(found), node)
 
     def _match(self, token_ids: Sequence[int], root: BlockHash) -> Match:
         """Match all but the last token, which is left to compute."""
@@ -105,13 +110,13 @@ class RadixAllocator(FreeListAllocator):
 
 
 class RadixAllocation(Allocation):
-    """One sequence's blocks. It holds `node`, below which it inserts the blocks it commits next.
+    """One sequence's blocks. It holds `node`, whose path is the first part of its table.
 
-    Without `caches_duplicates` it inserts nothing from the first block on that the trie has already. A sequence that
-    reads nothing duplicates every block of a cached prompt; with a hold on the originals it would need twice its room.
+    A commit may replace written blocks by others of equal content, which a step in flight may still read. They stay
+    as they are until a later step writes them.
     """
 
-    __slots__ = ("_caches_duplicates", "_has_stopped", "_hashes", "_num_inserted", "_root", "node")
+    __slots__ = ("_hashes", "_num_inserted", "_root", "node")
 
     _allocator: RadixAllocator
 
@@ -123,7 +128,6 @@ class RadixAllocation(Allocation):
         block_ids: list[BlockId],
         num_found: int,
         node: RadixNode,
-        caches_duplicates: bool,
     ) -> None:
         """Take over the holds on `node` and on `block_ids`; the first `num_found` are in the trie."""
         super().__init__(allocator, block_ids, num_found * allocator.block_size)
@@ -131,8 +135,6 @@ class RadixAllocation(Allocation):
         self._root = root
         self._hashes = hashes
         self._num_inserted = num_found
-        self._caches_duplicates = caches_duplicates
-        self._has_stopped = False
 
     def fork(self) -> Self:
         fork = super().fork()
@@ -146,18 +148,18 @@ class RadixAllocation(Allocation):
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
         first, size, trie = self._num_inserted, self._block_size, self._allocator.trie
-        if num_full <= first or self._has_stopped:
+        if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, size)
         keys = block_keys(token_ids, first, num_full, size)
         block_ids, hashes = self._block_ids[first:num_full], self._hashes[first:num_full]
         above = self.node
-        if not self._caches_duplicates and trie.match(above, keys).block_ids:
-            self._has_stopped = True  # for good: a fork may share the blocks when the others are evicted
-            return
-        num_known, self.node = trie.insert(above, keys, block_ids, hashes)
+        originals, self.node = trie.insert(above, keys, block_ids, hashes)
         trie.hold_below(self.node, above)
+        num_known = len(originals)
         self._allocator._store(block_ids[num_known:], hashes[num_known:])
+        self._block_ids[first : first + num_known] = originals
+        self._allocator._release(block_ids[:num_known])
         self._num_inserted = num_full
 
 

@@ -120,8 +120,8 @@ class RadixTrie:
 
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
-    ) -> tuple[int, RadixNode]:
-        """Add blocks below `node`. Return the number of known keys, which keep their blocks, and the last node.
+    ) -> tuple[list[BlockId], RadixNode]:
+        """Add blocks below `node`. Return the blocks of the known keys, which keep them, and the last node.
 
         A leaf with one holder, who is the caller, grows.
         """
@@ -133,20 +133,20 @@ class RadixTrie:
             node.block_ids += block_ids
             node.hashes += hashes
             self.num_blocks += len(keys)
-            return 0, node
+            return [], node
         match = self.match(node, keys)
         num_known = len(match.block_ids)
         node = self._cut(match)
         self._tick(node)
         if num_known == len(keys):
-            return num_known, node
+            return match.block_ids, node
         rest = list(keys[num_known:]), list(block_ids[num_known:]), list(hashes[num_known:])
         child = node.children[keys[num_known]] = RadixNode(next(self._ids), node, *rest, last_accessed=self.time)
         self._remember_root(node)
         self.num_blocks += len(child.keys)
         self.num_evictable += len(child.keys)
         self._queue_if_leaf(child)
-        return num_known, child
+        return match.block_ids, child
 
     def evict(self, num_blocks: int) -> tuple[list[BlockId], list[BlockHash]]:
         """Drop `num_blocks` blocks, or all that can be; cut a leaf that has more, from its tail.

@@ -208,21 +208,35 @@ def test_statistics() -> None:
     assert later.next_victim_age - stats.next_victim_age == allocator.trie.time - before > 0
 
 
-def test_fork_without_reuse_commits_after_the_first_copies_were_evicted() -> None:
+def test_a_later_sequence_takes_over_the_first_blocks_and_frees_its_own() -> None:
+    allocator = RadixAllocator(14, 1)
+    tokens = [0, 1, 2, 3]
+    first, second = allocate(allocator, 5, tokens), allocate(allocator, 5, tokens)
+    first.commit(tokens, 4)
+    kept = second.block_table[4]
+    assert allocator.num_free_blocks == 3
+    second.commit(tokens, 4)
+    assert second.block_table == [*first.block_table[:4], kept]
+    assert allocator.num_free_blocks == 7
+    allocator.check_integrity()
+    first.free()
+    assert allocator.num_free_blocks == 8, "the second has room for 5 tokens, and holds no more"
+    allocator.check_integrity()
+
+
+def test_a_sequence_that_reads_nothing_takes_over_what_it_computes_again() -> None:
     allocator = RadixAllocator(14, 1)
     tokens = [0, 1, 2, 3]
     finish(allocate(allocator, 4, tokens), tokens)
     first = allocate(allocator, 4, tokens, reuse=False)
-    first.commit(tokens, 4)  # duplicates cached blocks, so it is not inserted
+    first.commit(tokens, 4)
     second = first.fork()
-    filler = allocate(allocator, 7, [7])
-    assert filler.extend(9)
-    assert allocator.find([*tokens, 4], ROOT) == 0
-    filler.free()
+    assert allocator.num_free_blocks == 9
     for sequence in (first, second):
         assert sequence.extend(5)
         sequence.commit([*tokens, 5], 5)
         allocator.check_integrity()
+    assert second.block_table == first.block_table
     for sequence in (first, second):
         sequence.free()
     allocator.check_integrity()

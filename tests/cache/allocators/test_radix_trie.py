@@ -14,8 +14,8 @@ def ids(*values: int) -> list[BlockId]:
 
 def insert(trie: RadixTrie, *keys: int) -> int:
     """Insert keys that are their own blocks, as in TGI's tests."""
-    num_known, _ = trie.insert(trie.root(), keys, ids(*keys), [b"" for _ in keys])  # type: ignore[list-item]
-    return num_known
+    known, _ = trie.insert(trie.root(), keys, ids(*keys), [b"" for _ in keys])  # type: ignore[list-item]
+    return len(known)
 
 
 def find(trie: RadixTrie, *keys: int, namespace: object = None) -> list[BlockId]:
