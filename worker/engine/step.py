@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, NewType, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from cache.types import BlockId
 from worker.wire import SamplingParams, TokenLogprobs
 
 T_co = TypeVar("T_co", covariant=True)
+Row = NewType("Row", int)
+"""A place in `Step.sequences`. Each draft token has one of its own, so it is no place in the plan."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,19 @@ class SamplingRow:
     """The same for every row of a request, like params and prompt_ids."""
     choice_cache: SamplerCache = field(default_factory=SamplerCache)
     """The same for every row of a choice, whose output_ids only grow."""
+    draft_ids: Sequence[int] = ()
+    """Guesses of the tokens behind `output_ids`: this row samples as if they were right."""
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output_ids) + len(self.draft_ids)
+
+    def last_output_ids(self, count: int) -> tuple[int, ...]:
+        """Return the last `count` (>= 1) tokens of output and draft, or all if there are fewer."""
+        num_before = count - len(self.draft_ids)
+        if num_before <= 0:
+            return tuple(self.draft_ids[-count:])
+        return (*self.output_ids[-num_before:], *self.draft_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +78,10 @@ class SequenceStep:
     """k: also return the logprob, and the k best, of the token that follows each token of this step."""
     next_token_ids: Sequence[int] = ()
     """With num_prompt_logprobs: the prompt token that follows each token of the step."""
-    follows: int | None = None
-    """An index into the step in flight: this sequence's one token is sampled there, and token_ids is a stand-in."""
+    follows: Row | None = None
+    """The row of the step in flight that samples this sequence's one token: token_ids is a stand-in."""
+    is_draft: bool = False
+    """The one token is a guess of what the row before samples. If that is wrong, this row is void."""
     hidden: Literal["last", "sum"] | None = None
     """Also return the hidden state of its last token, or the sum of those of all tokens of this step."""
 
@@ -80,6 +97,20 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    def followed_rows(self, before: Sequence[SequenceStep]) -> list[Row]:
+        """Return the rows of the step `before` that sample this step's tokens; empty if it follows none.
+
+        Asserts that each row is the same sequence, one token before.
+        """
+        rows = [sequence.follows for sequence in self.sequences if sequence.follows is not None]
+        assert not rows or len(rows) == len(self.sequences), "only a part of the step follows another"
+        for sequence, row in zip(self.sequences, rows, strict=False):
+            followed = before[row]
+            assert followed.block_table is sequence.block_table, f"row {row} is of another sequence"
+            assert followed.start + len(followed.token_ids) == sequence.start, f"row {row} is not one token before"
+            assert len(followed.sampling_rows) == 1, f"row {row} samples {len(followed.sampling_rows)} tokens"
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

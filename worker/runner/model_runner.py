@@ -21,7 +21,17 @@ from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
 from worker.device import DeviceStream, Stopwatch, current_device, to_device, to_host
-from worker.engine.step import Launch, NonFiniteHidden, SequenceResult, SequenceStep, Step, StepResult, StepTimes
+from worker.engine.step import (
+    Launch,
+    NonFiniteHidden,
+    Row,
+    SampledToken,
+    SequenceResult,
+    SequenceStep,
+    Step,
+    StepResult,
+    StepTimes,
+)
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
@@ -86,12 +96,11 @@ class ModelRunner:
         last, self._last = self._last, None
         self.cache.copy_blocks(step.copies)
         token_ids = None
-        if indices := [sequence.follows for sequence in step.sequences if sequence.follows is not None]:
-            assert len(indices) == len(step.sequences), "only a part of the step follows another"
-            token_ids = None if last is None else last.followed_token_ids(indices)
-            if token_ids is None:
+        if any(sequence.follows is not None for sequence in step.sequences):
+            if last is None:
                 raise RuntimeError("there is no step to follow")
-        output = self._replay(step.sequences, token_ids, stopwatch) or self._forward(step, token_ids, stopwatch)
+            token_ids = last.followed_token_ids(step)
+        output = self._replay(step, token_ids, stopwatch) or self._forward(step, token_ids, stopwatch)
         stopwatch.mark()
         if self._stream.overlaps:
             self._last = output
@@ -103,7 +112,7 @@ class ModelRunner:
         sequences = [step.sequences[index] for index in order]
         if not sequences:
             stopwatch.mark()
-            return _StepOutput((), (), None, (), None, None)
+            return _StepOutput(step, (), None, (), None, None)
         batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
@@ -114,18 +123,17 @@ class ModelRunner:
         rows = [row for sequence in sequences for row in sequence.sampling_rows]
         sampled = None if logits is None else sample(logits, rows, self._eos_token_ids)
         return _StepOutput(
+            step,
             order,
-            sequences,
             sampled,
             [self._prompt_logprobs(sequence, end, hidden) for sequence, end in zip(sequences, ends, strict=True)],
             to_host(self.cache.find_extremes(batch.slots)),
             _pooled(sequences, ends, hidden),
         )
 
-    def _replay(
-        self, sequences: Sequence[SequenceStep], token_ids: Tensor | None, stopwatch: Stopwatch
-    ) -> _StepOutput | None:
+    def _replay(self, step: Step, token_ids: Tensor | None, stopwatch: Stopwatch) -> _StepOutput | None:
         """Run a step of decodes through its recording. None: there is none."""
+        sequences = step.sequences
         if self._graphs is None or any(
             len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None or s.hidden for s in sequences
         ):
@@ -136,7 +144,8 @@ class ModelRunner:
         stopwatch.mark()
         sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
         extremes = to_host(self.cache.find_extremes(slots))
-        return _StepOutput(range(len(sequences)), sequences, sampled, [()] * len(sequences), extremes, None)
+        order = [Row(row) for row in range(len(sequences))]
+        return _StepOutput(step, order, sampled, [()] * len(sequences), extremes, None)
 
     def _logits(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:
         """Return the logits of every sampling row: those of its sequence's last token, before `ends`."""
@@ -194,14 +203,14 @@ def _pooled(sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tens
     return to_host(torch.stack(rows)) if rows else None
 
 
-def attention_order(sequences: Sequence[SequenceStep]) -> list[int]:
+def attention_order(sequences: Sequence[SequenceStep]) -> list[Row]:
     """Return the order that `worker.attention.base` asks for: decodes first, by context length, then chunks."""
 
-    def sort_key(index: int) -> tuple[bool, int]:
-        is_chunk = len(sequences[index].token_ids) > 1
-        return is_chunk, 0 if is_chunk else sequences[index].start
+    def sort_key(row: Row) -> tuple[bool, int]:
+        is_chunk = len(sequences[row].token_ids) > 1
+        return is_chunk, 0 if is_chunk else sequences[row].start
 
-    return sorted(range(len(sequences)), key=sort_key)
+    return sorted(map(Row, range(len(sequences))), key=sort_key)
 
 
 def build_batch(
@@ -232,9 +241,9 @@ def _span(part: SequenceStep, block_size: int) -> Span:
 class _StepOutput:
     """A step's output on the host, in the order of the batch."""
 
-    order: Sequence[int]
-    """The index of each sequence in the step."""
-    sequences: Sequence[SequenceStep]
+    step: Step
+    order: Sequence[Row]
+    """The row in the step of each sequence of the batch."""
     sampled: SamplerOutput | None
     prompt_logprobs: Sequence[Sequence[LogprobRows]]
     extremes: Tensor | None
@@ -242,30 +251,54 @@ class _StepOutput:
     pooled: Tensor | None
     """See `_pooled`."""
 
-    def followed_token_ids(self, indices: Sequence[int]) -> Tensor | None:
-        """Return the first token that each of these sequences of the step sampled, on the device."""
-        if self.sampled is None:
-            return None
+    def followed_token_ids(self, step: Step) -> Tensor:
+        """Return the tokens (sequences,) that this step has sampled for the next one, on the device."""
+        assert self.sampled is not None, "the step that is followed has sampled nothing"
         token_ids = self.sampled.device_token_ids
-        ends = accumulate(len(sequence.sampling_rows) for sequence in self.sequences)
-        first_rows = dict(zip(self.order, (0, *ends), strict=False))
-        return token_ids[to_device([first_rows[index] for index in indices], torch.int64, token_ids.device)]
+        firsts = self._first_logit_rows()
+        rows = [firsts[row] for row in step.followed_rows(self.step.sequences)]
+        return token_ids[to_device(rows, torch.int64, token_ids.device)]
 
     def results(self) -> list[SequenceResult]:
         """Read the tensors. Raises SamplingError, NonFiniteKV, NonFiniteHidden."""
-        tokens = iter(() if self.sampled is None else self.sampled.tokens())
+        tokens = [] if self.sampled is None else self.sampled.tokens()
+        if self.sampled is not None:
+            self.sampled.check(self._reached_logit_rows(tokens))
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
             raise NonFiniteKV("keys or values of the step are not finite")
         if self.pooled is not None and not bool(self.pooled.isfinite().all()):
             raise NonFiniteHidden("the hidden states of the step are not finite")
-        pooled = iter(() if self.pooled is None else self.pooled.numpy())
-        results = [SequenceResult()] * len(self.sequences)
-        for index, sequence, logprobs in zip(self.order, self.sequences, self.prompt_logprobs, strict=True):
-            sampled = tuple(next(tokens) for _ in sequence.sampling_rows)
-            prompt_logprobs = tuple(token for rows in logprobs for token in rows.rows())
+        left, pooled = iter(tokens), iter(() if self.pooled is None else self.pooled.numpy())
+        results = [SequenceResult()] * len(self.step.sequences)
+        for row, logprobs in zip(self.order, self.prompt_logprobs, strict=True):
+            sequence = self.step.sequences[row]
+            for part in logprobs:
+                part.check()
+            sampled = tuple(next(left) for _ in sequence.sampling_rows)
+            prompt_logprobs = tuple(token for part in logprobs for token in part.rows())
             hidden = None if sequence.hidden is None else next(pooled)
-            results[index] = SequenceResult(sampled, prompt_logprobs, hidden)
+            results[row] = SequenceResult(sampled, prompt_logprobs, hidden)
         return results
+
+    def _first_logit_rows(self) -> dict[Row, int]:
+        """Return where the logits of each row of the step begin."""
+        ends = accumulate(len(self.step.sequences[row].sampling_rows) for row in self.order)
+        return dict(zip(self.order, (0, *ends), strict=False))
+
+    def _reached_logit_rows(self, tokens: Sequence[SampledToken]) -> list[int]:
+        """Return the rows of the logits that count: all but those behind a draft token that is wrong."""
+        firsts, reached = self._first_logit_rows(), list[int]()
+        is_reached, last_first = True, 0
+        for row, sequence in enumerate(self.step.sequences):
+            first = firsts[Row(row)]
+            if sequence.is_draft:
+                is_reached = is_reached and tokens[last_first].token_id == sequence.token_ids[0]
+            else:
+                is_reached = True
+            if is_reached:
+                reached += range(first, first + len(sequence.sampling_rows))
+            last_first = first
+        return reached
 
 
 @contextmanager

@@ -7,7 +7,7 @@ at most a pass over the vocabulary, however long the lists are.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
@@ -32,7 +32,7 @@ def has_rules(row: SamplingRow) -> bool:
         row.allowed is not None
         or params.allowed_token_ids is not None
         or params.bad_words
-        or len(row.output_ids) < params.min_tokens
+        or row.num_output < params.min_tokens
         or params.repetition_penalty != 1.0
         or params.frequency_penalty
         or params.presence_penalty
@@ -77,13 +77,13 @@ class TokenRules:
         if row.allowed is not None:
             allowed = to_device(_unpack_bits(row.allowed, len(logits)), torch.bool, logits.device)
             logits.masked_fill_(~allowed, _FORBIDDEN)
-        heads = (tuple(row.output_ids[-length:]) for length in self._head_lengths)
+        heads = (row.last_output_ids(length) for length in self._head_lengths)
         if completions := [token_id for head in heads for token_id in self._last_ids.get(head, ())]:
             logits[_ids_to_device(_distinct(completions, len(logits)), logits.device)] = _FORBIDDEN
         self._penalise(logits, row)
         if self._bias is not None:
             logits += self._bias
-        if self._stop_ids is not None and len(row.output_ids) < row.params.min_tokens:
+        if self._stop_ids is not None and row.num_output < row.params.min_tokens:
             kept = logits[self._stop_ids]
             logits[self._stop_ids] = _FORBIDDEN
             logits[self._stop_ids] = torch.where(logits.isfinite().any(), _FORBIDDEN, kept)
@@ -96,7 +96,7 @@ class TokenRules:
         params = row.params
         if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
             return
-        seen, counts = OutputCounts.for_row(row, len(logits)).tensors(logits.device)
+        seen, counts = OutputCounts.for_row(row, len(logits)).tensors(row.draft_ids, logits.device)
         if self._prompt_ids is not None:
             # A token of both is penalised once, as each of them writes the same value.
             prompt_logits = _repetition(logits[self._prompt_ids], params.repetition_penalty)
@@ -135,7 +135,7 @@ class OutputCounts:
 
     @classmethod
     def for_row(cls, row: SamplingRow, vocab_size: int) -> OutputCounts:
-        """Return the counts of the row's choice, with all of its output."""
+        """Return the counts of the row's choice, with all of its output and no draft."""
         counts = row.choice_cache.value
         if not isinstance(counts, OutputCounts):
             counts = row.choice_cache.value = cls(vocab_size)
@@ -149,10 +149,19 @@ class OutputCounts:
                 self._count_one(token_id)
         self._num_counted = len(output_ids)
 
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the tokens, int64, and their counts, float32."""
-        counts = torch.from_numpy(np.array(self._counts))
-        return _ids_to_device(np.array(self._ids), device), to_device(counts, torch.float32, device)
+    def tensors(self, draft_ids: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the tokens of output and draft, int64, and their counts, float32."""
+        ids, counts = np.array(self._ids), np.array(self._counts)
+        new: Counter[int] = Counter()
+        for token_id in draft_ids:
+            if (position := self._positions.get(token_id)) is not None:
+                counts[position] += 1
+            elif 0 <= token_id < self._vocab_size:
+                new[token_id] += 1
+        if new:
+            ids = np.concatenate([ids, np.fromiter(new, np.int64)])
+            counts = np.concatenate([counts, np.fromiter(new.values(), np.float32)])
+        return _ids_to_device(ids, device), to_device(torch.from_numpy(counts), torch.float32, device)
 
     def _count_one(self, token_id: int) -> None:
         position = self._positions.setdefault(token_id, len(self._positions))

@@ -50,10 +50,13 @@ class LogprobRows:
     """(rows,) of the chosen, from 1"""
     num_top: Sequence[int]
 
-    def rows(self) -> list[TokenLogprobs]:
-        """Read the tensors. Raises NonFiniteLogits: one logit that is NaN or infinite makes the whole row NaN."""
+    def check(self) -> None:
+        """Raise NonFiniteLogits if a row is NaN, as one logit that is NaN or infinite makes it."""
         if broken := self.chosen.isnan().nonzero().flatten().tolist():
             raise NonFiniteLogits("the model's logits are not finite", broken)
+
+    def rows(self) -> list[TokenLogprobs]:
+        """Read the tensors."""
         ids, values = self.ids.tolist(), self.values.tolist()
         return [
             TokenLogprobs(value, tuple(zip(ids[row][:count], values[row][:count], strict=True)), rank)
@@ -78,10 +81,13 @@ class SamplerOutput:
     logprob_rows: Sequence[int]
     """The rows that `logprobs` belong to."""
 
-    def tokens(self) -> list[SampledToken]:
-        """Read the tensors. Raises NonFiniteLogits for the model's fault, NoTokenLeft for the request's."""
+    def check(self, rows: Sequence[int]) -> None:
+        """Raise NonFiniteLogits for the model's fault and NoTokenLeft for the request's, in these rows."""
         for stage, best_logits in enumerate(self.best_logits):
-            _check(best_logits, has_rules=stage > 0)
+            _check(best_logits, rows, has_rules=stage > 0)
+
+    def tokens(self) -> list[SampledToken]:
+        """Read the tensors. Those of rows that `check` would raise for mean nothing."""
         found = [] if self.logprobs is None else self.logprobs.rows()
         logprobs = dict(zip(self.logprob_rows, found, strict=True))
         return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
@@ -159,12 +165,12 @@ def _sample_random(logits: Tensor, rows: Sequence[SamplingRow], indices: Sequenc
     return tokens.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not finite
 
 
-def _check(best_logits: Tensor, *, has_rules: bool) -> None:
+def _check(best_logits: Tensor, rows: Sequence[int], *, has_rules: bool) -> None:
     """Blame the request for -inf after its rules, and the model for -inf before them or any other value."""
     if not bool(best_logits.isfinite().all()):
         values = best_logits.tolist()
-        empty = [row for row, value in enumerate(values) if value == float("-inf")]
+        empty = [row for row in rows if values[row] == float("-inf")]
         if empty and has_rules:
             raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw", empty)
-        broken = [row for row, value in enumerate(values) if not isfinite(value)]
-        raise NonFiniteLogits("the model's logits are not finite", broken)
+        if broken := [row for row in rows if not isfinite(values[row])]:
+            raise NonFiniteLogits("the model's logits are not finite", broken)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache.allocators.base import BlockCopy
-from worker.engine.step import SamplingRow, SequenceStep, Step
+from worker.engine.step import Row, SamplingRow, SequenceStep, Step
 from worker.scheduler.request import Request, RequestChoice, TokenSequence
 
 
@@ -19,8 +19,8 @@ class PlannedChunk:
     start: int
     stop: int
     is_prefill: bool
-    follows: int | None = None
-    """For a chunk of an async plan: the index, in the plan before, of the chunk that samples its token."""
+    follows: Row | None = None
+    """For a chunk of an async plan: the row of the step before that samples its token."""
     sampled_choices: tuple[RequestChoice, ...] = ()
     """The choices that get a token. Set with the step, as some may end while it runs."""
     draft_ids: Sequence[int] = ()
@@ -31,6 +31,11 @@ class PlannedChunk:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step: one, and one for each draft token."""
+        return 1 + len(self.draft_ids)
 
     def sequence_steps(self) -> list[SequenceStep]:
         """Return the runner's view: the chunk, and a decode for each draft token.
@@ -46,10 +51,10 @@ class PlannedChunk:
         if choice.constraint is not None:
             masks = choice.constraint.allowed_along(drafts)
             self.draft_ids = drafts = drafts[: len(masks) - 1]
-        return [step, *(self._draft_step(step, row, index, masks[index]) for index in range(1, 1 + len(drafts)))]
+        return [step, *(self._draft_step(step, row, index, masks[index]) for index in range(1, self.num_rows))]
 
     def _draft_step(self, step: SequenceStep, row: SamplingRow, index: int, allowed: object) -> SequenceStep:
-        """Return the decode of the draft token before `index`, which may be wrong: it shares no cache of its choice."""
+        """Return the decode of the draft token before `index`, which may be wrong."""
         allocation = self.sequence.allocation
         assert allocation is not None
         position = self.stop + index
@@ -58,12 +63,20 @@ class PlannedChunk:
             seed=row.seed,
             position=position,
             prompt_ids=row.prompt_ids,
-            output_ids=[*row.output_ids, *self.draft_ids[:index]],
+            output_ids=row.output_ids,
+            draft_ids=self.draft_ids[:index],
             allowed=allowed,
             request_cache=row.request_cache,
+            choice_cache=row.choice_cache,
         )
-        slots = allocation.slots(position - 1, position)
-        return SequenceStep(self.draft_ids[index - 1 : index], position - 1, step.block_table, slots, (draft_row,))
+        return SequenceStep(
+            token_ids=self.draft_ids[index - 1 : index],
+            start=position - 1,
+            block_table=step.block_table,
+            slots=allocation.slots(position - 1, position),
+            sampling_rows=(draft_row,),
+            is_draft=True,
+        )
 
     def _sequence_step(self) -> SequenceStep:
         sequence = self.sequence
@@ -170,10 +183,11 @@ class StepPlan:
         return Step([step for chunk in self.chunks.values() for step in chunk.sequence_steps()], self.copies)
 
     def by_request(self) -> list[StepPlan]:
-        """Return one plan per request, of the sequences that still hold blocks."""
+        """Return one plan per request, of the sequences that still hold blocks, without drafts."""
         parts: dict[Request, StepPlan] = {}
         for sequence, chunk in self.chunks.items():
             if sequence.allocation is not None:
+                chunk.draft_ids = ()
                 parts.setdefault(sequence.request, StepPlan()).chunks[sequence] = chunk
         return list(parts.values())
 
@@ -185,11 +199,13 @@ def plan_next_decode(running: StepPlan, finished: Set[TokenSequence]) -> StepPla
     once in vain.
     """
     plan = StepPlan()
-    for index, (sequence, chunk) in enumerate(running.chunks.items()):
+    row, next_row = 0, 0
+    for sequence, chunk in running.chunks.items():
+        row, next_row = next_row, next_row + chunk.num_rows
         if sequence in finished:
             continue
         if not chunk.determines_next_step():
             return None
         if len(chunk.sampled_choices[0].output_ids) + 1 < sequence.sampling.max_tokens:
-            plan.chunks[sequence] = PlannedChunk(sequence, chunk.stop, chunk.stop + 1, False, follows=index)
+            plan.chunks[sequence] = PlannedChunk(sequence, chunk.stop, chunk.stop + 1, False, follows=Row(row))
     return plan if plan.chunks else None

@@ -30,7 +30,9 @@ def sampling_row(seed: int = 0, position: int = 0, *, allowed: object = None, **
 def sample_tokens(
     logits: Tensor, sampling_rows: list[SamplingRow], eos_token_ids: tuple[int, ...]
 ) -> list[SampledToken]:
-    return sample(logits, sampling_rows, eos_token_ids).tokens()
+    sampled = sample(logits, sampling_rows, eos_token_ids)
+    sampled.check(range(len(sampling_rows)))
+    return sampled.tokens()
 
 
 def token(logits: Tensor, one: SamplingRow) -> int:

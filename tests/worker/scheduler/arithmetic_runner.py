@@ -50,6 +50,7 @@ class ArithmeticRunner:
         self.fails = fails
         self.steps: list[Step] = []
         self.last: list[SequenceResult] = []
+        self._last_step = Step(())
 
     @property
     def overlaps(self) -> bool:
@@ -75,11 +76,13 @@ class ArithmeticRunner:
             for slot in written:
                 self.kv[slot] = GARBAGE
             raise RuntimeError("the device says no")
-        for sequence in step.sequences:
+        followed = step.followed_rows(self._last_step.sequences)
+        self._last_step = step
+        for index, sequence in enumerate(step.sequences):
             assert len(sequence.slots) == len(sequence.token_ids) > 0
             token_ids = sequence.token_ids
-            if sequence.follows is not None:
-                token_ids = [self.last[sequence.follows].sampled[0].token_id]
+            if followed:
+                token_ids = [self.last[followed[index]].sampled[0].token_id]
             for slot, token_id in zip(sequence.slots, token_ids, strict=True):
                 self.kv[slot] = token_id
         self.last = [self._result(sequence) for sequence in step.sequences]
@@ -92,7 +95,7 @@ class ArithmeticRunner:
         assert UNWRITTEN not in read, "KV is read that was never written"
         sampled = tuple(SampledToken(next_token(read, row.seed)) for row in sequence.sampling_rows)
         for row in sequence.sampling_rows:
-            num_known = len(row.prompt_ids) + len(row.output_ids)  # and perhaps the token that the step follows
+            num_known = len(row.prompt_ids) + row.num_output  # and perhaps the token that the step follows
             assert row.position == stop
             assert num_known == stop or (sequence.follows is not None and num_known == stop - 1)
         logprobs = ()
