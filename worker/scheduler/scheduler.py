@@ -66,6 +66,10 @@ class Scheduler:
         """Finished sequences that hold their blocks until their last step has returned."""
         self._fair_share = FairShare()
         self._next_expiry_s = math.inf
+        self._num_appended = 0
+        """Tokens that sequences have gained."""
+        self._replanned_at = -1
+        """`_num_appended` when all were preempted last."""
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +133,22 @@ class Scheduler:
             self._admission.preempt(sequence)
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """Plan the next step. None: there is nothing to do."""
+        """Plan the next step. None: there is nothing to do, or nothing fits into an empty pool."""
+        plan = self._plan_step(now_s)
+        if not plan.chunks and plan.num_preempted and self._num_appended > self._replanned_at:
+            # All were preempted: they fit again one by one. Twice without a token between would go on for ever.
+            self._replanned_at = self._num_appended
+            num_preempted = plan.num_preempted
+            plan = self._plan_step(now_s)
+            plan.num_preempted += num_preempted
+        if self.speculation is not None:
+            self.speculation.add_drafts(plan, self.limits.max_num_seqs)
+        plan.copies = self.allocator.take_copies()
+        self._in_flight = [plan] if plan.chunks else []
+        return plan if plan.chunks else None
+
+    def _plan_step(self, now_s: float) -> StepPlan:
+        """Plan the tokens of a step. The plan is empty when a sequence that runs alone preempts itself."""
         plan = StepPlan()
         prefills = []
         for sequence in self.running:
@@ -150,11 +169,7 @@ class Scheduler:
                 request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
                 request.loaded_tokens = sequence.loaded_tokens(self.allocator.block_size)
                 plan.started.append(request)
-        if self.speculation is not None:
-            self.speculation.add_drafts(plan, self.limits.max_num_seqs)
-        plan.copies = self.allocator.take_copies()
-        self._in_flight = [plan] if plan.chunks else []
-        return plan if plan.chunks else None
+        return plan
 
     def schedule_async(self) -> StepPlan | None:
         """Plan the step after the running one, before its tokens are known.
@@ -343,6 +358,7 @@ class Scheduler:
                 logger.warning("request %s: the grammar failed: %s", request_id, error, extra=extra)
                 return self.fail(request, failed_by(error))
             sequence.token_ids.append(token.token_id)
+            self._num_appended += 1
             appended.append(token)
             if (end := request.finish_reason(choice, self._eos_token_ids)) is not None:
                 break

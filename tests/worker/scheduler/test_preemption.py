@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.worker.scheduler.arithmetic_runner import answer
-from tests.worker.scheduler.engine import HandEngine, generate
+from tests.worker.scheduler.engine import ROOT, HandEngine, generate
 from worker.wire import End
 
 
@@ -43,3 +45,26 @@ def test_a_pool_exhausted_by_sixteen_long_requests_serves_them_all() -> None:
     assert engine.num_preempted > 0
     for prompt, request in zip(prompts, requests, strict=True):
         assert engine.answer(request).tokens[0] == answer(prompt, 100, 60)
+
+
+def test_one_that_preempts_itself_is_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No allocator refuses a sequence that runs alone. Should one, the request goes on."""
+    engine = HandEngine()
+    request = engine.submit(generate(range(7), 6))
+    engine.step()
+    take, refusals = engine.allocator._take, iter([True])
+    monkeypatch.setattr(
+        type(engine.allocator), "_take", lambda self, count: None if next(refusals, False) else take(count)
+    )
+    engine.finish()
+    assert engine.num_preempted == 1
+    assert engine.answer(request).tokens[0] == answer(range(7), 100, 6)
+
+
+def test_a_pool_that_is_held_elsewhere_is_noticed() -> None:
+    engine = HandEngine()
+    engine.submit(generate(range(7), 6))
+    engine.step()
+    num_held = engine.allocator.num_free_blocks * engine.allocator.block_size
+    assert engine.allocator.allocate(num_held, range(100, 110), ROOT) is not None
+    assert any(engine.step() is None for _ in range(10)), "the scheduler plans for ever, and nothing ends"
