@@ -17,6 +17,8 @@ import numpy as np
 _MIN_MATCH: Final = 2
 _MAX_MATCH: Final = 16
 """Equal tokens before a source: longer matches count as equal."""
+_MAX_LOOKED_UP: Final = 1 << 16
+"""Tokens that a lookup compares, the latest: a longer context makes no step slower."""
 _FIRST_HIT_RATES: Final = (0.0, 0.0, 0.3, 0.5, 0.7, 0.9)
 """Until measured, by the bit length of the match."""
 _HIT_WEIGHT: Final = 0.15
@@ -76,7 +78,8 @@ class Drafter:
 
     def _look_up(self) -> None:
         """Find the latest of the places with the longest equal end."""
-        count, ids = self._num_ids, self._ids
+        first = max(0, self._num_ids - _MAX_LOOKED_UP)
+        count, ids = self._num_ids - first, self._ids[first:]
         if count <= _MIN_MATCH:
             return
         equal = (ids[1 : count - 1] == ids[count - 1]) & (ids[: count - 2] == ids[count - 2])
@@ -90,4 +93,4 @@ class Drafter:
             if not len(longer):
                 break
             sources, match = longer, match + 1
-        self._source, self._match = int(sources[-1]), match
+        self._source, self._match = first + int(sources[-1]), match

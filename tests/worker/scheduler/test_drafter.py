@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,3 +66,10 @@ def test_a_source_that_is_right_becomes_sure_and_one_that_is_wrong_does_not() ->
     wrong.extend([1, 2])
     assert wrong.has_source
     assert wrong.hit_rate(0) < 0.01
+
+
+def test_a_lookup_compares_the_latest_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.scheduler.drafter._MAX_LOOKED_UP", 6)
+    assert not Drafter([1, 2, 3, 4, 5, 6, 7, 8, 1, 2]).has_source
+    near = Drafter([9, 9, 1, 2, 3, 4, 1, 2])
+    assert near.draft(2) == [3, 4]
