@@ -121,6 +121,7 @@ class HandEngine:
         self.async_scheduling = async_scheduling
         """Launch steps before the tokens of the step before are known, where possible."""
         self.num_async = 0
+        self.num_failed_steps = 0
         self.num_drafted = 0
         self.num_accepted = 0
         self.in_flight: list[tuple[StepPlan, Launch[StepResult]]] = []
@@ -185,6 +186,7 @@ class HandEngine:
         try:
             self._collect(plan, launch)
         except RuntimeError:
+            self.num_failed_steps += 1
             while self.in_flight:
                 with suppress(Exception):
                     self.in_flight.pop(0)[1].collect()
