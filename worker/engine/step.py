@@ -112,6 +112,17 @@ class Step:
             assert len(followed.sampling_rows) == 1, f"row {row} samples {len(followed.sampling_rows)} tokens"
         return rows
 
+    def reached_rows(self, sampled: Callable[[Row], int]) -> list[Row]:
+        """Return the rows that count: all but those behind a draft token that differs from the one `sampled`."""
+        reached: list[Row] = []
+        is_reached = True
+        for index, sequence in enumerate(self.sequences):
+            is_right = not sequence.is_draft or sampled(Row(index - 1)) == sequence.token_ids[0]
+            is_reached = is_right and (is_reached or not sequence.is_draft)
+            if is_reached:
+                reached.append(Row(index))
+        return reached
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

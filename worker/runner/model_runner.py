@@ -286,19 +286,10 @@ class _StepOutput:
         return dict(zip(self.order, (0, *ends), strict=False))
 
     def _reached_logit_rows(self, tokens: Sequence[SampledToken]) -> list[int]:
-        """Return the rows of the logits that count: all but those behind a draft token that is wrong."""
-        firsts, reached = self._first_logit_rows(), list[int]()
-        is_reached, last_first = True, 0
-        for row, sequence in enumerate(self.step.sequences):
-            first = firsts[Row(row)]
-            if sequence.is_draft:
-                is_reached = is_reached and tokens[last_first].token_id == sequence.token_ids[0]
-            else:
-                is_reached = True
-            if is_reached:
-                reached += range(first, first + len(sequence.sampling_rows))
-            last_first = first
-        return reached
+        """Return the rows of the logits that count."""
+        firsts, sequences = self._first_logit_rows(), self.step.sequences
+        reached = self.step.reached_rows(lambda row: tokens[firsts[row]].token_id)
+        return [firsts[row] + index for row in reached for index in range(len(sequences[row].sampling_rows))]
 
 
 @contextmanager

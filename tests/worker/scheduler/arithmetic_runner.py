@@ -12,7 +12,7 @@ import torch
 
 from cache.hashing import encode_tokens
 from worker.device import DeviceStream
-from worker.engine.step import Launch, SampledToken, SequenceResult, SequenceStep, Step, StepResult
+from worker.engine.step import Launch, SampledToken, SamplingRow, SequenceResult, SequenceStep, Step, StepResult
 from worker.wire import TokenLogprobs
 
 VOCAB = 50
@@ -88,12 +88,15 @@ class ArithmeticRunner:
         self.last = [self._result(sequence) for sequence in step.sequences]
         return self.last
 
+    def _sample(self, read: Sequence[int], row: SamplingRow) -> int:
+        return next_token(read, row.seed)
+
     def _result(self, sequence: SequenceStep) -> SequenceResult:
         size, table = self.block_size, sequence.block_table
         stop = sequence.start + len(sequence.token_ids)
         read = [self.kv[table[i // size] * size + i % size] for i in range(stop)]
         assert UNWRITTEN not in read, "KV is read that was never written"
-        sampled = tuple(SampledToken(next_token(read, row.seed)) for row in sequence.sampling_rows)
+        sampled = tuple(SampledToken(self._sample(read, row)) for row in sequence.sampling_rows)
         for row in sequence.sampling_rows:
             num_known = len(row.prompt_ids) + row.num_output  # and perhaps the token that the step follows
             assert row.position == stop
