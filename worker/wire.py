@@ -158,6 +158,12 @@ def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
     return None
 
 
+def num_listed_ids(sampling: SamplingParams) -> int:
+    """Return the ids of a request's lists."""
+    num_bad = sum(map(len, sampling.bad_words))
+    return len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias) + num_bad + len(sampling.stop_token_ids)
+
+
 class ChoiceState(Struct, frozen=True):
     """One of the n answers to a prompt, with its `output_ids` so far when a stream is resumed."""
 

@@ -22,6 +22,7 @@ from cache.stores.disk import DiskStore
 from worker.engine.engine import EngineCore
 from worker.engine.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.scheduler.scheduler import Scheduler
+from worker.wire import SamplingParams
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -55,6 +56,9 @@ class AddingRunner:
         self._additions = additions
         self._broken = False
         self.numerics = runner.numerics  # type: ignore[attr-defined]
+
+    def prepare(self, params: SamplingParams, prompt_ids: Sequence[int]) -> object:
+        return self._runner.prepare(params, prompt_ids)
 
     def launch(self, step: Step) -> Launch[StepResult]:
         begun_s = time.monotonic()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
@@ -37,14 +38,14 @@ from worker.engine.protocol import (
 )
 from worker.engine.rates import PrefillRate
 from worker.engine.reporter import Reporter, debug_state
-from worker.engine.step import Runner
+from worker.engine.step import Runner, SamplerCache
 from worker.grammar import GrammarCompiler
 from worker.kv_transfer.peers import BlockExchange
 from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.validation import refusal
-from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle
+from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle, num_listed_ids
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,16 @@ LOAD_POLL_S: Final = 0.05
 """How late a load that lags may be noticed while nothing else is to do."""
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
+MAX_IDS_IN_STEP: Final = 4096
+"""Ids of a request's lists that a step may read. More are read on a thread of their own before it is queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """The parts of a request that `prepare` has made for `submit`."""
+
+    constraints: Mapping[int, Constraint] = field(default_factory=dict)
+    sampler_cache: SamplerCache = field(default_factory=SamplerCache)
 
 
 class EngineCore:
@@ -159,17 +170,21 @@ class EngineCore:
             self.member.embedding_size,
         )
 
-    async def prepare(self, request: GenerateRequest) -> Mapping[int, Constraint]:
+    async def prepare(self, request: GenerateRequest) -> PreparedRequest:
         try:
-            return await self.grammars.constraints(request)
+            constraints = await self.grammars.constraints(request)
         except ConstraintError as error:
             raise RefusedError(failed_by(error)) from error
+        if num_listed_ids(request.sampling) <= MAX_IDS_IN_STEP:
+            return PreparedRequest(constraints)
+        value = await asyncio.to_thread(self._runner.prepare, request.sampling, request.prompt_ids)
+        return PreparedRequest(constraints, SamplerCache(value))
 
     def submit(
         self,
         key: RequestKey,
         request: GenerateRequest,
-        prepared: Mapping[int, Constraint],
+        prepared: PreparedRequest,
         steps: StepLog | None = None,
     ) -> None:
         arrival_s = time.monotonic()
@@ -178,7 +193,15 @@ class EngineCore:
             self._metrics.requests.inc()
             aging_s = self._scheduler.limits.aging_s
             try:
-                made = Request(key, request, arrival_s, aging_s, prepared, self._pooling)
+                made = Request(
+                    key,
+                    request,
+                    arrival_s,
+                    aging_s,
+                    prepared.constraints,
+                    self._pooling,
+                    sampler_cache=prepared.sampler_cache,
+                )
                 outputs = self._scheduler.submit(made)
             except Exception as error:  # one request must not end the others
                 extra = about(request.request_id, request.traceparent)

@@ -163,7 +163,7 @@ class Engine(Protocol):
         """Return why the engine can never serve this request, or None."""
 
     async def prepare(self, request: GenerateRequest) -> Any:
-        """Compile the request's grammar, for `submit`. Raises RefusedError."""
+        """Compile the request's grammar and read its long lists, for `submit`. Raises RefusedError."""
 
     def submit(self, key: RequestKey, request: GenerateRequest, prepared: Any, steps: StepLog | None = None) -> None:
         """Queue a request that `refusal` has let pass. `key` is new and ascending; `steps` receives its trace.

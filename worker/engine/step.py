@@ -207,6 +207,9 @@ class Runner(Protocol):
     def overlaps(self) -> bool:
         """`launch` returns before the step is done; otherwise it lasts as long as the step."""
 
+    def prepare(self, params: SamplingParams, prompt_ids: Sequence[int]) -> object:
+        """Return the value of the request's `SamplerCache`: what takes long to make of its lists. Any thread."""
+
     def launch(self, step: Step) -> Launch[StepResult]:
         """Start the step, after all others are collected, or after all but the one that it follows. May raise."""
 

@@ -34,7 +34,9 @@ from worker.engine.step import (
 )
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
+from worker.sampling.rules import TokenRules
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
+from worker.wire import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class ModelRunner:
         self._last: _StepOutput | None = None
         """The output of the step queued last, for one that follows it. None: it raised, or none can follow."""
         self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = model.config.vocab_size
         shape = model.config.attention
         self.cache = KVCache(shape, num_blocks, block_size, model.dtype, model.device)
         self._attention = select_attention(shape, self.cache, deterministic=model.options.deterministic)
@@ -75,6 +78,9 @@ class ModelRunner:
     @property
     def overlaps(self) -> bool:
         return self._stream.overlaps
+
+    def prepare(self, params: SamplingParams, prompt_ids: Sequence[int]) -> object:
+        return TokenRules(params, prompt_ids, self._eos_token_ids, self._vocab_size, torch.device("cpu"))
 
     def launch(self, step: Step) -> Launch[StepResult]:
         """Queue the step. Collecting may raise SamplingError, NonFiniteKV and NonFiniteHidden."""

@@ -1,7 +1,7 @@
 """The rules of a request about single tokens: what is forbidden, penalised or biased.
 
-The lists of a request become tensors at its first sampling, which all its choices and steps share. Applying them costs
-at most a pass over the vocabulary, however long the lists are.
+The lists of a request become tensors once, which all its choices and steps share: before it is queued where they are
+long, else at its first sampling. Applying them costs at most a pass over the vocabulary, however long the lists are.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import chain
 from typing import Final
 
@@ -23,6 +24,8 @@ from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]
 _FORBIDDEN: Final = float("-inf")
+_PART: Final = 16_384
+"""Listed ids that are read in one call, which lets no other thread run."""
 
 
 def has_rules(row: SamplingRow) -> bool:
@@ -43,8 +46,16 @@ def has_rules(row: SamplingRow) -> bool:
 class TokenRules:
     """The rules of one request as tensors. Those that it does not use are None."""
 
-    def __init__(self, row: SamplingRow, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
-        params = row.params
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
         self._last_ids: dict[tuple[int, ...], list[int]] = defaultdict(list)
         """By the head of a bad word of several tokens: the tokens that may not follow it."""
         for word in params.bad_words:
@@ -59,15 +70,27 @@ class TokenRules:
         self._prompt_ids: Tensor | None = None
         """Distinct tokens for the repetition penalty."""
         if params.repetition_penalty != 1.0:
-            self._prompt_ids = _ids_to_device(_distinct(row.prompt_ids, vocab_size), device)
+            self._prompt_ids = _ids_to_device(_distinct(prompt_ids, vocab_size), device)
 
     @classmethod
     def for_row(cls, row: SamplingRow, eos_token_ids: Sequence[int], logits: Tensor) -> TokenRules:
-        """Return the rules of the row's request, which are made at its first row."""
+        """Return the rules of the row's request, which are made at its first row at the latest."""
         rules = row.request_cache.value
-        if not isinstance(rules, TokenRules):
-            rules = row.request_cache.value = cls(row, eos_token_ids, len(logits), logits.device)
+        if not isinstance(rules, TokenRules) or rules._vocab_size != len(logits):
+            rules = cls(row.params, row.prompt_ids, eos_token_ids, len(logits), logits.device)
+            row.request_cache.value = rules
+        elif rules._device != logits.device:
+            rules = row.request_cache.value = rules._on(logits.device)
         return rules
+
+    def _on(self, device: torch.device) -> TokenRules:
+        """Return the same rules on another device."""
+        moved = copy(self)
+        moved._device = device
+        moved._bias = None if self._bias is None else to_device(self._bias, torch.float32, device)
+        moved._stop_ids = None if self._stop_ids is None else to_device(self._stop_ids, torch.int64, device)
+        moved._prompt_ids = None if self._prompt_ids is None else to_device(self._prompt_ids, torch.int64, device)
+        return moved
 
     def apply(self, logits: Tensor, row: SamplingRow) -> None:
         """Change the logits (vocab_size,) of one row in place. A forbidden token gets -inf.
@@ -189,5 +212,11 @@ def _ids_to_device(ids: Ids, device: torch.device) -> Tensor:
 
 
 def _distinct(token_ids: Sequence[int], vocab_size: int) -> Ids:
-    ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
-    return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
+    """Return the distinct tokens of the vocabulary, ascending."""
+    if len(token_ids) <= _PART:
+        ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+        return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
+    is_listed = np.zeros(vocab_size, dtype=np.bool_)
+    for start in range(0, len(token_ids), _PART):
+        is_listed[_distinct(token_ids[start : start + _PART], vocab_size)] = True
+    return is_listed.nonzero()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -243,3 +244,21 @@ def test_the_load_is_reported_while_a_prefill_runs(overlapping: ThreadedEngine) 
     while "b" not in overlapping.listener.loads[-1].queued_prefill_s:
         assert time.monotonic() < deadline_s, "the load lacks a request that came during the step"
         overlapping.run_commands()
+
+
+def test_long_lists_are_read_once_and_not_by_the_engine(threaded: ThreadedEngine) -> None:
+    """Reading a million ids takes a quarter of a second, in which no other request would get a token."""
+    wire = generate([1, 2, 3], 4, n=8, allowed_token_ids=tuple(range(50)) * 1000)
+    prepared = asyncio.run(threaded.engine.prepare(wire))
+    thread, _ = prepared.sampler_cache.value  # type: ignore[misc]
+    assert thread != threaded.engine._thread.ident
+    threaded.engine.submit(RequestKey(0), wire, prepared)
+    threaded.wait(RequestKey(0))
+    rows = [row for step in threaded.runner.steps for part in step.sequences for row in part.sampling_rows]
+    assert len({row.seed for row in rows}) == 8
+    assert all(row.request_cache is prepared.sampler_cache for row in rows)
+
+
+def test_short_lists_wait_for_no_thread(threaded: ThreadedEngine) -> None:
+    prepared = asyncio.run(threaded.engine.prepare(generate([1, 2, 3], 4, allowed_token_ids=(1, 2))))
+    assert prepared.sampler_cache.value is None

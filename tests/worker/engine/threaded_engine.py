@@ -16,7 +16,7 @@ from tests.waiting import HANG_S
 from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner
 from tests.worker.scheduler.engine import Answer
 from worker.device import DeviceStream
-from worker.engine.engine import EngineCore
+from worker.engine.engine import EngineCore, PreparedRequest
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineOutput, RequestKey, StepLog
 from worker.engine.rates import PrefillRate
@@ -87,7 +87,7 @@ class ThreadedEngine:
         )
 
     def submit(self, key: int, wire, steps: StepLog | None = None) -> RequestKey:
-        self.engine.submit(RequestKey(key), wire, {}, steps)
+        self.engine.submit(RequestKey(key), wire, PreparedRequest(), steps)
         return RequestKey(key)
 
     def next(self) -> EngineOutput:

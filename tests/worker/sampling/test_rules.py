@@ -159,16 +159,19 @@ def test_lists_are_read_once_a_request(fields: dict[str, Any]) -> None:
     assert counted.num_reads - num_read <= 2  # bad_words once more, for words of one token
 
 
-def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_drafts", [0, 4])
+def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch, max_drafts: int) -> None:
     counted = Counter()
     count_one = rules.OutputCounts._count_one
     monkeypatch.setattr(
         rules.OutputCounts, "_count_one", lambda self, t: (counted.update([id(self)]), count_one(self, t))[1]
     )
-    engine = HandEngine(num_blocks=400, runner=SamplingRunner(), max_num_seqs=4)
-    engine.submit(generate([1, 2, 3], 100, 4, repetition_penalty=1.2))
+    engine = HandEngine(num_blocks=400, runner=SamplingRunner(), max_num_seqs=8, max_drafts=max_drafts)
+    engine.submit(generate([1, 2, 3], 100, 4, repetition_penalty=1.2, allowed_token_ids=(3, 4)))
     engine.finish()
-    assert list(counted.values()) == 4 * [99]
+    assert (engine.num_drafted > 0) == (max_drafts > 0)
+    assert len(counted) == 4
+    assert all(90 <= num_counted <= 99 for num_counted in counted.values())  # the last draft may end the output
 
 
 def test_counts_of_a_long_output_equal_those_of_its_parts() -> None:
@@ -185,3 +188,19 @@ def test_counts_of_a_long_output_equal_those_of_its_parts() -> None:
         for _ in range(2):  # a draft leaves nothing behind
             ids, values = counts.tensors(draft, torch.device("cpu"))
             assert dict(zip(ids.tolist(), values.tolist(), strict=True)) == expected
+
+
+def test_rules_that_were_made_before_the_step_are_used_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tuple(range(0, 50, 3)) * 5000
+    params = SamplingParams(max_tokens=4, temperature=0.0, allowed_token_ids=ids, bad_words=((3,),))
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+
+    def tokens(cache: SamplerCache) -> list[int]:
+        rows = [SamplingRow(params, seed, 3, (1, 2, 3), (), request_cache=cache) for seed in range(8)]
+        return [token.token_id for token in sampler.sample(logits, rows, EOS).tokens()]
+
+    prepared = SamplerCache(rules.TokenRules(params, (1, 2, 3), EOS, 50, torch.device("cpu")))
+    want = tokens(SamplerCache())
+    monkeypatch.setattr(rules, "_bias", None)
+    assert tokens(prepared) == want
+    assert set(want) <= set(ids) - {3}

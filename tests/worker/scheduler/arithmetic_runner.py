@@ -5,6 +5,7 @@ Any wrong slot, table, copy, chunk or cached prefix gives a wrong token at once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
@@ -13,7 +14,7 @@ import torch
 from cache.hashing import encode_tokens
 from worker.device import DeviceStream
 from worker.engine.step import Launch, SampledToken, SamplingRow, SequenceResult, SequenceStep, Step, StepResult
-from worker.wire import TokenLogprobs
+from worker.wire import SamplingParams, TokenLogprobs
 
 VOCAB = 50
 UNWRITTEN = -1
@@ -55,6 +56,9 @@ class ArithmeticRunner:
     @property
     def overlaps(self) -> bool:
         return self.stream.overlaps
+
+    def prepare(self, params: SamplingParams, prompt_ids: Sequence[int]) -> object:
+        return threading.get_ident(), params.allowed_token_ids
 
     def launch(self, step: Step) -> Launch[StepResult]:
         return self.stream.enqueue(lambda: StepResult(self.compute(step)))
