@@ -278,6 +278,8 @@ class _Episode:
         engine.finish()
         for asked, resumed, _, request in self.live:
             self.check_answer(asked, resumed, request)
+        ends = [asked.answer(index)[1] for asked in self.asked for index in range(asked.n)]
+        assert self.failing or "no token" in ends or not engine.num_failed_steps, "a step failed for nothing"
         self.check_pool()
         if isinstance(engine, MovingEngine):
             engine.transfers.close()
