@@ -145,13 +145,17 @@ class Request:
         `max_tokens` and `min_tokens` count all of the choice's output, a resumed part included.
         """
         num_output = len(choice.output_ids)
-        if num_output and num_output > self.sampling.min_tokens:
-            token_id = choice.output_ids[-1]
-            if token_id in self.stop_token_ids or (not self.sampling.ignore_eos and token_id in eos_token_ids):
-                return "stop", token_id
+        if num_output and self.stops_at(choice.output_ids[-1], num_output, eos_token_ids):
+            return "stop", choice.output_ids[-1]
         if num_output and choice.constraint is not None and choice.constraint.finished:
             return "stop", None
         return ("length", None) if num_output >= self.sampling.max_tokens else None
+
+    def stops_at(self, token_id: int, num_output: int, eos_token_ids: frozenset[int]) -> bool:
+        """Tell whether a choice ends with this token, the last of `num_output`."""
+        if num_output <= self.sampling.min_tokens:
+            return False
+        return token_id in self.stop_token_ids or (not self.sampling.ignore_eos and token_id in eos_token_ids)
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
         """Return the frame with the prompt's logprobs, once, when they are complete."""

@@ -142,7 +142,7 @@ class Scheduler:
             plan = self._plan_step(now_s)
             plan.num_preempted += num_preempted
         if self.speculation is not None:
-            self.speculation.add_drafts(plan, self.limits.max_num_seqs)
+            self.speculation.add_drafts(plan, self.limits.max_num_seqs, self._eos_token_ids)
         plan.copies = self.allocator.take_copies()
         self._in_flight = [plan] if plan.chunks else []
         return plan if plan.chunks else None

@@ -9,6 +9,7 @@ Source: Leviathan et al., arXiv 2211.17192, for the gain of a draft against its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Final
 
@@ -64,8 +65,11 @@ class Speculation:
         self.cost = cost or StepCost()
         self._max_drafts = max_drafts
 
-    def add_drafts(self, plan: StepPlan, max_rows: int) -> None:
-        """Add the drafts that raise the tokens per second, up to `max_rows` rows. A step with prefills gets none."""
+    def add_drafts(self, plan: StepPlan, max_rows: int, eos_token_ids: frozenset[int]) -> None:
+        """Add the drafts that raise the tokens per second, up to `max_rows` rows. A step with prefills gets none.
+
+        A draft ends before the token that would end its sequence: behind that there is nothing to sample.
+        """
         if plan.num_prefill_tokens or not plan.chunks:
             return
         drafters = {chunk: _drafter(chunk.sequence) for chunk in plan.chunks.values()}
@@ -73,7 +77,7 @@ class Speculation:
             allocation = chunk.sequence.allocation
             assert allocation is not None
             if allocation.extend(chunk.stop + num_drafts):
-                chunk.draft_ids = drafters[chunk].draft(num_drafts)
+                chunk.draft_ids = _up_to_end(drafters[chunk].draft(num_drafts), chunk.sequence, eos_token_ids)
 
     def would_draft(self, plan: StepPlan) -> bool:
         """Tell whether a step after `plan` would get drafts, if it waited for the tokens of `plan`."""
@@ -111,6 +115,15 @@ class Speculation:
         sequence = chunk.sequence
         num_left = sequence.sampling.max_tokens - len(sequence.choices[0].output_ids)
         return min(self._max_drafts, num_left - 1)
+
+
+def _up_to_end(draft_ids: Sequence[int], sequence: TokenSequence, eos_token_ids: frozenset[int]) -> Sequence[int]:
+    """Return the draft without the first token that would end the sequence, and without those behind it."""
+    request, num_output = sequence.request, len(sequence.choices[0].output_ids)
+    for index, token_id in enumerate(draft_ids):
+        if request.stops_at(token_id, num_output + index + 1, eos_token_ids):
+            return draft_ids[:index]
+    return draft_ids
 
 
 def _drafter(sequence: TokenSequence) -> Drafter:
