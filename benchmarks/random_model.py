@@ -13,6 +13,7 @@ from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.huggingface import config_from_hf
 from worker.model.load import FAMILIES, LoadedModel
+from worker.model.model_files import ModelFiles
 from worker.model.weight_file import MadeWeights
 
 _LLAMA3_ROPE: Final = {
@@ -55,6 +56,7 @@ class RandomCheckpoint(Checkpoint):
 
     path = Path()
     revision = "random"
+    files = ModelFiles("random", ())
     model_type = "llama"
 
     def __init__(self, shape: str, options: LoadOptions) -> None:

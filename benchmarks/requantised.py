@@ -17,6 +17,7 @@ class RequantisedCheckpoint(Checkpoint):
 
     def __init__(self, source: Checkpoint, kind: str) -> None:
         self.path, self.revision, self.model_type = source.path, source.revision, source.model_type
+        self.files = source.files
         self.name = f"{source.name} in {kind}"
         self._source = source
         self._kind = kind

@@ -20,7 +20,7 @@ from cache.hashing import encode_fields
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"HSKV"
 _FIELDS: Final = struct.Struct("<4sI16s16s16sII")
 _CHECK_BYTES: Final = 8
@@ -34,14 +34,23 @@ _FORMAT_PERSON: Final = b"headstart-format"
 
 
 def layout_fingerprint(
-    *, namespace: str, numerics: str, dtype: str, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
+    *,
+    namespace: str,
+    files: str,
+    numerics: str,
+    dtype: str,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
 ) -> bytes:
     """Return 16 bytes that are equal only where the bytes of a block mean the same KV.
 
-    `namespace` is `Namespace.fingerprint`. The byte order is this machine's.
+    `namespace` is `Namespace.fingerprint`, `files` the digest of the model's files. The byte order is this machine's.
     """
     layout = {
         b"namespace": namespace.encode(),
+        b"files": files.encode(),
         b"numerics": numerics.encode(),
         b"dtype": dtype.encode(),
         b"shape": struct.pack("<4Q", num_layers, num_kv_heads, head_dim, block_size),

@@ -160,6 +160,7 @@ def make_transfers(
     shape = model.config.attention
     layout = layout_fingerprint(
         namespace=namespace,
+        files=model.checkpoint.files.digest,
         numerics=runner.numerics,
         dtype=str(cache.dtype),
         num_layers=shape.num_layers,

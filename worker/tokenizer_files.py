@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from worker.model.errors import CheckpointError
+from worker.model.model_files import folder_files
 from worker.wire import TokenizerBundle
 
-_SAMPLES: Final = 256
-_SAMPLE_BYTES: Final = 4096
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TEXTS: Final = ("*.json", "*.jinja")
 
@@ -63,12 +61,11 @@ def download(source: str, *patterns: str) -> tuple[Path, str, str]:
 def tokenizer_folder(source: str, revision: str | None) -> tuple[Path, str]:
     """Return the folder of --tokenizer, and the revision of its model. Raise CheckpointError.
 
-    A folder's revision is that of a worker that loads it: a digest of its configuration and weights.
+    A folder's revision is that of a worker that loads it: a digest of its configuration and all its weights.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        weights = sorted(path.glob("*.safetensors"))
-        return path, revision or digest_files([path / "config.json", *weights])
+        return path, revision or folder_files(path).digest
     if is_hub_id(source):
         folder, _, commit = download(source if revision is None or "@" in source else f"{source}@{revision}")
         return folder, revision or commit
@@ -98,19 +95,6 @@ def _read(path: Path) -> object:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def digest_files(paths: Iterable[Path]) -> str:
-    """Return 32 hex digits from names, sizes and evenly spread samples: constant time, however large the files are."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(paths, key=lambda path: path.name):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for offset in sorted({max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def fingerprint(tokenizer_json: bytes, *fields: object) -> str:

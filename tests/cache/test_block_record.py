@@ -13,6 +13,7 @@ from cache.types import BlockHash
 
 LAYOUT = layout_fingerprint(
     namespace="0e60788967df6511e0ec98df046d1783",
+    files="5e884898da28047151d0e56f8dc62927",
     numerics="cpu-float32",
     dtype="float32",
     num_layers=30,
@@ -27,13 +28,13 @@ FORMAT = RecordFormat(LAYOUT, 64, b"secret")
 
 def test_golden_vectors() -> None:
     """Files and other workers hold these bytes: a change needs another FORMAT_VERSION."""
-    assert LAYOUT.hex() == "06437d5d086bd9772a9ed9b6ea0969a8"
-    assert FORMAT.fingerprint == "a301e452b516ec14790cfc74ef0f9fef"
-    assert RecordFormat(LAYOUT, 64).fingerprint == "7ee703ed3fe278e885f4f555a426f87a"
+    assert LAYOUT.hex() == "df7d604992dac7f0c7f716b28b368bed"
+    assert FORMAT.fingerprint == "85599bee8c233c4b523297bf9f0e0ec1"
+    assert RecordFormat(LAYOUT, 64).fingerprint == "bfead6fcfc5998ac5bbe901fa222e820"
     header = FORMAT.header(LINK, PAYLOAD)
     assert len(header) == HEADER_BYTES
-    assert header[-16:].hex() == "8fc7dd6a06a19fa6109607e125c7f51d"
-    assert RecordFormat(LAYOUT, 64).header(LINK, PAYLOAD)[-16:].hex() == "cffa7a1770bda0018767b9ffa80cb592"
+    assert header[-16:].hex() == "c8f2f6dce3ab0e54f934bc48cca290d5"
+    assert RecordFormat(LAYOUT, 64).header(LINK, PAYLOAD)[-16:].hex() == "4847efb711449f716bd43e0d753b94f6"
 
 
 @given(st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16), st.integers(0, 2**32 - 1), st.binary())
@@ -107,6 +108,7 @@ def test_with_a_secret_the_digest_is_a_mac() -> None:
 def test_every_part_of_the_layout_counts() -> None:
     values: dict[str, str | int] = {
         "namespace": "n",
+        "files": "f",
         "numerics": "c",
         "dtype": "float32",
         "num_layers": 2,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.model.config import LoadOptions, ModelConfig
+from worker.model.model_files import ModelFiles
 from worker.model.weight_file import Weights
 
 Progress = Callable[[int, int], None]
@@ -35,7 +36,9 @@ class Checkpoint(ABC):
     """The GGUF file, or the folder of a Hugging Face checkpoint."""
     name: str
     revision: str
-    """A commit, or a digest of the files: equal files have equal revisions on every machine."""
+    """A commit, or the digest of `files`: equal files have equal revisions on every machine."""
+    files: ModelFiles
+    """The identity of the model: every byte of its files. KV that outlives the process is kept under its digest."""
     model_type: str
 
     @abstractmethod

@@ -21,7 +21,7 @@ from worker.model.base import Checkpoint, ModelFamily, QuantisedTensor
 from worker.model.config import ModelConfig
 from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.huggingface import config_from_hf
-from worker.tokenizer_files import digest_files
+from worker.model.model_files import digest_files
 
 _UNQUANTISED: Final = frozenset({"F32", "F16", "BF16", "F64"})
 _ARCHITECTURES: Final = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -68,7 +68,8 @@ class GGUFCheckpoint(Checkpoint):
         num_layers = int(self.metadata.get(f"{self.model_type}.block_count", 0))
         architecture = _ARCHITECTURES.get(self.model_type, gguf.MODEL_ARCH.LLAMA)
         self._names = gguf.get_tensor_name_map(architecture, num_layers)
-        self.revision = digest_files([path])
+        self.files = digest_files([path])
+        self.revision = self.files.digest
 
     def config(self, family: ModelFamily) -> ModelConfig:
         """Translate the metadata to the fields of config.json, and read these."""

@@ -14,10 +14,12 @@ from worker.attention.base import AttentionShape
 from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import ModelConfig, RopeConfig, RopeKind
 from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.tokenizer_files import digest_files, read_json
+from worker.model.model_files import folder_files
+from worker.tokenizer_files import read_json
 
 _BASE: Final = "model."
 _INDEX: Final = "model.safetensors.index.json"
+_ADAPTER: Final = "adapter_config.json"
 _ROPE_NUMBERS: Final = (
     "factor",
     "low_freq_factor",
@@ -42,13 +44,16 @@ class SafetensorsCheckpoint(Checkpoint):
         self.model_type = str(self._raw.get("model_type"))
         if "auto_map" in self._raw and not self._raw.get("model_type"):
             raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
+        if (path / _ADAPTER).is_file():
+            raise UnsupportedModel(f"{path} has {_ADAPTER}: adapters are not applied; merge it into the weights first")
         files = _files_by_tensor(path)
         if f"{_BASE}embed_tokens.weight" not in files and "embed_tokens.weight" in files:
             files = {_BASE + name: file for name, file in files.items()}
             self._prefix = _BASE
         self._files = files
         self._open: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
-        self.revision = revision or digest_files([path / "config.json", *set(self._files.values())])
+        self.files = folder_files(path)
+        self.revision = revision or self.files.digest
 
     def config(self, family: ModelFamily) -> ModelConfig:
         return config_from_hf(self._raw, family)

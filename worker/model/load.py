@@ -6,15 +6,16 @@ Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from worker.device import current_device
+from worker.kernels import cpu
 from worker.kernels.cpu import Kernels, products_for
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
@@ -87,13 +88,14 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
         config = checkpoint.config(family)
 
         def load(weights: Weights) -> Decoder:
-            return family.decoder(checkpoint, config, options, weights, progress)
+            decoder = family.decoder(checkpoint, config, options, weights, progress)
+            checkpoint.files.check_unchanged()  # before weights of other files are kept under this digest
+            return decoder
 
         kernels = products_for(options.torch_dtype, torch.device(options.device))
-        files = _files(checkpoint.path)
-        if kernels is None or sum(file.stat().st_size for file in files) < _MIN_PREPARED_BYTES:
+        if kernels is None or checkpoint.files.num_bytes < _MIN_PREPARED_BYTES:
             return load(MadeWeights())
-        return load_prepared(_key(checkpoint, files, config, kernels, options), load)
+        return load_prepared(_key(checkpoint, config, kernels, options), load)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
             f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
@@ -102,22 +104,17 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
 
     progress(0, 1)
     decoder = TransformersForCausalLM(checkpoint, options)
+    checkpoint.files.check_unchanged()
     progress(1, 1)
     return decoder
 
 
-def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-
-
-def _key(
-    checkpoint: Checkpoint, files: Sequence[Path], config: ModelConfig, kernels: Kernels, options: LoadOptions
-) -> str:
-    """Digest what prepared float32 weights depend on: the files and their times, the shape, and the code."""
-    status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+def _key(checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, options: LoadOptions) -> str:
+    """Digest what prepared float32 weights depend on: every byte of the files, the shape, and the code."""
+    folders = (Path(__file__).parent, Path(cpu.__file__).parent)
+    code = [file.read_bytes() for folder in folders for file in sorted(folder.glob("*.py"))]
     form = "dense" if options.weights == "dense" else "packed"
-    parts = (checkpoint.revision, status, config, kernels.panel_width, form, code)
+    parts = (checkpoint.files.digest, config, kernels.panel_width, form, version("gguf"), code)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

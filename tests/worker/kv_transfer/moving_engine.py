@@ -22,7 +22,14 @@ BLOCK_SIZE = 4
 PAYLOAD_BYTES = 4 * BLOCK_SIZE
 SECRET = b"of the fleet"
 LAYOUT = layout_fingerprint(
-    namespace="n", numerics="cpu", dtype="int32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE
+    namespace="n",
+    files="f",
+    numerics="cpu",
+    dtype="int32",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    block_size=BLOCK_SIZE,
 )
 RECORD = RecordFormat(LAYOUT, PAYLOAD_BYTES, SECRET)
 

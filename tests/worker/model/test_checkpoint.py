@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.worker.families import write_family
+from worker.model import model_files
 from worker.model.errors import CheckpointError, ModelError, UnsupportedModel
 from worker.model.gguf import name_of_file
 from worker.model.huggingface import config_from_hf
 from worker.model.load import FAMILIES, LoadOptions, default_model_path, find_checkpoint, load_model
-from worker.tokenizer_files import digest_files
+from worker.model.model_files import MIN_KEPT_BYTES, digest_files
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +150,40 @@ def test_options_name_their_field(field: str, value: Any) -> None:
         LoadOptions(**{field: value})
 
 
-def test_digests_see_names_sizes_and_content(tmp_path: Path) -> None:
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, (32 << 20) + 4096), st.data())
+def test_a_digest_sees_every_byte(tmp_path_factory: pytest.TempPathFactory, size: int, data: st.DataObject) -> None:
+    file = tmp_path_factory.mktemp("digest") / "weights"
+    file.write_bytes(bytes(size))
+    before = digest_files([file]).digest
+    with file.open("r+b") as weights:
+        weights.seek(data.draw(st.integers(0, size - 1)))
+        weights.write(b"\1")
+    assert digest_files([file]).digest != before
+    file.write_bytes(bytes(size + 1))
+    assert digest_files([file]).digest != before
+
+
+def test_a_kept_digest_is_that_of_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken while size, times and inode are the same, and made again from a damaged record."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "weights"
-    file.write_bytes(bytes(3_000_000))
+    file.write_bytes(bytes(MIN_KEPT_BYTES))
+    monkeypatch.setattr(model_files, "SETTLED_S", -1.0)
     before = digest_files([file])
-    content = bytearray(3_000_000)
-    content[-1] = 1
-    file.write_bytes(content)
-    assert digest_files([file]) != before
-    file.write_bytes(bytes(2_999_999))
-    assert digest_files([file]) != before
+    (kept,) = (tmp_path / "cache").rglob("digest-*.json")
+    text = kept.read_text()
+    assert digest_files([file]) == before
+    with file.open("r+b") as weights:
+        weights.write(b"\1")
+    os.utime(file, ns=(before.statuses[0][1].mtime_ns, before.statuses[0][1].mtime_ns))
+    after = digest_files([file])
+    assert after.digest != before.digest
+    for damaged in (text, "", "{}", text[:-9], kept.read_text().replace(after.statuses[0][0].name, "other")):
+        kept.write_text(damaged)
+        assert digest_files([file]).digest == after.digest
+    with pytest.raises(CheckpointError, match="changed while it was loaded"):
+        before.check_unchanged()
 
 
 @pytest.mark.parametrize(

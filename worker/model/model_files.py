@@ -1,0 +1,184 @@
+"""The identity of a model: a digest of every byte of its files, made once and kept in the user's cache folder.
+
+Without torch: adapters, which load no model, name it as a worker does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from worker.common.cache_folder import cache_folder
+from worker.model.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES: Final = 32 << 20
+"""A file is digested in pieces, by as many threads as there are processors. It is part of the digest."""
+_READ_BYTES: Final = 1 << 20
+_MAX_THREADS: Final = 16
+MIN_KEPT_BYTES: Final = 16 << 20
+"""The digest of a smaller file takes milliseconds, and is not kept."""
+SETTLED_S: Final = 2.0
+"""A file that changed less than this ago may change again within one tick of its clock: its digest is not kept."""
+UNUSED_S: Final = 30 * 24 * 3600.0
+"""After this time without a use, a digest is deleted when another is kept."""
+_FOLDER_PATTERNS: Final = ("config.json", "*.safetensors", "*.safetensors.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """A file's size, times and place. No program can set the time of the last change (`ctime_ns`)."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStatus:
+        """Raise OSError."""
+        found = path.stat()
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files that a model is made of, as they were when they were digested."""
+
+    digest: str
+    """32 hex digits of all names and bytes: equal files have equal digests on every machine."""
+    statuses: tuple[tuple[Path, FileStatus], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(status.size for _, status in self.statuses)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file is no longer what was digested."""
+        for path, status in self.statuses:
+            try:
+                now = FileStatus.of(path)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            if now != status:
+                raise _changed(path)
+
+
+def folder_files(folder: Path) -> ModelFiles:
+    """Digest what makes the KV of a folder of Hugging Face files: shape and weights. Raise CheckpointError."""
+    return digest_files(path for pattern in _FOLDER_PATTERNS for path in folder.glob(pattern))
+
+
+def digest_files(paths: Iterable[Path]) -> ModelFiles:
+    """Digest names and contents, or take kept digests of unchanged files. Raise CheckpointError."""
+    digest, statuses = hashlib.sha256(), []
+    for path in sorted(paths, key=lambda path: path.name):
+        try:
+            status = FileStatus.of(path)
+            content = _kept(path, status) or _digest(path, status)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        digest.update(f"{path.name}\0{status.size}\0{content}\0".encode())
+        statuses.append((path, status))
+    return ModelFiles(digest.hexdigest()[:32], tuple(statuses))
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error}")
+
+
+def _changed(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} changed while it was loaded; start again when it is written")
+
+
+def _digest(path: Path, status: FileStatus) -> str:
+    """Return the digest of a file's pieces, and keep it. Raise OSError, CheckpointError."""
+    begun_s = time.time()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        pieces = range(0, status.size, _PIECE_BYTES)
+        num_threads = max(1, min(len(pieces), _MAX_THREADS, os.cpu_count() or 1))
+        with ThreadPoolExecutor(num_threads, "digest") as threads:
+            digests = threads.map(lambda start: _digest_piece(descriptor, start), pieces)
+            content = hashlib.sha256(b"".join(digests)).hexdigest()
+    finally:
+        os.close(descriptor)
+    if FileStatus.of(path) != status:
+        raise _changed(path)
+    last_change_s = max(status.mtime_ns, status.ctime_ns) / 1e9
+    if status.size >= MIN_KEPT_BYTES:
+        logger.info("%s digested in %.1f s: %d bytes", path, time.time() - begun_s, status.size)
+        if begun_s - last_change_s > SETTLED_S:
+            _keep(path, status, content)
+    return content
+
+
+def _digest_piece(descriptor: int, start: int) -> bytes:
+    """hashlib and the system call run without the interpreter's lock."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    position, stop = start, start + _PIECE_BYTES
+    while position < stop and (count := os.preadv(descriptor, [buffer[: stop - position]], position)):
+        digest.update(buffer[:count])
+        position += count
+    return digest.digest()
+
+
+def _kept_file(folder: Path, path: Path) -> Path:
+    return folder / f"digest-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+
+
+def _kept(path: Path, status: FileStatus) -> str | None:
+    """Return the kept digest. None: there is none, it is of other bytes, damaged, or another user wrote it."""
+    if status.size < MIN_KEPT_BYTES or (folder := cache_folder()) is None:
+        return None
+    kept = _kept_file(folder, path)
+    try:
+        with open(os.open(kept, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found, text = os.fstat(file.fileno()), file.read(4096)
+        is_private = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode) and not found.st_mode & 0o022
+        record = json.loads(text)
+        content = record["content"]
+        if not is_private or record != _record(path, status, content):
+            return None
+        os.utime(kept)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return str(content)
+
+
+def _record(path: Path, status: FileStatus, content: str) -> dict[str, object]:
+    """Return what is written. The check is against damage: the folder is the user's alone."""
+    fields = [str(path.resolve()), status.device, status.inode, status.size, status.mtime_ns, status.ctime_ns, content]
+    return {"file": fields, "content": content, "check": hashlib.sha256(repr(fields).encode()).hexdigest()}
+
+
+def _keep(path: Path, status: FileStatus, content: str) -> None:
+    """Write the digest. The file appears whole or not at all; starts at once write the same."""
+    if (folder := cache_folder()) is None:
+        return
+    try:
+        _delete_unused(folder)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="digest-", suffix=".new", delete=False) as file:
+            temporary = Path(file.name)
+            json.dump(_record(path, status, content), file)
+        temporary.replace(_kept_file(folder, path))
+    except OSError as error:
+        logger.info("the digest of %s is not kept, so the next start makes it again: %s", path, error)
+
+
+def _delete_unused(folder: Path) -> None:
+    for kept in folder.glob("digest-*"):
+        if time.time() - kept.stat().st_mtime > UNUSED_S:
+            kept.unlink(missing_ok=True)
