@@ -2,56 +2,48 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench test-deep gpu-check gpu-bundle format clean
+.PHONY: install serving dev serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench test-deep gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(STAMP) ## create .venv with everything pinned in requirements/
+install: ## install all that is pinned in requirements/ into .venv, and mend what is broken there
+	@$(PYTHON) tools/install.py dev --check
 
-$(STAMP): requirements/gateway.txt requirements/worker.txt requirements/demo.txt requirements/dev.txt pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Headstart needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make $(MAKECMDGOALS) PYTHON=python3.11"; \
-		exit 1; }
-	@echo "Installing into $(VENV) (once; a few minutes) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# Every file lists a full closure, so --no-deps installs exactly what is pinned and nothing else.
-	@for part in gateway worker demo dev; do \
-		echo "  $$part: $$(grep -c == requirements/$$part.txt) packages"; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$$part.txt || exit 1; \
-	done
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@touch $@
+serving:
+	@$(PYTHON) tools/install.py serve
 
-serve: install ## one gateway, two workers and Redis on this machine: http://127.0.0.1:8000
+dev:
+	@$(PYTHON) tools/install.py dev
+
+serve: serving ## one gateway, two workers and Redis on this machine: http://127.0.0.1:8000
 	@$(BIN)/headstart serve $(ARGS)
 
 # In the order of the folders: xdist would begin with the files of most tests, and end with the few long ones on one core.
-test: install ## the test suite (at most 10 minutes on 2 cores)
+test: dev ## the test suite (at most 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm" $(ARGS)
 
-test-chart: install ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
+test-chart: dev ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
 	@$(BIN)/python tools/install_k8s_tools.py --chart
 	@$(BIN)/python -m pytest -n 2 -m k8s tests/k8s --ignore tests/k8s/test_fleet.py $(ARGS)
 
-test-k8s: install ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
+test-k8s: dev ## chart, images, alerts: helm, podman and promtool, which it installs itself (as root, by apt-get)
 	@$(BIN)/python tools/install_k8s_tools.py
 	@$(BIN)/python -m pytest -m k8s tests/k8s $(ARGS)
 
-test-faults: install ## faults of every kind against real processes: make test-faults SEED=n (at most 30 minutes)
+test-faults: dev ## faults of every kind against real processes: make test-faults SEED=n (at most 30 minutes)
 	@$(BIN)/python -m pytest -m faults tests/faults --fault-seed $(or $(SEED),1) $(ARGS)
 
-test-browser: install ## dashboard and chat page in a real Chromium (apt-get install chromium)
+test-browser: dev ## dashboard and chat page in a real Chromium (apt-get install chromium)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/browser.txt
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 CLIENTS := .venv-clients
 CLIENTS_OPENAI2 := .venv-clients-openai2
 
-test-clients: install $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed ## other people's clients against a running server, in two environments (2.5 GB; apt-get install nodejs npm)
+test-clients: dev $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed ## other people's clients against a running server, in two environments (2.5 GB; apt-get install nodejs npm)
 	@$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 $(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json
@@ -66,23 +58,23 @@ $(CLIENTS_OPENAI2)/.installed: requirements/clients_openai2.txt
 	@$(CLIENTS_OPENAI2)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients_openai2.txt
 	@touch $@
 
-test-vllm: install ## two real vLLM engines behind a gateway, in an environment of their own (.venv-vllm, 3 GB; about 20 minutes)
+test-vllm: dev ## two real vLLM engines behind a gateway, in an environment of their own (.venv-vllm, 3 GB; about 20 minutes)
 	@$(BIN)/python tools/install_vllm.py
 	@$(BIN)/python -m pytest -m vllm -rP tests/vllm $(ARGS)
 
-test-deep: install ## long property runs, by hand
+test-deep: dev ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)
 
 gpu-check: ## check a GPU in at most 8 minutes; the report is in gpu-report/: make gpu-check ARGS="--quick"
 	@if test -d packages; then \
 		PYTHONPATH=$(CURDIR)/packages/any:$(CURDIR)/packages/$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])') \
 		$(PYTHON) -m benchmarks.gpu $(ARGS); \
-	else $(MAKE) --no-print-directory install && $(BIN)/python -m benchmarks.gpu $(ARGS); fi
+	else $(MAKE) --no-print-directory dev && $(BIN)/python -m benchmarks.gpu $(ARGS); fi
 
-gpu-bundle: install ## pack the sources and what gpu-check needs besides torch, for a host without a network (5 minutes)
+gpu-bundle: dev ## pack the sources and what gpu-check needs besides torch, for a host without a network (5 minutes)
 	@$(BIN)/python -m tools.gpu_bundle headstart-gpu.tar.xz
 
-check: install ## ruff, mypy, import rules, docs
+check: dev ## ruff, mypy, import rules, docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -91,10 +83,10 @@ check: install ## ruff, mypy, import rules, docs
 	@$(BIN)/python tools/check_prose.py
 	@$(BIN)/python tools/configuration.py --check
 
-bench: install ## the measurements: make bench ARGS="cache --json"
+bench: dev ## the measurements: make bench ARGS="cache --json"
 	@$(BIN)/headstart bench $(ARGS)
 
-format: install ## rewrite the sources as `make check` wants them
+format: dev ## rewrite the sources as `make check` wants them
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
