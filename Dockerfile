@@ -44,7 +44,7 @@ RUN /opt/headstart/bin/pip install --no-deps --no-index /wheels/*.whl \
 # hadolint ignore=DL3008
 RUN if [ "${DEVICE}" = cpu ]; then \
       { command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; }; } \
-   && /opt/headstart/bin/python -m worker.kernels.cpu \
+   && /opt/headstart/bin/python -P -m worker.kernels.cpu \
    && rm -rf /var/lib/apt/lists/*; \
     fi
 

@@ -12,7 +12,6 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import httpx
 
 from benchmarks.replay_load.place import Place
 from benchmarks.report import Figure, Report, option_parser, publish
+from worker.common.modules import module_command
 
 BLOCK_SIZE: Final = 16
 WORDS: Final = ("the", "of", "and", "to", "in", "for", "is", "on", "that", "by", "this", "with", "you", "it", "not")
@@ -46,7 +46,7 @@ def write_requests(path: Path, model: str, options: argparse.Namespace, salt: st
 def run_batch(url: str, requests: Path, order: str, options: argparse.Namespace) -> tuple[float, int]:
     """Return lines/s, and how many of 100 prompt tokens were cached."""
     answers = requests.with_suffix(f".{order}.answers")
-    command = [sys.executable, "-m", "server.cli", "batch", str(requests), str(answers), "--url", url, "--order", order]
+    command = [*module_command("server.cli"), "batch", str(requests), str(answers), "--url", url, "--order", order]
     command += ["--concurrency", str(options.concurrency)]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     match = _SUMMARY.search(said)

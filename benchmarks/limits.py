@@ -15,7 +15,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import aiohttp
 
 from benchmarks.gateway_load.processes import ended, free_ports, until_ready
 from benchmarks.report import Figure, Report, environment, option_parser, to_json
+from worker.common.modules import module_command
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -362,7 +362,7 @@ def started() -> Iterator[Site]:
     port, ops_port = free_ports(2)
     with ExitStack() as stack:
         said = stack.enter_context(tempfile.TemporaryFile())
-        worker = [sys.executable, "-m", "worker", "--port", "0", "--served-model-name", MODEL, "--log-level", "error"]
+        worker = [*module_command("worker"), "--port", "0", "--served-model-name", MODEL, "--log-level", "error"]
         worker_process = stack.enter_context(
             ended(subprocess.Popen(worker, env=env, stdout=subprocess.PIPE, stderr=said))
         )
@@ -376,7 +376,7 @@ def started() -> Iterator[Site]:
         else:
             said.seek(0)
             raise SystemExit(f"the worker is not ready: {said.read()[-2000:].decode(errors='replace')}")
-        gateway = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
+        gateway = [*module_command("server.gateway"), "--port", str(port), "--ops-port", str(ops_port)]
         gateway += ["--workers", worker_url, "--log-level", "error", "--drain-grace-s", "1"]
         gateway_process = stack.enter_context(ended(subprocess.Popen(gateway, env=env)))
         yield Site(

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import AnyStr, Final
 import aiohttp
 from tokenizers import Tokenizer
 
+from worker.common.modules import module_command
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import find_checkpoint
 from worker.tokenizer_bundle import tokenizer_from_gguf
@@ -93,7 +93,7 @@ def stub_server(
 
     Without `redis` it is an engine that an adapter stands in front of, which sends its cache events to `events`.
     """
-    command = [sys.executable, "-m", "benchmarks.gateway_load.stub", "--bundle", str(folder / "bundle")]
+    command = [*module_command("benchmarks.gateway_load.stub"), "--bundle", str(folder / "bundle")]
     command += ["--pace-s", str(pace_s), "--num-workers", str(num_workers)]
     command += [] if redis is None else ["--redis", redis]
     command += [] if events is None else ["--events", events]
@@ -112,7 +112,7 @@ def gateway_server(stub: str, core: int, redis: str) -> Iterator[str]:
 def gateway_process(stub: str, core: int | None, redis: str) -> Iterator[tuple[str, str, int]]:
     """Public URL, ops URL and process id."""
     port, ops_port = free_ports(2)
-    command = [sys.executable, "-m", "server.gateway", "--port", str(port), "--ops-port", str(ops_port)]
+    command = [*module_command("server.gateway"), "--port", str(port), "--ops-port", str(ops_port)]
     command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1"]
     with started(command, core) as process:
         yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", process.pid
@@ -121,7 +121,7 @@ def gateway_process(stub: str, core: int | None, redis: str) -> Iterator[tuple[s
 @contextmanager
 def adapter_process(engine: str, core: int | None, redis: str, *options: str) -> Iterator[tuple[str, int]]:
     """URL and process id of an adapter in front of `engine`, once it serves. Raises SystemExit if it cannot."""
-    command = [sys.executable, "-m", "worker", "--engine", "vllm", "--engine-url", engine, "--port", "0"]
+    command = [*module_command("worker"), "--engine", "vllm", "--engine-url", engine, "--port", "0"]
     command += ["--redis", redis, "--log-level", "warning", "--drain-grace-s", "1", *options]
     with started(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -136,7 +136,7 @@ def adapter_process(engine: str, core: int | None, redis: str, *options: str) ->
 @contextmanager
 def proxy_server(stub: str, core: int) -> Iterator[str]:
     (port,) = free_ports(1)
-    with started([sys.executable, "-m", "benchmarks.gateway_load.proxy", stub, str(port)], core):
+    with started([*module_command("benchmarks.gateway_load.proxy"), stub, str(port)], core):
         yield f"http://127.0.0.1:{port}"
 
 

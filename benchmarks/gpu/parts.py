@@ -5,11 +5,12 @@ All limits together are 8 minutes. The interpreter, which needs longer, has no l
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+from worker.common.modules import module_command
 
 Mode = Literal["cuda", "interpreter"]
 READY: Final = "ready"
@@ -45,7 +46,7 @@ class Part:
 
 def ready(device: str) -> Part:
     """Return the part that comes first, and says what is missing."""
-    command = (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.missing", "--device", device)
+    command = (*module_command("benchmarks.gpu.missing", "-W", "ignore"), "--device", device)
     return Part(READY, "what this host lacks", command, 3 * READY_LIMIT_S if device == "cpu" else READY_LIMIT_S)
 
 
@@ -75,15 +76,15 @@ def parts(mode: Mode, folder: Path, free_bytes: int, *, quick: bool) -> Iterator
 
 
 def _test(name: str, *, quick: bool) -> tuple[str, ...]:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider"]
+    command = [*module_command("pytest", "-W", "ignore"), "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider"]
     command += ["-W", "ignore", "-m", "gpu", "-v", "--durations=5", "--color=no", *(["--quick"] if quick else [])]
     return (*command, f"tests/worker/gpu/test_{name}.py")
 
 
 def _module(mode: Mode, module: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the command of a module's `main`: a bench by its name, in the interpreter with the patches."""
-    start = [sys.executable, "-W", "ignore", "-m"]
     if mode == "interpreter":
-        return (*start, "benchmarks.gpu.interpreter", module, *arguments)
+        return (*module_command("benchmarks.gpu.interpreter", "-W", "ignore"), module, *arguments)
     package, _, name = module.rpartition(".")
-    return (*start, "benchmarks", name, *arguments) if package == "benchmarks" else (*start, module, *arguments)
+    module, words = ("benchmarks", [name]) if package == "benchmarks" else (module, [])
+    return (*module_command(module, "-W", "ignore"), *words, *arguments)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from worker.common.modules import module_command
 
 READY: Final = "headstart: ready in"
 START_TIMEOUT_S: Final = 180.0
@@ -44,7 +45,7 @@ class Place:
 @contextlib.contextmanager
 def _served(args: Sequence[str], folder: str) -> Iterator[str]:
     port, ops_port = _free_ports()
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--ops-port", str(ops_port), *args]
+    command = [*module_command("server.cli"), "serve", "--port", str(port), "--ops-port", str(ops_port), *args]
     said = Path(folder) / "stderr"
     with said.open("wb") as stderr, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
         try:

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -22,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.gateway_load.processes import ended
 from worker.common.frames import FrameReader
+from worker.common.modules import module_command
 from worker.wire import (
     BlockSource,
     ChoiceState,
@@ -69,7 +69,7 @@ class BenchWorker:
 
     def __init__(self, options: Sequence[str]) -> None:
         """`options`: of `headstart worker`. It starts at `start`."""
-        self._command = [sys.executable, "-m", "worker", "--port", "0", "--log-level", "error", *options]
+        self._command = [*module_command("worker"), "--port", "0", "--log-level", "error", *options]
         self._parts = ExitStack()
         """Ends the process when it is closed."""
         self._pid = 0

@@ -12,6 +12,7 @@ from typing import Final
 
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
 from server.cli.common import REFUSED, CommandError
+from worker.common.modules import module_command
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "serve": ("everything on this machine: Redis, workers and gateways", "server.cli.serve"),
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = COMMANDS[name][1]
     if not module.startswith("server."):
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", module, *rest])
+        os.execv(sys.executable, [*module_command(module), *rest])
     return _run(name, module, rest)
 
 

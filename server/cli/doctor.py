@@ -41,6 +41,7 @@ from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
+from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, unpack
 
 TESTED_PYTHON: Final = (3, 11)
@@ -247,7 +248,7 @@ async def _num_workers_of_gateway(host: str, number: int) -> int | None:
 
 def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | None]:
     """Return what a process of the worker's side prints, one object a line, and a check if it broke."""
-    command = [sys.executable, "-m", module, *options]
+    command = [*module_command(module), *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -368,6 +369,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if args.gpu:
         options = ["--report", args.report, "--device", args.device, "--model", args.model]
-        return subprocess.run([sys.executable, "-m", GPU_MODULE, *options], check=False).returncode
+        return subprocess.run([*module_command(GPU_MODULE), *options], check=False).returncode
     default_ports(args, [args.engine_url] if args.engine_url else [])
     return asyncio.run(_run(args))

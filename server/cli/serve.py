@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server.cli.common import PORT, REFUSED, CommandError, between, default_ports, fetch_json, given
+from worker.common.modules import module_command
 from worker.common.options import SECRET_VARIABLE
 
 STOP_GRACE_S: Final = 3.5
@@ -331,13 +332,13 @@ class Supervisor:
             while not self._socket.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(POLL_S)
         shared = ["--redis", self._redis_url, "--drain-grace-s", str(DRAIN_GRACE_S)]
-        worker = [sys.executable, "-m", "worker", "--host", "127.0.0.1", "--port", "0", "--threads", str(args.threads)]
+        worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", "--threads", str(args.threads)]
         worker += ["--local-world-size", str(args.num_workers), *shared]
         for index in range(args.num_workers):
             name = f"worker-{index}"
             self._spawn(name, [*worker, "--worker-id", name, "--local-rank", str(index), *args.worker_args])
         adding = [self._run(self._add_engine(index, url, shared)) for index, url in enumerate(args.engine_urls)]
-        gateway = [sys.executable, "-m", "server.gateway", "--host", args.host, "--port", str(args.port), *shared]
+        gateway = [*module_command("server.gateway"), "--host", args.host, "--port", str(args.port), *shared]
         gateway += ["--share-port"] if args.num_gateways > 1 else []
         for index in range(args.num_gateways):
             name = "gateway" if args.num_gateways == 1 else f"gateway-{index}"
@@ -360,7 +361,7 @@ class Supervisor:
             else:
                 self._screen.say(line, f"[{name}]")
 
-        question = Child(name, [sys.executable, "-m", "worker.adapter.ranks", *options], on_line)
+        question = Child(name, [*module_command("worker.adapter.ranks"), *options], on_line)
         self._children.append(question)
         while (code := await question.run_once()) not in (0, REFUSED):  # noqa: ASYNC110
             await asyncio.sleep(FIRST_DELAY_S)
@@ -374,7 +375,7 @@ class Supervisor:
                 f"WARNING: {url} publishes no cache events, so no prefix is known there: requests go by load alone. "
                 f"`headstart doctor --engine-url {url}` says how to start the engine"
             )
-        worker = [sys.executable, "-m", "worker", "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
+        worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
         ranks = answer["ranks"] if len(answer["ranks"]) > 1 else [None]
         self._num_workers += len(ranks)
         for rank in ranks:
