@@ -1,5 +1,7 @@
 """`headstart gateway`: the composition root of one process with two ports and no model files.
 
+Stdout has one JSON object, for the process that started it: {"event": "listening", "port": ..., "ops_port": ...}.
+
 index ---+
 fleet ---+--> router --> requests --> workers
 models --+                  |
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import secrets
@@ -18,7 +21,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -244,6 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))
+            ports = {"port": public.getsockname()[1], "ops_port": ops.getsockname()[1]}
+            with suppress(OSError):
+                print(json.dumps({"event": "listening", **ports}), flush=True)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(config, public, ops))
     except (ValueError, OSError) as error:

@@ -48,7 +48,7 @@ MODULES = {
         *("accelerate", "cryptography", "jsonschema", "matplotlib", "PIL", "triton"),
     ),
 }
-"""What is imported at the end. Ours import the rest."""
+"""Modules that are imported at the end. Ours import the rest."""
 CHECK = """
 import importlib, importlib.util, json, pathlib, sys
 problems = {}

@@ -17,7 +17,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -32,12 +31,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from server.cli.common import PORT, REFUSED, CommandError, between, default_ports, fetch_json, given
+from server.cli.screen import Screen
 from worker.common.modules import module_command
 from worker.common.options import SECRET_VARIABLE
+from worker.common.sockets import listen
 
 STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
@@ -45,7 +43,6 @@ REDIS_GRACE_S: Final = 1.0
 DRAIN_GRACE_S: Final = 2.0
 """Seconds of it for open requests, at gateways and workers."""
 POLL_S: Final = 0.1
-TICK_S: Final = 0.2
 REDIS: Final = "redis"
 _PR_SET_PDEATHSIG: Final = 1
 FIRST_DELAY_S: Final = 0.5
@@ -55,10 +52,6 @@ STABLE_AFTER_S: Final = 60.0
 MAX_HELD_LINES: Final = 20
 MAX_LINE_BYTES: Final = 1 << 20
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
-_LAYERS: Final = re.compile(r"headstart worker: loading layer (\d+) of (\d+)")
-_FOR_LOGS: Final = re.compile(r"^headstart worker: |^\S+ \S+ (INFO|DEBUG) ")
-_NEWS: Final = re.compile(" cannot | waiting for the engine ")
-"""In a line that is shown above the bar, too."""
 _FOR_PROGRAMS: Final = '{"event": '
 
 
@@ -241,52 +234,6 @@ def _die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-class Screen:
-    """Prints the lines of all parts. On a terminal, a progress bar stands for log lines until `ready`."""
-
-    def __init__(self, num_workers: int) -> None:
-        """`num_workers`: those that load a model."""
-        self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-        self._num_workers = num_workers
-        self._layers: dict[str, int] = {}
-        columns = (TextColumn("headstart: {task.description}"), BarColumn(20), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
-        self._task = self._bar.add_task("loading the model" if num_workers else "asking the engines", total=None)
-        self._starting = self._console.is_terminal
-
-    async def run(self) -> None:
-        """Move the bar until `ready`. Children are forked during that time, so no thread moves it."""
-        while self._starting:
-            self._bar.start()
-            self._bar.refresh()
-            await asyncio.sleep(TICK_S)
-
-    def ready(self) -> None:
-        """End the bar; every line is printed from here on."""
-        if self._starting:
-            self._starting = False
-            self._bar.stop()
-
-    def say(self, text: str, name: str = "headstart:") -> None:
-        """Print a line of the supervisor's own, or of a part."""
-        if self._starting:
-            self._console.print(name, text, soft_wrap=True)  # above the bar
-        else:
-            print(name, text, file=sys.stderr, flush=True)
-
-    def relay(self, name: str, line: str) -> None:
-        """Print a line of a part, unless it is for programs or the bar stands for it."""
-        if line.startswith(_FOR_PROGRAMS):
-            return
-        if self._starting and (layers := _LAYERS.match(line)):
-            self._layers[name] = int(layers[1])
-            done, total = sum(self._layers.values()), self._num_workers * int(layers[2])
-            text = "loading the model" if done < total else "measuring how fast the workers are"
-            self._bar.update(self._task, description=text, completed=done, total=total)
-        elif not self._starting or not _FOR_LOGS.match(line) or _NEWS.search(line):
-            self.say(line, f"[{name}]")
-
-
 class Supervisor:
     """Owner of all children of one `headstart serve`."""
 
@@ -298,8 +245,10 @@ class Supervisor:
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
-        self._num_workers = args.num_workers
-        """Own ones, and those in front of the engines that have answered."""
+        self._workers: list[str] = []
+        """Names of own ones, and of those in front of the engines that have answered."""
+        self._said: dict[str, dict[str, Any]] = {}
+        """The last JSON object of each child that runs."""
         self._screen = Screen(args.num_workers)
 
     async def run(self) -> int:
@@ -336,19 +285,19 @@ class Supervisor:
         worker += ["--local-world-size", str(args.num_workers), *shared]
         for index in range(args.num_workers):
             name = f"worker-{index}"
-            self._spawn(name, [*worker, "--worker-id", name, "--local-rank", str(index), *args.worker_args])
+            self._spawn_worker(name, [*worker, "--local-rank", str(index)], args.worker_args)
         adding = [self._run(self._add_engine(index, url, shared)) for index, url in enumerate(args.engine_urls)]
         gateway = [*module_command("server.gateway"), "--host", args.host, "--port", str(args.port), *shared]
         gateway += ["--share-port"] if args.num_gateways > 1 else []
-        for index in range(args.num_gateways):
-            name = "gateway" if args.num_gateways == 1 else f"gateway-{index}"
+        gateways = ["gateway"] if args.num_gateways == 1 else [f"gateway-{i}" for i in range(args.num_gateways)]
+        for index, name in enumerate(gateways):
             self._spawn(name, [*gateway, "--ops-port", str(args.ops_port + index), *args.gateway_args])
         await asyncio.gather(*adding)
-        for index in range(args.num_gateways):
-            while (await self._ask(index, "/health/ready")).get("workers", 0) < self._num_workers:  # noqa: ASYNC110
+        for name in gateways:
+            while not await self._is_ready(name):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         self._screen.ready()
-        await self._announce()
+        self._announce(gateways)
 
     async def _add_engine(self, index: int, url: str, shared: Sequence[str]) -> None:
         """Wait for an engine, and start a worker in front of each of its ranks. Raises CommandError."""
@@ -377,16 +326,29 @@ class Supervisor:
             )
         worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
         ranks = answer["ranks"] if len(answer["ranks"]) > 1 else [None]
-        self._num_workers += len(ranks)
         for rank in ranks:
             part = name if rank is None else f"{name}-rank-{rank}"
             of_rank = [] if rank is None else ["--engine-rank", str(rank)]
-            self._spawn(part, [*worker, "--worker-id", part, *of_rank])
+            self._spawn_worker(part, worker, of_rank)
+
+    def _spawn_worker(self, name: str, command: Sequence[str], options: Sequence[str]) -> None:
+        self._workers.append(name)
+        self._spawn(name, [*command, "--worker-id", name, *options])
 
     def _spawn(self, name: str, command: Sequence[str], *, quiet: bool = False) -> None:
-        child = Child(name, command, partial(self._screen.relay, name), quiet=quiet)
+        child = Child(name, command, partial(self._on_line, name), quiet=quiet)
         self._children.append(child)
-        self._run(child.run(self._screen.say))
+        self._run(child.run(partial(self._on_death, name)))
+
+    def _on_line(self, name: str, line: str) -> None:
+        if line.startswith(_FOR_PROGRAMS):
+            self._said[name] = json.loads(line)
+        else:
+            self._screen.relay(name, line)
+
+    def _on_death(self, name: str, text: str) -> None:
+        self._said.pop(name, None)
+        self._screen.say(text)
 
     def _run(self, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a part in the background; its failure ends everything."""
@@ -400,9 +362,23 @@ class Supervisor:
         self._tasks.append(task)
         return task
 
-    async def _ask(self, gateway: int, path: str) -> dict[str, Any]:
+    async def _is_ready(self, gateway: str) -> bool:
+        """Say whether this child of ours listens, and knows every worker of ours in its present life.
+
+        A port tells nothing: whoever listens there may answer.
+        """
+        own = [self._said.get(name, {}) for name in self._workers]
+        if gateway not in self._said or not all(said.get("event") == "ready" for said in own):
+            return False
+        if not (await self._ask(gateway, "/health/ready")).get("workers"):
+            return False
+        known = (await self._ask(gateway, "/workers")).get("workers", ())
+        lives = {(worker["worker_id"], worker["epoch"]) for worker in known}
+        return gateway in self._said and all((said["worker_id"], said["epoch"]) in lives for said in own)
+
+    async def _ask(self, gateway: str, path: str) -> dict[str, Any]:
         """Ask the ops port of a gateway; empty: no answer. Its certificate is for the names that others use."""
-        url = self._url(self._args.ops_host, self._args.ops_port + gateway) + path
+        url = self._url(self._args.ops_host, self._said[gateway]["ops_port"]) + path
         with contextlib.suppress(OSError, ValueError):
             status, answer = await fetch_json(url, timeout_s=2.0)
             if status == 200:
@@ -412,13 +388,13 @@ class Supervisor:
     def _url(self, host: str, port: int) -> str:
         return f"{'https' if self._args.tls_cert else 'http'}://{_ANY.get(host, host)}:{port}"
 
-    async def _announce(self) -> None:
-        args = self._args
-        model = (await self._ask(0, "/workers"))["workers"][0]["model"]
+    def _announce(self, gateways: Sequence[str]) -> None:
+        args, first = self._args, self._said[gateways[0]]
+        model = self._said[self._workers[0]]["model"]
         question = [{"role": "user", "content": "What is the capital of France?"}]
         body = json.dumps({"model": model, "messages": question, "temperature": 0})
-        public, ops = self._url(args.host, args.port), self._url(args.ops_host, args.ops_port)
-        last = args.ops_port + args.num_gateways - 1
+        public, ops = self._url(args.host, first["port"]), self._url(args.ops_host, first["ops_port"])
+        last = self._said[gateways[-1]]["ops_port"]
         others = "" if args.num_gateways == 1 else f"  (the other gateways: ports up to {last})"
         counts = {"worker": args.num_workers, "engine": len(args.engine_urls)}
         fleet = " and ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n)
@@ -441,8 +417,16 @@ def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
     return f"the next start cannot read this one's --kv-disk, and deletes it: set {SECRET_VARIABLE} to keep it"
 
 
+def check_ports(args: Namespace) -> None:
+    """Raise OSError for a port that is taken, also by a program that would share it."""
+    wanted = [(args.host, args.port), *((args.ops_host, args.ops_port + index) for index in range(args.num_gateways))]
+    for host, port in wanted:
+        listen(host, port).close()
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    check_ports(args)
     if (problem := disk_problem(args.worker_args, os.environ.get(SECRET_VARIABLE))) is not None:
         print(f"headstart serve: {problem}", file=sys.stderr)
     os.environ[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)  # the parts share it
