@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.progress import elapsed
+from worker.common.extras import missing_extra
 
 HAVE_A_BAR: Final = {"replay", "route"}
 NOT_BENCHES: Final = {"__main__", "progress", "report"}
@@ -24,7 +25,11 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in names():
         print(f"usage: headstart bench {{{','.join(names())}}} [--json] [--plot FILE] [OPTIONS]", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"benchmarks.{argv[0]}")
+    try:
+        module = importlib.import_module(f"benchmarks.{argv[0]}")
+    except ImportError as error:
+        print(f"headstart bench {argv[0]}: {missing_extra(error)}", file=sys.stderr)
+        return 2
     if argv[0] in HAVE_A_BAR:
         return int(module.main(argv[1:]))
     with elapsed(f"headstart bench {argv[0]} is measuring"):

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeVar
 import uvicorn
 
 from cache.redis_index import check_key_part
+from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
 from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
@@ -160,9 +161,10 @@ class Worker:
         _announce(event="listening", url=url)
         try:
             engine = self._engine = await self._load(url, worker_id)
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
             logger.debug("loading failed", exc_info=error)
-            _say(f"cannot serve {self._config.engine_url or self._config.model or 'the default model'}: {error}")
+            reason = missing_extra(error) if isinstance(error, ImportError) else error
+            _say(f"cannot serve {self._config.engine_url or self._config.model or 'the default model'}: {reason}")
             self._exit_code = _REFUSED
             return
         # Keep what is loaded out of the collector: a pass over its 750,000 objects stalls the streams for 0.35 s.
@@ -181,7 +183,7 @@ class Worker:
                     group.create_task(files.follow())
 
     async def _load(self, url: str, worker_id: str) -> Engine:
-        """Build the engine and its publisher. Raises ValueError, OSError or RuntimeError."""
+        """Build the engine and its publisher. Raises ValueError, OSError, RuntimeError or ImportError."""
 
         tls = None if self._ca is None else self._ca.context
 

