@@ -42,6 +42,8 @@ def findings(options: argparse.Namespace) -> Iterator[Check]:
     device = torch.device(asked if options.device == "auto" else options.device)
     found_device = find_device(device)
     yield found_device
+    if device.type == "cpu":
+        yield find_kernels(device)
     found_model, model = find_model(options.model)
     yield found_model
     if model is not None and found_device.status != "fail":
@@ -54,7 +56,7 @@ def find_device(device: torch.device) -> Check:
     """Check the device that a worker would take."""
     if device.type != "cuda":
         if Path("/dev/nvidiactl").exists():
-            mend = "install a torch built for CUDA: requirements/cuda.txt"
+            mend = "run `make install`: where it sees the card, it takes torch's build for CUDA"
             return Check("gpu", "warn", "a GPU is there, but this torch cannot use it", mend)
         return Check("gpu", "ok", "none: workers run on the CPU")
     num_gpus = torch.cuda.device_count()
@@ -68,6 +70,17 @@ def find_device(device: torch.device) -> Check:
     if free < total / 2:
         return Check("gpu", "warn", found, "another process holds most of it: `nvidia-smi` names it")
     return Check("gpu", "ok", found)
+
+
+def find_kernels(device: torch.device) -> Check:
+    """Check the compiled kernels, by compiling them where that was not done before."""
+    if products_for(torch.float32, device) is not None:
+        return Check("kernels", "ok", "compiled for this processor")
+    mend = "install g++ (apt-get install g++); a C compiler alone is not enough"
+    if shutil.which("g++") is None:
+        return Check("kernels", "warn", "there is no g++: the model runs in torch, slower", mend)
+    found = "the model runs in torch, slower: the line of a worker's log with `cpu.cpp` or `kernels` says why"
+    return Check("kernels", "warn", found, "nothing on a processor without AVX2; else mend what that line says")
 
 
 def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | None]:

@@ -44,7 +44,7 @@ from worker.common.checks import Check, Status, judge
 from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, unpack
 
-TESTED_PYTHON: Final = (3, 11)
+TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
 """A stream takes two sockets of the gateway."""
 MIN_FREE_BYTES: Final = 1 << 30
@@ -56,6 +56,10 @@ WORKER_MODULE: Final = "worker.doctor"
 ENGINE_MODULE: Final = "worker.adapter.doctor"
 GPU_MODULE: Final = "benchmarks.gpu"
 WORKER_TIMEOUT_S: Final = 120.0
+MEND_INSTALL: Final = (
+    "run `make install`: it looks at every package and mends it; TORCH_INDEX=URL names an index of torch's CPU builds. "
+    "Without a checkout: pip install --force-reinstall torch"
+)
 _NO_REDIS: Final = (
     "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
     "without it gateways route by their own memory alone"
@@ -120,8 +124,8 @@ def clear_cache() -> str:
 
 def python() -> Check:
     found = f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}"
-    mend = "only Python 3.11 is tested: with another, run `make test` first"
-    return judge("python", found, (sys.version_info[:2] != TESTED_PYTHON, "warn", mend))
+    mend = "Python 3.11 to 3.13 are tested: with another, run `make test` first"
+    return judge("python", found, (sys.version_info[:2] not in TESTED_PYTHONS, "warn", mend))
 
 
 def packages() -> Check:
@@ -257,7 +261,7 @@ def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | N
     if not done.returncode:
         return done.stdout.splitlines(), None
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    mend = "correct the options" if done.returncode == REFUSED else "run `make install` again"
+    mend = "correct the options" if done.returncode == REFUSED else MEND_INSTALL
     return done.stdout.splitlines(), Check("worker", "fail", lines[-1], mend)
 
 

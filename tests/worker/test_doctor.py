@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from worker import doctor
+from worker.common.modules import module_command
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
 
@@ -20,9 +22,32 @@ CPU = torch.device("cpu")
 def test_every_check_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--device", "cpu"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["name"] for line in lines] == ["torch", "gpu", "model", "memory"]
+    assert [line["name"] for line in lines] == ["torch", "gpu", "kernels", "model", "memory"]
     assert doctor.main(["--device", "cpu", "--kv-disk", "/tmp/kv", "--kv-disk-size", "1M"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "kv disk"
+
+
+def test_a_missing_compiler_is_named_and_its_installation_is_enough(tmp_path: Path) -> None:
+    """With the compiler on the PATH the check is green; it was not before."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    (tmp_path / "bin").mkdir()
+    for tool in ("as", "ld", "gcc"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    variables = os.environ | {"PATH": str(tmp_path / "bin"), "XDG_CACHE_HOME": str(tmp_path)}
+
+    def found() -> tuple[str, str]:
+        done = subprocess.run(
+            module_command("worker.doctor"), env=variables, capture_output=True, text=True, check=True
+        )
+        (check,) = [line for line in map(json.loads, done.stdout.splitlines()) if line["name"] == "kernels"]
+        return check["status"], check["mend"]
+
+    status, mend = found()
+    assert (status, "install g++" in mend) == ("warn", True)
+    (tmp_path / "bin" / "g++").symlink_to(compiler)
+    assert found() == ("ok", "")
 
 
 def test_the_default_model_is_sized_and_its_memory_counted_for_every_worker() -> None:
