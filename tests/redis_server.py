@@ -90,6 +90,10 @@ class RedisServer:
     def runs(self) -> bool:
         return self._process is not None
 
+    @property
+    def pids(self) -> list[int]:
+        return [] if self._process is None else [self._process.pid]
+
     def __enter__(self) -> RedisServer:
         self.start()
         return self

@@ -131,7 +131,7 @@ class EngineFleet(Fleet):
 
     def wait_for(self, num_workers: int) -> None:
         """Until the gateway counts so many live workers."""
-        self._wait_until(lambda: self.gateway.num_ready() == num_workers, HANG_S)
+        self._wait_until(lambda: self.gateway.num_ready() == num_workers)
 
     def adapter(self, name: str) -> Program:
         return next(adapter for adapter in self.adapters if adapter.name == name)

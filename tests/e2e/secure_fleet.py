@@ -67,7 +67,7 @@ class SecureFleet(Fleet):
         return f"https://127.0.0.1:{self.gateway.ops_port}"
 
     def wait_ready(self) -> None:
-        self._wait_until(self._is_ready, HANG_S)
+        self._wait_until(self._is_ready)
 
     def _is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):

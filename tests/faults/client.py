@@ -10,7 +10,9 @@ from typing import Any, Final
 
 import aiohttp
 
-TIMEOUT_S: Final = 120.0
+from tests.waiting import HANG_S
+
+TIMEOUT_S: Final = 2 * HANG_S
 
 
 @dataclass(slots=True)
@@ -158,13 +160,15 @@ def _take_body(body: dict[str, Any], outcome: Outcome) -> None:
         _take_choice(choice, outcome, choice.get("message"))
 
 
-async def ask_all(url: str, bodies: list[dict[str, Any]], *, parallel: int = 64) -> list[Outcome]:
+async def ask_all(
+    url: str, bodies: list[dict[str, Any]], *, parallel: int = 64, on_tokens: Any = None
+) -> list[Outcome]:
     """All bodies, so many at a time; the outcomes in their order."""
     gate = asyncio.Semaphore(parallel)
     async with session() as http:
 
         async def one(body: dict[str, Any]) -> Outcome:
             async with gate:
-                return await ask(http, url, body)
+                return await ask(http, url, body, on_tokens=on_tokens)
 
         return list(await asyncio.gather(*map(one, bodies)))

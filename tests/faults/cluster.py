@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +13,6 @@ from tests.faults.part import Gateway, Worker, metrics
 from tests.faults.worker_process import Additions
 from tests.redis_server import RedisServer, newest_redis
 
-START_TIMEOUT_S: Final = 240.0
 NUM_BLOCKS: Final = 8192
 """Blocks of a worker's pool unless a test says otherwise: 64 MiB."""
 
@@ -69,20 +66,21 @@ class Cluster(Fleet):
         ]
         super().__init__(redis, workers, gateways, starts_redis=t.redis)
 
+    def named(self, name: str) -> Worker:
+        return next(worker for worker in self.workers if worker.name == name)
+
     def worker(self, name: str, port: int, args: Sequence[str], additions: Additions | None) -> Worker:
         return Worker(name, port, self.folder / f"{name}.log", args, additions)
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_ready(self) -> None:
         """Every worker that lives serves, and every gateway that lives knows them all."""
         alive = [worker for worker in self.workers if worker.poll() is None]
         gateways = [gateway for gateway in self.gateways if gateway.poll() is None]
 
         def ready() -> bool:
-            with contextlib.suppress(OSError):
-                return all(worker.is_ready() for worker in alive) and all(g.num_ready() == len(alive) for g in gateways)
-            return False
+            return all(worker.is_ready() for worker in alive) and all(g.num_ready() == len(alive) for g in gateways)
 
-        self._wait_until(ready, timeout_s)
+        self._wait_until(ready)
 
     # --- invariants -------------------------------------------------------------------------------------------------
 
@@ -118,19 +116,25 @@ class Cluster(Fleet):
         return ""
 
     def assert_quiet(self, within_s: float = 5.0) -> None:
-        """Everything that was begun has ended, everywhere."""
-        deadline_s = time.monotonic() + within_s
-        while problem := self.quiet():
-            assert time.monotonic() < deadline_s, problem
-            time.sleep(0.05)
+        """Everything that was begun has ended, everywhere, within so many of their own seconds."""
+        problem = ""
+
+        def is_quiet() -> bool:
+            nonlocal problem
+            problem = self.quiet()
+            return not problem
+
+        self.stopwatch().wait_until(is_quiet, within_s, lambda: problem)
 
     def assert_census(self, before: dict[str, int], within_s: float = 30.0, slack: int = 3) -> None:
         """No more descriptors and tasks than before, but for `slack`; kept-alive connections may take their time."""
-        deadline_s = time.monotonic() + within_s
-        while True:
-            now = self.census()
-            grown = {name: (before[name], count) for name, count in now.items() if count > before.get(name, 0) + slack}
-            if not grown:
-                return
-            assert time.monotonic() < deadline_s, f"leaked: {grown}"
-            time.sleep(0.2)
+        grown: dict[str, tuple[int, int]] = {}
+
+        def is_back() -> bool:
+            grown.clear()
+            for name, count in self.census().items():
+                if count > before.get(name, 0) + slack:
+                    grown[name] = before.get(name, 0), count
+            return not grown
+
+        self.stopwatch().wait_until(is_back, within_s, lambda: f"leaked: {grown}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Final, Self
 
 from tests.faults.part import Gateway, Part, Worker
 from tests.redis_server import RedisServer
+from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_S, wait_until
+
+START_TIMEOUT_S: Final = 2 * HANG_S
 
 
 class Fleet(ABC):
@@ -31,6 +34,9 @@ class Fleet(ABC):
     def gateway(self) -> Gateway:
         return self.gateways[0]
 
+    def stopwatch(self) -> Stopwatch:
+        return Stopwatch(lambda: [*(part.pid for part in self.parts), *self.redis.pids])
+
     def __enter__(self) -> Self:
         try:
             if self._starts_redis:
@@ -52,8 +58,8 @@ class Fleet(ABC):
     def wait_ready(self) -> None:
         """Every worker serves, and every gateway knows them all."""
 
-    def _wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not ready():
-            assert time.monotonic() < deadline_s, "\n".join(["the fleet is not ready", *(p.tail() for p in self.parts)])
-            time.sleep(0.05)
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        try:
+            wait_until(ready, START_TIMEOUT_S)
+        except AssertionError:
+            raise AssertionError("\n".join(["the fleet is not ready", *(p.tail() for p in self.parts)])) from None

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.faults import worker_process
 from tests.faults.worker_process import Additions
+from tests.waiting import HANG_S
 from tests.waiting import wait_until as wait_until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.faults.worker_process"])
 
 
-def get(url: str, timeout_s: float = 10.0) -> bytes:
+def get(url: str, timeout_s: float = HANG_S) -> bytes:
     """Raises OSError, which an HTTP status of 400 and more is, too."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
@@ -89,7 +90,7 @@ class Part:
     def thaw(self) -> None:
         self.send(signal.SIGCONT)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """Its exit code."""
         deadline_s = time.monotonic() + timeout_s
         while (code := self.poll()) is None:

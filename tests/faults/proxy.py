@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+from tests.waiting import HANG_S
+
 CHUNK_BYTES: Final = 64 * 1024
 T = TypeVar("T")
 
@@ -82,13 +84,13 @@ class FaultProxy:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(HANG_S)
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         async def call() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(HANG_S)
 
     def _run(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import psutil
+
+from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_S
 
 HEALTH: Final = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 WATCH_INTERVAL_S: Final = 0.05
@@ -35,21 +37,22 @@ class Watched:
 def watched(port: int, process: psutil.Process) -> Iterator[Watched]:
     """Asks for health 20 times a second on connections of their own, and looks at the memory, while the body runs.
 
-    From a thread: what keeps the attackers' event loop is not the gateway's doing.
+    From a thread: what keeps the attackers' event loop is not the gateway's doing. Nor is a busy machine.
     """
     seen = Watched(before_bytes=process.memory_info().rss)
+    stopwatch = Stopwatch(lambda: [process.pid])
     stop = threading.Event()
 
     def watch() -> None:
         stopped = False
         while not stopped:  # once after the body, too
             stopped = stop.wait(WATCH_INTERVAL_S)
-            began_s = time.monotonic()
+            began_s = stopwatch.own_s()
             try:
                 seen.statuses.add(health(port))
             except OSError as error:
                 seen.statuses.add(str(error))
-            seen.latencies_s.append(time.monotonic() - began_s)
+            seen.latencies_s.append(stopwatch.own_s() - began_s)
             seen.most_bytes = max(seen.most_bytes, process.memory_info().rss)
 
     thread = threading.Thread(target=watch)
@@ -63,12 +66,12 @@ def watched(port: int, process: psutil.Process) -> Iterator[Watched]:
 
 def health(port: int) -> int:
     """The status of GET /health/live. Raises OSError."""
-    with socket.create_connection(("127.0.0.1", port), 10) as client:
+    with socket.create_connection(("127.0.0.1", port), HANG_S) as client:
         client.sendall(HEALTH)
         return int(client.recv(4096).split(b" ", 2)[1])
 
 
-async def ask_raw(port: int, request: bytes, timeout_s: float = 30.0) -> tuple[int, bytes]:
+async def ask_raw(port: int, request: bytes, timeout_s: float = HANG_S) -> tuple[int, bytes]:
     """Status (0: cut off) and all bytes of the answer; what cannot be sent any more is not."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = b""
@@ -84,10 +87,10 @@ async def ask_raw(port: int, request: bytes, timeout_s: float = 30.0) -> tuple[i
     return (int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0), data
 
 
-async def pour(port: int, start: bytes, pieces: Iterable[bytes], timeout_s: float = 60.0) -> tuple[int, int]:
-    """Send until the other side ends it; the bytes sent, and the status that came (0: none)."""
+async def pour(port: int, start: bytes, pieces: Iterable[bytes], timeout_s: float = HANG_S) -> int:
+    """Send until the other side ends it; TimeoutError if it never does. The status that came (0: none)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    num_bytes, data = 0, b""
+    data = b""
     try:
         async with asyncio.timeout(timeout_s):
             with contextlib.suppress(ConnectionError):
@@ -95,17 +98,15 @@ async def pour(port: int, start: bytes, pieces: Iterable[bytes], timeout_s: floa
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()
-                    num_bytes += len(piece)
             with contextlib.suppress(ConnectionError):
                 data = await reader.read()
     finally:
         writer.close()
-    return num_bytes, (int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0)
+    return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0
 
 
-async def trickle(port: int, start: bytes, interval_s: float, timeout_s: float) -> float:
-    """One byte at a time until the other side ends it; the seconds that took."""
-    began_s = time.monotonic()
+async def trickle(port: int, start: bytes, interval_s: float, timeout_s: float = HANG_S) -> None:
+    """One byte at a time until the other side ends it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(timeout_s):
@@ -117,4 +118,3 @@ async def trickle(port: int, start: bytes, interval_s: float, timeout_s: float) 
                         await asyncio.wait_for(reader.read(4096), interval_s)
     finally:
         writer.close()
-    return time.monotonic() - began_s

@@ -70,7 +70,7 @@ def head(*lines: str, target: str = "/v1/chat/completions", key: str | None = KE
 
 async def post(port: int, body: Any, *lines: str, target: str = "/v1/completions") -> tuple[int, bytes]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return await ask_raw(port, head(f"Content-Length: {len(data)}", *lines, target=target) + data, 60)
+    return await ask_raw(port, head(f"Content-Length: {len(data)}", *lines, target=target) + data)
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -102,11 +102,10 @@ async def in_waves(attacks: list[Callable[[], Awaitable[tuple[int, bytes]]]], wi
 async def test_a_head_without_end(start: bytes, cluster: Cluster, siege: Watched) -> None:
     """Read and dropped for a second, so that the answer arrives; then cut."""
 
-    async def attack() -> tuple[int, int]:
-        return await pour(cluster.gateway.port, start, itertools.repeat(b"x" * 65536), 10)
+    async def attack() -> int:
+        return await pour(cluster.gateway.port, start, itertools.repeat(b"x" * 65536))
 
-    for num_bytes, status in await asyncio.gather(*(attack() for _ in range(4))):
-        assert num_bytes > 0
+    for status in await asyncio.gather(*(attack() for _ in range(4))):
         assert status in (0, 400, 401, 429, 431)
 
 
@@ -116,13 +115,12 @@ async def test_a_chunked_body_without_end(size: int, cluster: Cluster, siege: Wa
     chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
     piece = chunk * max(1, 65536 // len(chunk))
 
-    async def attack(key: str | None) -> tuple[int, int]:
+    async def attack(key: str | None) -> int:
         start = head("Transfer-Encoding: chunked", key=key)
-        return await pour(cluster.gateway.port, start, itertools.repeat(piece, 300 * MIB // len(piece)))
+        return await pour(cluster.gateway.port, start, itertools.repeat(piece))
 
     results = await asyncio.gather(*(attack(key) for key in (KEY, None) * 4))
-    for number, (num_bytes, status) in enumerate(results):
-        assert num_bytes < 300 * MIB - len(piece)
+    for number, status in enumerate(results):
         assert status in ((0, 401, 429) if number % 2 else (0, 413))
 
 
@@ -186,8 +184,9 @@ async def test_slowloris_300(cluster: Cluster, siege: Watched) -> None:
         head("Transfer-Encoding: chunked") + b"ffff\r\n",
     ]
     port = cluster.gateway.port
-    lasted = await asyncio.gather(*(trickle(port, starts[n % len(starts)], 0.5, 60) for n in range(300)))
-    assert max(lasted) < 3 * TIMEOUT_S + 4.0
+    watch = cluster.stopwatch()
+    await asyncio.gather(*(trickle(port, starts[n % len(starts)], 0.5) for n in range(300)))
+    assert watch.own_s() < 3 * TIMEOUT_S + 4.0
 
 
 async def test_more_connections_than_there_may_be(cluster: Cluster, siege: Watched) -> None:

@@ -70,7 +70,7 @@ async def test_garbage_ends_nothing_and_fails_no_request(tmp_path: Path, model: 
         def listed() -> bool:
             return store.hlen("{headstart:0}:members") == 2 and all(g.num_ready() == 2 for g in cluster.gateways)
 
-        await asyncio.to_thread(wait_until, listed, 60, "both workers are in the index")
+        await asyncio.to_thread(wait_until, listed, what="both workers are in the index")
         for gateway in cluster.gateways:
             counted = await asyncio.to_thread(gateway.metrics)
             assert counted["headstart_index_events_total{invalid}"] > 0

@@ -23,9 +23,14 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.part import Gateway, Worker, metrics
 from tests.faults.proxy import FaultProxy
 from tests.redis_server import RedisServer, newest_redis
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.faults
+RECONNECT_S = 5.0
+REWRITE_S = 3.0
+LOOKUP_S = 0.15
+LOOKUPS = ("--lookup-deadline-s", str(LOOKUP_S))
+"""Less than the least delay of a fault, and enough for a healthy Redis on a busy machine."""
 
 
 @dataclass
@@ -52,10 +57,12 @@ class Site:
             side.heal()
             side.target_port = self.cluster.redis_port
             side.reset_all()
-        if not self.cluster.redis.runs:
+        if self.cluster.redis.runs:
+            self.cluster.redis.resume()
+        else:
             self.cluster.redis.start()
         self.follow()
-        wait_until(lambda: routed(self.cluster), 15, "routing by the index again")
+        wait_until(lambda: routed(self.cluster), what="routing by the index again")
 
 
 def routed(cluster: Cluster) -> bool:
@@ -64,7 +71,7 @@ def routed(cluster: Cluster) -> bool:
     if any(blind) or not all(map(connected, cluster.workers)):
         return False
     epochs = {worker["worker_id"]: worker["epoch"] for worker in cluster.gateway.workers()}
-    with redis.Redis(port=cluster.redis_port, socket_timeout=5) as client:
+    with redis.Redis(port=cluster.redis_port, socket_timeout=HANG_S) as client:
         for worker in cluster.workers:
             keys = client.keys(f"*:b:{worker.name}:{epochs.get(worker.name)}:*")
             newest = max(keys, key=lambda key: int(key.rpartition(b":")[2]), default=None)
@@ -88,7 +95,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Site
     (folder / "replica").mkdir()
     with ExitStack() as stack:
         sides = [stack.enter_context(FaultProxy(0)) for _ in range(2)]
-        topology = Topology(redis_ports=(sides[0].port, sides[1].port), static_workers=False)
+        topology = Topology(redis_ports=(sides[0].port, sides[1].port), static_workers=False, gateway_args=LOOKUPS)
         cluster = Cluster(folder, model, topology)
         for side in sides:
             side.target_port = cluster.redis_port
@@ -137,7 +144,7 @@ class Stream:
     def more(self, count: int) -> list[Outcome]:
         """The next outcomes."""
         seen = len(self.outcomes)
-        wait_until(lambda: len(self.outcomes) >= seen + count, 60, "requests")
+        wait_until(lambda: len(self.outcomes) >= seen + count, what="requests")
         return self.outcomes[seen : seen + count]
 
 
@@ -150,17 +157,15 @@ def lines(gateway: Gateway, text: str) -> int:
 
 
 async def warm_hit(cluster: Cluster, rng: random.Random) -> int:
-    """Tokens that the index promises for a prompt that a worker has just computed, within 3 s: a slow machine may
-    tell late."""
+    """Wait until the index promises a prompt that a worker has just computed; return the promised tokens."""
     body = completion(" ".join(rng.choices(["one", "two", "three"], k=200)), max_tokens=1)
     async with session() as http:
         await ask(http, cluster.gateway.url, body)
-        begun_s = time.monotonic()
-        while True:
-            await asyncio.sleep(0.4)
-            promised = int((await ask(http, cluster.gateway.url, body)).headers["x-headstart-cached-tokens"])
-            if promised or time.monotonic() - begun_s > 3:
-                return promised
+        async with asyncio.timeout(HANG_S):
+            while True:
+                await asyncio.sleep(0.4)
+                if promised := int((await ask(http, cluster.gateway.url, body)).headers["x-headstart-cached-tokens"]):
+                    return promised
 
 
 def test_row_1_down_at_the_start(tmp_path: Path, model: Path, rng: random.Random) -> None:
@@ -170,13 +175,11 @@ def test_row_1_down_at_the_start(tmp_path: Path, model: Path, rng: random.Random
             assert statuses(stream.more(5)) == {200}
             assert cluster.gateway.num_ready() == 1
             assert cluster.gateway.metrics()["headstart_index_blind"] == 1.0
+            assert lines(cluster.gateway, "no Redis at") == 1, "told once, however often it was tried"
             cluster.redis.start()
-            begun_s = time.monotonic()
-            wait_until(lambda: routed_once(cluster), 5, "reconnected")
-            assert time.monotonic() - begun_s < 5
+            cluster.stopwatch().wait_until(lambda: routed_once(cluster), RECONNECT_S, "reconnected")
             stream.more(3)
         assert statuses(stream.outcomes) == {200}
-        assert lines(cluster.gateway, "no Redis at") == 1
         wait_until(lambda: lines(cluster.gateway, "connected to Redis at") == 1, what="a connection that lasts is told")
         cluster.assert_quiet()
 
@@ -188,46 +191,54 @@ def routed_once(cluster: Cluster) -> bool:
 def test_row_1_killed_and_started_again(site: Site, rng: random.Random) -> None:
     cluster = site.cluster
     census = cluster.census()
-    logged = lines(cluster.gateway, "lookups fail"), lines(cluster.gateway, "no Redis at")
     with Stream(cluster.gateway.url, rng) as stream:
         stream.more(3)
+        logged = lines(cluster.gateway, "lookups fail"), lines(cluster.gateway, "no Redis at")
         cluster.redis.kill()
         assert statuses(stream.more(15)) == {200}
         assert cluster.gateway.num_ready() == 2
         connections = site.gateway_side.num_connections
         time.sleep(2.0)
         assert site.gateway_side.num_connections - connections < 20, "a herd of reconnections"
+        assert lines(cluster.gateway, "lookups fail") - logged[0] <= 1
+        assert lines(cluster.gateway, "no Redis at") - logged[1] == 1
         cluster.redis.start()
-        wait_until(lambda: routed_once(cluster), 5, "reconnected")
+        cluster.stopwatch().wait_until(lambda: routed_once(cluster), RECONNECT_S, "reconnected")
         stream.more(3)
     assert statuses(stream.outcomes) == {200}
-    assert lines(cluster.gateway, "lookups fail") - logged[0] <= 1
-    assert lines(cluster.gateway, "no Redis at") - logged[1] == 1
     cluster.assert_census(census)
 
 
 @pytest.mark.parametrize("fault", [{"delay_s": 0.1}, {"delay_s": 2.5}, {"hole_down": True}, "stopped"])
 def test_row_2_slow(site: Site, rng: random.Random, fault: Any) -> None:
-    """200 ms, 5 s and for ever: once the breaker is open, a first token comes as fast as with a healthy Redis."""
+    """200 ms, 5 s and for ever: once the breaker is open, no request waits for Redis."""
     cluster = site.cluster
     with Stream(cluster.gateway.url, rng) as stream:
         stream.more(5)
         healthy_s = statistics.median(outcome.ttft_s for outcome in stream.more(40))
-        opened = count(cluster, "breaker_opened")
         if fault == "stopped":
             cluster.redis.stop()
         else:
             for side in site.sides:
                 side.set(**fault)
-        broken = stream.more(40)
-        slow_s = statistics.median(outcome.ttft_s for outcome in broken)
-        if fault == "stopped":
-            cluster.redis.resume()
+        time.sleep(2 * LOOKUP_S)  # what was answered before the fault has been counted
+        wait_until(lambda: is_open(cluster), what="the breaker opens")
+        failed, opened = num_failed(cluster), count(cluster, "breaker_opened")
+        slow_s = statistics.median(outcome.ttft_s for outcome in stream.more(40))
+        assert num_failed(cluster) <= failed + 1, "timeouts stack"
+        assert count(cluster, "breaker_opened") == opened
+        assert is_open(cluster)
+    print(f"first token after {healthy_s * 1e3:.1f} ms, with a broken Redis after {slow_s * 1e3:.1f} ms")
     assert statuses(stream.outcomes) == {200}
-    assert slow_s < healthy_s + 0.010, (healthy_s, slow_s)
-    late = sum(outcome.ttft_s > healthy_s + 0.020 for outcome in broken)
-    assert late < 15, "timeouts stack"
-    assert count(cluster, "breaker_opened") == opened + 1
+
+
+def is_open(cluster: Cluster) -> bool:
+    return count(cluster, "breaker_opened") > count(cluster, "breaker_closed")
+
+
+def num_failed(cluster: Cluster) -> float:
+    """Count the lookups for which a request has waited in vain."""
+    return count(cluster, "timeout") + count(cluster, "down")
 
 
 def count(cluster: Cluster, event: str) -> float:
@@ -244,7 +255,7 @@ async def test_row_3_emptied(site: Site, rng: random.Random) -> None:
             stream.more(2)
             assert not cluster.redis.command(*command).startswith(b"-")
             stream.more(2)
-        wait_until(lambda: routed(cluster), 3, "rewritten")
+        cluster.stopwatch().wait_until(lambda: routed(cluster), REWRITE_S, "rewritten")
         assert statuses(stream.outcomes) == {200}
         assert await warm_hit(cluster, rng) > 0
     assert {worker["worker_id"]: worker["epoch"] for worker in cluster.gateway.workers()} == epochs
@@ -261,8 +272,8 @@ async def test_row_4_failover(site: Site, rng: random.Random) -> None:
             side.target_port = site.replica_port
         stream.more(10)
         site.replica.command("REPLICAOF", "NO", "ONE")
-        wait_until(lambda: not cluster.gateway.metrics()["headstart_index_blind"], 10, "the new primary")
-        wait_until(lambda: all(map(connected, cluster.workers)), 10, "the workers there")
+        wait_until(lambda: not cluster.gateway.metrics()["headstart_index_blind"], what="the new primary")
+        wait_until(lambda: all(map(connected, cluster.workers)), what="the workers there")
         stream.more(3)
     assert statuses(stream.outcomes) == {200}
     assert await warm_hit(cluster, rng) > 0
@@ -280,7 +291,7 @@ def test_row_4_loading(site: Site, rng: random.Random) -> None:
         stream.more(10)
         for side in site.sides:
             side.heal()
-        wait_until(lambda: routed_once(cluster), 10, "loaded")
+        wait_until(lambda: routed_once(cluster), what="loaded")
     assert statuses(stream.outcomes) == {200}
 
 
@@ -305,9 +316,8 @@ def test_row_5_clocks_that_disagree(
         time.sleep(2.5)
         stream.more(5)
         assert asyncio.run(warm_hit(cluster, rng)) > 0
-        assert cluster.gateway.num_ready() == 2
-        ages = [worker["load_age_s"] for worker in cluster.gateway.workers()]
-        assert max(ages) < 5
+        wait_until(lambda: cluster.gateway.num_ready() == 2, what="both are ready")
+        wait_until(lambda: max(worker["load_age_s"] for worker in cluster.gateway.workers()) < 5, what="fresh loads")
     assert statuses(stream.outcomes) == {200}
 
 
@@ -337,7 +347,7 @@ async def test_row_11_lost_and_repeated_writes(site: Site, rng: random.Random) -
             site.worker_side.heal()
             site.worker_side.reset_all()
     assert statuses(stream.outcomes) == {200}
-    wait_until(lambda: routed(cluster), 10, "in step")
+    wait_until(lambda: routed(cluster), what="in step")
     body = completion(" ".join(rng.choices(["one", "two"], k=100)), max_tokens=8)
     first, second = [(await ask_all(cluster.gateway.url, [body]))[0] for _ in range(2)]
     assert first.same_as(second)
@@ -355,4 +365,4 @@ async def test_row_13_workers_cut_off_from_redis(site: Site, rng: random.Random)
         stream.more(5)
     assert statuses(stream.outcomes) == {200}
     assert all(outcome.same_as(reference) for outcome in await running)
-    assert cluster.gateway.num_ready() == 2
+    wait_until(lambda: cluster.gateway.num_ready() == 2, what="both are ready")

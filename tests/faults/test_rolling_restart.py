@@ -64,7 +64,7 @@ async def restart_all(cluster: Cluster, stop: Callable[[int], None]) -> None:
     """Restart the workers one by one, each when the one before serves again."""
     for number, worker in enumerate(cluster.workers):
         stop(number)
-        await asyncio.to_thread(worker.wait, 60.0)
+        await asyncio.to_thread(worker.wait)
         worker.start()
         await asyncio.to_thread(cluster.wait_ready)
 

@@ -22,7 +22,7 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.part import Part, Worker, metrics
 from tests.faults.test_streams import random_body
 from tests.faults.worker_process import Additions
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.faults
 NUM_CLIENTS = 4
@@ -94,7 +94,7 @@ class Load:
                     outcome = await request
                     self.counts[f"{gateway.name} {outcome.error or 'ok'}"] += 1
                     assert outcome.ok or outcome.explicit or gateway is self._cluster.gateways[1], outcome
-                    assert outcome.took_s < 60
+                    assert outcome.error != "timeout"
                 await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
 
 
@@ -187,7 +187,7 @@ class Memory:
 
 
 def num_keys(cluster: Cluster) -> int:
-    with redis.Redis(port=cluster.redis_port, socket_timeout=5) as client:
+    with redis.Redis(port=cluster.redis_port, socket_timeout=HANG_S) as client:
         return int(client.dbsize())
 
 
@@ -224,7 +224,7 @@ async def test_row_22_soak(cluster: Cluster, rng: random.Random, soak_s: float) 
     cluster.assert_quiet()
     await asyncio.to_thread(cluster.assert_census, census, 60, 4)
     print(f"descriptors and tasks: {census} before, {cluster.census()} after")
-    await asyncio.to_thread(wait_until, lambda: num_keys(cluster) <= keys, SET_TTL_S + 15, "keys of the dead")
+    await asyncio.to_thread(wait_until, lambda: num_keys(cluster) <= keys, SET_TTL_S + HANG_S, "keys of the dead")
     print(f"keys: {keys} before, {num_keys(cluster)} after")
     asked = sum(count for name, count in load.counts.items() if name.startswith(cluster.gateway.name))
     assert load.counts[f"{cluster.gateway.name} ok"] > 0.98 * asked, "with the gateway that was never killed"

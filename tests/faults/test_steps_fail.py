@@ -97,7 +97,7 @@ async def test_row_9_a_device_that_breaks_for_good(tmp_path: Path, model: Path, 
         culprit, outcomes, reference = await poisoned_among(cluster, rng)
         assert_culprit(culprit)
         assert all(outcome.same_as(want) for outcome, want in zip(outcomes, reference, strict=True))
-        wait_until(lambda: [worker.poll() for worker in cluster.workers].count(None) == 1, 10, "the broken one ended")
+        wait_until(lambda: [worker.poll() for worker in cluster.workers].count(None) == 1, what="the broken one ended")
         assert sorted(worker.poll() or 0 for worker in cluster.workers) == [0, 1]
         cluster.assert_quiet()
 

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.faults
 STALL_S = 1.0
@@ -46,24 +46,22 @@ def bodies(rng: random.Random, count: int, **options: object) -> list[dict[str, 
 
 async def lose_after(cluster: Cluster, body: dict[str, object], num_tokens: int, number: int) -> tuple[Outcome, float]:
     """Send the signal to the worker that answers, once so many tokens have come; the longest silence after that."""
-    silence_s, hit_s, loop = 0.0, None, asyncio.get_running_loop()
-    last_s = 0.0
+    watch = cluster.stopwatch()
+    silence_s, last_s = 0.0, None
 
     def on_tokens(outcome: Outcome) -> None:
-        nonlocal silence_s, hit_s, last_s
-        now_s = loop.time()
-        if hit_s is None and outcome.num_tokens >= num_tokens:
-            hit_s = now_s
-            name = outcome.headers["x-headstart-worker"]
-            next(worker for worker in cluster.workers if worker.name == name).send(number)
-        elif hit_s is not None:
-            silence_s = max(silence_s, now_s - max(last_s, hit_s))
-        last_s = now_s
+        nonlocal silence_s, last_s
+        if last_s is not None:
+            now_s = watch.own_s()
+            silence_s, last_s = max(silence_s, now_s - last_s), now_s
+        elif outcome.num_tokens >= num_tokens:
+            last_s = watch.own_s()
+            cluster.named(outcome.headers["x-headstart-worker"]).send(number)
 
     async with session() as http:
         outcome = await ask(http, cluster.gateway.url, body, on_tokens=on_tokens)
-    assert hit_s is not None
-    return outcome, silence_s
+    assert last_s is not None
+    return outcome, max(silence_s, watch.own_s() - last_s)
 
 
 async def test_row_6_killed_before_the_first_byte(cluster: Cluster, rng: random.Random) -> None:
@@ -94,10 +92,10 @@ async def test_row_7_killed_mid_stream_without_another_worker(cluster: Cluster, 
     other.kill()
     wait_until(lambda: cluster.gateway.num_ready() == 1)
     (body,) = bodies(rng, 1)
-    outcome, _ = await lose_after(cluster, body, 5, signal.SIGKILL)
+    outcome, silence_s = await lose_after(cluster, body, 5, signal.SIGKILL)
     assert outcome.error == "worker_lost"
     assert not outcome.done
-    assert outcome.took_s < 2.5
+    assert silence_s < 2.0
 
 
 @pytest.mark.parametrize("when", ["before headers", "mid-stream"])
@@ -105,36 +103,40 @@ async def test_row_8_hung(cluster: Cluster, rng: random.Random, when: str) -> No
     """A stopped worker keeps its connections open. The watchdog finds it; the other worker's streams do not notice."""
     asked = bodies(rng, 8)
     reference = await ask_all(cluster.gateway.url, asked)
-    opened = asyncio.create_task(asyncio.to_thread(wait_until, lambda: is_broken(cluster), 30, "the breaker opens"))
+    watch = cluster.stopwatch()
     if when == "before headers":
-        victim = rng.choice(cluster.workers)
-        victim.freeze()
+        cluster.named(reference[0].headers["x-headstart-worker"]).freeze()
         outcomes = await ask_all(cluster.gateway.url, asked)
     else:
         others = asyncio.create_task(ask_all(cluster.gateway.url, asked[1:]))
         hung, _ = await lose_after(cluster, asked[0], rng.randint(1, 40), signal.SIGSTOP)
         outcomes = [hung, *await others]
     assert all(outcome.same_as(want) for outcome, want in zip(outcomes, reference, strict=True))
-    assert max(outcome.took_s for outcome in outcomes) < STALL_S + 8
-    await opened
-    again = await ask_all(cluster.gateway.url, asked)
-    assert max(outcome.took_s for outcome in again) < 3, "the breaker keeps requests away from the hung worker"
+    assert watch.own_s() < STALL_S + 8
+    await until(lambda: is_broken(cluster))
+    answering = {outcome.headers["x-headstart-worker"] for outcome in await ask_all(cluster.gateway.url, asked)}
+    assert len(answering) == 1, "the breaker keeps requests away from the hung worker"
     for worker in cluster.workers:
         worker.thaw()
 
 
 def is_broken(cluster: Cluster) -> bool:
-    return cluster.gateway.metrics()["headstart_workers{tiny,broken}"] == 1.0
+    """No request goes to the hung worker: by its breaker, or for it has not answered for long."""
+    return cluster.gateway.metrics()["headstart_workers{tiny,broken}"] == 1.0 or cluster.gateway.num_ready() == 1
 
 
 async def test_row_10_restarted_at_the_same_address(cluster: Cluster, rng: random.Random) -> None:
     body = completion(" ".join(rng.choices(["one", "two", "three"], k=300)), max_tokens=4)
     async with session() as http:
         first = await ask(http, cluster.gateway.url, body)
-        await asyncio.sleep(0.3)  # published
-        second = await ask(http, cluster.gateway.url, body)
-        assert second.headers["x-headstart-worker"] == first.headers["x-headstart-worker"]
-        assert int(second.headers["x-headstart-cached-tokens"]) > 100
+        again: list[Outcome] = []
+
+        async def is_known() -> bool:
+            again.append(await ask(http, cluster.gateway.url, body))
+            return int(again[-1].headers["x-headstart-cached-tokens"]) > 100
+
+        await until(is_known)
+        assert all(outcome.same_as(first) for outcome in again)
         for worker in cluster.workers:
             worker.kill()
             worker.start()
