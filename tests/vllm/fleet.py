@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import httpx
 import msgpack
+import psutil
 import zmq
 
 from server.auth.identity import digest_text
@@ -20,6 +21,7 @@ from tests.e2e.serving import free_ports
 from tests.faults.part import ROOT, Gateway, Part, get, metrics
 from tests.redis_server import RedisServer, newest_redis
 from tests.server.sse_grammar import events
+from tests.stopwatch import Stopwatch
 from tests.vllm.engines import MODEL, START_S, Engine, Options
 from tests.waiting import HANG_S, wait_until
 
@@ -181,6 +183,10 @@ class VllmFleet:
         self.proxy.close()
         self.redis.kill()
 
+    def stopwatch(self) -> Stopwatch:
+        parts = (self.gateway, *self.adapters, *self.engines)
+        return Stopwatch(lambda: [*(pid for part in parts for pid in family(part)), *self.redis.pids])
+
     def wait_ready(self) -> None:
         """Wait until every adapter serves, and the gateway knows all of them."""
 
@@ -223,6 +229,14 @@ class VllmFleet:
         assert answer.status_code == 200, answer.text
         found = [worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name]
         return int(found[0][field]) if found else 0
+
+
+def family(part: Part) -> list[int]:
+    """Return the processes of a part."""
+    try:
+        return [part.pid, *(child.pid for child in part.process.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def hits(engine: Engine) -> int:

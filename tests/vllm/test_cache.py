@@ -12,8 +12,9 @@ from typing import Any, Final
 import pytest
 
 from tests.server.sse_grammar import check_chat
+from tests.stopwatch import Stopwatch
 from tests.vllm.engines import MODEL, Engine
-from tests.vllm.fleet import BLOCK_SIZE, OWN_BLOCK_SIZE, Adapter, VllmFleet, found, hits, promised
+from tests.vllm.fleet import BLOCK_SIZE, LONG_S, OWN_BLOCK_SIZE, Adapter, VllmFleet, found, hits, promised
 from tests.vllm.replay import held
 from tests.waiting import wait_until
 
@@ -124,15 +125,16 @@ def test_adapter_restarted(fleet: VllmFleet) -> None:
 def ask(engine: Engine, prompt: str) -> None:
     """Compute a prompt at an engine, past gateway and adapter, under a root of its own."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "cache_salt": secrets.token_hex(16)}
-    engine.request("/v1/completions", body, timeout_s=600)
+    engine.request("/v1/completions", body, timeout_s=LONG_S)
 
 
 class Follower:
-    """Looks all the time at how many batches an adapter has, and when."""
+    """Looks all the time at how many batches an adapter has, and when: by the clock, and by a stopwatch."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, watch: Stopwatch) -> None:
         self._adapter = adapter
-        self._seen: list[tuple[float, int]] = []
+        self._watch = watch
+        self._seen: list[tuple[float, float, int]] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -147,13 +149,14 @@ class Follower:
     def _run(self) -> None:
         while not self._is_closed:
             num_batches = self._adapter.counted("batch")
-            self._seen.append((time.monotonic(), num_batches))
+            self._seen.append((time.monotonic(), self._watch.own_s(), num_batches))
             time.sleep(0.01)
 
-    def known_s(self, number: int) -> float:
-        """Wait until the adapter has the batch of this number; return when it was first seen to."""
-        wait_until(lambda: self._seen and self._seen[-1][1] > number, what=f"batch {number}")
-        return next(now_s for now_s, num_batches in self._seen if num_batches > number)
+    def known_s(self, number: int, lost_s: float) -> float:
+        """Wait until the adapter has the batch of this number; return how long after its loss, by the stopwatch."""
+        wait_until(lambda: self._seen and self._seen[-1][2] > number, what=f"batch {number}")
+        lost = max((own_s for at_s, own_s, _ in self._seen if at_s <= lost_s), default=0.0)
+        return next(own_s for _, own_s, num_batches in self._seen if num_batches > number) - lost
 
 
 def test_lost_batches(fleet: VllmFleet) -> None:
@@ -161,7 +164,7 @@ def test_lost_batches(fleet: VllmFleet) -> None:
     adapter, proxy = fleet.adapters[-1], fleet.proxy
     engine = adapter.engine
     first = proxy.num_seen
-    with Follower(adapter) as follower:
+    with Follower(adapter, fleet.stopwatch()) as follower:
         proxy.dropped, proxy.drop_every = [], DROP_EVERY
         ends_s = time.monotonic() + LOSSY_S
 
@@ -172,14 +175,14 @@ def test_lost_batches(fleet: VllmFleet) -> None:
         with ThreadPoolExecutor(4) as clients:
             list(clients.map(load, range(4)))
         proxy.drop_every = 0
-        busy_s = [follower.known_s(number) - lost_s for number, lost_s in proxy.dropped]
+        busy_s = [follower.known_s(number, lost_s) for number, lost_s in proxy.dropped]
         num_batches = proxy.num_seen - first
         idle_s = []
         for _ in range(3):
             proxy.dropped, proxy.drop_next = [], 1
             ask(engine, f"{secrets.token_hex(8)} {STORY}")
             wait_until(lambda: proxy.dropped)
-            idle_s += [follower.known_s(number) - lost_s for number, lost_s in proxy.dropped]
+            idle_s += [follower.known_s(number, lost_s) for number, lost_s in proxy.dropped]
     known = ", ".join(f"{s:.2f}" for s in busy_s)
     idle = ", ".join(f"{s:.2f}" for s in idle_s)
     print(f"{len(busy_s)} of {num_batches} batches lost, known after {known} s; of an idle engine after {idle} s")
