@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 
 from cache.redis_index import RedisDownError
 from server.workers.connection import WorkerLost
+from tests.waiting import HANG_S
 
 SEED: Final = int(os.environ.get("FUZZ_SEED", "1"))
 CASE: Final = os.environ.get("FUZZ_CASE")
@@ -32,7 +33,7 @@ CASES_PER_LANE: Final = 25
 """Cases until the lane is rebuilt, which bounds a case's history."""
 MAX_FAILURES: Final = int(os.environ.get("FUZZ_FAILURES", "12"))
 """More are mostly the same."""
-CASE_TIMEOUT_S: Final = 120.0
+CASE_TIMEOUT_S: Final = 4 * HANG_S
 _ROOT: Final = Path(__file__).parents[2]
 _PRODUCT: Final = tuple(str(_ROOT / name) + os.sep for name in ("cache", "server", "worker"))
 

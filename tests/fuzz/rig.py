@@ -35,6 +35,7 @@ from server.workers.fleet import FetchState, Fleet
 from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
 from tests.server.conftest import bundle_of
+from tests.waiting import HANG_S
 from worker.engine.publisher import Publisher, PublisherSettings
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
@@ -50,8 +51,8 @@ PUBLISHER: Final = PublisherSettings(
     prune_s=0.0,
     rewrite_s=0.02,
 )
-BACK_S: Final = 10.0
-STOP_S: Final = 10.0
+BACK_S: Final = HANG_S
+STOP_S: Final = HANG_S
 NETWORKS: Final = WorkerNetworks(("127.0.0.0/8", "::1/128"))
 
 

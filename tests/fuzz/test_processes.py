@@ -91,7 +91,7 @@ async def _besiege(bundle: TokenizerBundle, reply: list[int], folder: Path, num_
         read.faults, write.faults = [], []
         store.delete(*(b"{headstart:0}:" + name for name in (b"members", b"states", b"version")))
         assert gateway.process.returncode is None
-        await until(listed, 30.0)
+        await until(listed)
         assert len(answers) > num_rounds / 20, "too few requests to prove anything"
         _, metrics = await gateway.get(f"{gateway.ops}/metrics")
         assert "headstart_index_events_total{" in metrics, "nothing was counted"

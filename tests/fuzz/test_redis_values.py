@@ -44,6 +44,7 @@ from tests.fuzz.rig import (
     worker_client,
 )
 from tests.redis_server import RedisServer, redis_binaries
+from tests.waiting import HANG_S
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenizerBundle, pack
 
 NUM_CASES: Final = 1000
@@ -186,7 +187,7 @@ class ValuesLane:
 
         following = asyncio.create_task(self.gateway.models.follow(workers, 0.0))
         ended = asyncio.create_task(rounds.wait())
-        await asyncio.wait((following, ended), timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((following, ended), timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
             following.result()
         assert rounds.is_set(), "models are not followed any more"
