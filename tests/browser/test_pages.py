@@ -69,7 +69,7 @@ class Pages:
         return [int(e.get_attribute("data-cached")) for e in self.chat.query_selector_all("[data-cached]")]
 
     def worker_row(self, worker: str, state: str = "") -> Any:
-        return self.dashboard.wait_for_selector(f'tr[data-worker="{worker}"]{state}', timeout=20_000)
+        return self.dashboard.wait_for_selector(f'tr[data-worker="{worker}"]{state}', timeout=ANSWERED_MS)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def num_tokens(row: str) -> int:
 def test_the_tree_shows_shared_prefixes_and_who_holds_them(pages: Pages, serve: Serve) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(converse, [serve] * 4, ["Rome", "Oslo", "Lima", "Cairo"]))
-    branch = pages.dashboard.wait_for_selector("[data-prefix] [data-prefix]", timeout=30_000)
+    branch = pages.dashboard.wait_for_selector("[data-prefix] [data-prefix]", timeout=ANSWERED_MS)
     root = pages.dashboard.locator("[data-prefix]", has=pages.dashboard.locator("[data-prefix]")).first
     assert 0 < num_tokens(root.inner_text()) < num_tokens(branch.inner_text()), "a branch is longer than its root"
     holders = [chip.inner_text() for chip in branch.query_selector_all(".chip")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.e2e.serving import Serve
+from tests.waiting import HANG_S
 
 ROOT: Final = Path(__file__).parent.parent.parent
 INSTALLED: Final = ROOT / ".venv-clients"
@@ -20,7 +21,7 @@ def run(command: list[str], folder: Path | None = None, **env: str) -> str:
     """Run a program in `folder`, assert that it succeeds, and return its output."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "*"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=540, cwd=folder, env=os.environ | quiet | env
+        command, capture_output=True, text=True, timeout=5 * HANG_S, cwd=folder, env=os.environ | quiet | env
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout

@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from tests.k8s import chart, podman
 from tests.k8s.podman import Container, Lab
+from tests.waiting import HANG_S
 
 BASE_REPOSITORY, BASE_TAG = podman.BASE.rsplit(":", 1)
 VALUES: chart.Values = {
@@ -48,7 +49,7 @@ class Fleet:
 
     def client(self, gateway: Container | None = None) -> OpenAI:
         url = (gateway or self.gateways[0]).url("http") + "/v1"
-        return OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
+        return OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=HANG_S)
 
 
 @contextmanager
@@ -75,18 +76,18 @@ def rendered(values: chart.Values) -> list[chart.Document]:
 
 
 def scrape(container: Container, port: str) -> str:
-    with urllib.request.urlopen(container.url(port) + "/metrics", timeout=10, context=podman.UNVERIFIED) as answer:
+    with urllib.request.urlopen(container.url(port) + "/metrics", timeout=HANG_S, context=podman.UNVERIFIED) as answer:
         return str(answer.read().decode())
 
 
-def wait_for_workers(gateway: Container, count: int, timeout_s: float = 60.0) -> None:
+def wait_for_workers(gateway: Container, count: int, timeout_s: float = HANG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     body = ""
     while f'"workers":{count}' not in body.replace(" ", ""):
         assert time.monotonic() < deadline_s, f"{body}\n{gateway.logs()}"
         time.sleep(0.1)
         try:
-            with urllib.request.urlopen(gateway.url("http") + "/health/ready", timeout=5) as answer:
+            with urllib.request.urlopen(gateway.url("http") + "/health/ready", timeout=HANG_S) as answer:
                 body = answer.read().decode()
         except OSError as error:
             body = str(error)

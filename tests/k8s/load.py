@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 
 from tests.k8s.fleet import Fleet
 from tests.k8s.podman import Container
+from tests.waiting import HANG_S, wait_until
 
 PROMPT = "Once upon a time there was a gateway that knew which worker held which block. " * 6
 
@@ -30,15 +30,13 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(timeout=90)
+            thread.join(timeout=2 * HANG_S)
         assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
 
-    def wait_for(self, num_answers: int, timeout_s: float = 90.0) -> None:
+    def wait_for(self, num_answers: int) -> None:
         """So many further answers."""
-        target, deadline_s = self.answers.total() + num_answers, time.monotonic() + timeout_s
-        while self.answers.total() < target:
-            assert time.monotonic() < deadline_s, (self.answers, self.failures[:3])
-            time.sleep(0.05)
+        target = self.answers.total() + num_answers
+        wait_until(lambda: self.answers.total() >= target, what=f"{num_answers} more answers")
 
     def _run(self, number: int) -> None:
         turn = number

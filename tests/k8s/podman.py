@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from tests.k8s.chart import Document, of_kind
 from tests.k8s.tools import DEST, ROOT, call, succeed
+from tests.waiting import HANG_S
 
 BASE: Final = "localhost/python:3.11-slim"
 CONF: Final = """\
@@ -129,7 +130,7 @@ class Container:
         except OSError:
             return False
 
-    def wait_ready(self, timeout_s: float = 120.0) -> None:
+    def wait_ready(self, timeout_s: float = HANG_S) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not self.ready():
             running = self.inspect("{{.State.Running}}") == "true"

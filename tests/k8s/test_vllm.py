@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.k8s import chart
 from tests.k8s.chart import EXAMPLES, Document, of_kind, render
 from tests.k8s.test_invariants import selects, servers, workloads
 from tests.k8s.tools import CHART, PYTHON, call
+from tests.waiting import HANG_S, wait_until
 from worker import config as worker_config
 
 NAMES: Final = ("everything-on", "ipv6", "vllm-tensor-parallel")
@@ -228,9 +228,9 @@ def test_the_relay_gives_metrics_and_nothing_else(engine: Engine, tmp_path: Path
         free = sock.getsockname()[1]
 
     def get(path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", free, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", free, timeout=HANG_S)
         if encrypted:
-            connection = http.client.HTTPSConnection("127.0.0.1", free, timeout=10, context=authority.trust())
+            connection = http.client.HTTPSConnection("127.0.0.1", free, timeout=HANG_S, context=authority.trust())
         with contextlib.closing(connection):
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -239,7 +239,7 @@ def test_the_relay_gives_metrics_and_nothing_else(engine: Engine, tmp_path: Path
     url = f"http://127.0.0.1:{engine.server_port}/metrics"
     with subprocess.Popen([*relay["command"], source, "127.0.0.1", str(free), url]) as process:
         try:
-            assert eventually_connects(free)  # and leaves without a word
+            wait_until(lambda: connects(free))  # and leaves without a word
             assert get("/health") == (200, b"")
             assert engine.asked == []
             assert get("/metrics") == (200, b"vllm:num_requests_running 1\n")
@@ -248,17 +248,14 @@ def test_the_relay_gives_metrics_and_nothing_else(engine: Engine, tmp_path: Path
             assert get("/metrics")[0] == 502
             assert engine.asked == ["/metrics", "/metrics"]
             process.terminate()
-            assert process.wait(5) == 0
+            assert process.wait(HANG_S) == 0
         finally:
             process.kill()
 
 
-def eventually_connects(port: int) -> bool:
-    for _ in range(400):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-        time.sleep(0.05)
-    return False
+def connects(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S):
+        return True
 
 
 def test_the_engines_metrics_do_not_count_as_workers() -> None:

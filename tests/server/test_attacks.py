@@ -86,7 +86,7 @@ async def test_no_body_is_unpacked(worker: ScriptedWorker, encoding: str) -> Non
 
 
 async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker) -> None:
-    async with gateway(worker, header_timeout_s=0.3, body_timeout_s=0.3) as target:
+    async with gateway(worker, header_timeout_s=1.0, body_timeout_s=1.0) as target:
         host, _, port = target.url.removeprefix("http://").partition(":")
 
         async def slow(start: bytes) -> None:

@@ -13,6 +13,7 @@ from cache.redis_index.client import RedisClient, RedisDownError
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
 from tests.redis_server import until
 from tests.running import listening, running
+from tests.waiting import HANG_S
 
 Answer = Callable[[list[bytes]], bytes]
 
@@ -42,9 +43,9 @@ def sane(words: list[bytes]) -> bytes:
 
 
 @asynccontextmanager
-async def connected(answer: Answer, stall_s: float = 0.4) -> AsyncIterator[tuple[Scripted, RedisClient, list[str]]]:
+async def connected(answer: Answer, stall_s: float = 1.0) -> AsyncIterator[tuple[Scripted, RedisClient, list[str]]]:
     scripted, garbage = Scripted(answer), []
-    settings = ClientSettings(stall_s=stall_s, connect_timeout_s=20.0, first_backoff_s=0.01, max_backoff_s=0.02)
+    settings = ClientSettings(stall_s=stall_s, connect_timeout_s=HANG_S, first_backoff_s=0.01, max_backoff_s=0.02)
     async with listening(scripted.serve) as port:
         client = RedisClient(f"redis://127.0.0.1:{port}", settings, count=garbage.append)
         async with running(client):
@@ -53,7 +54,7 @@ async def connected(answer: Answer, stall_s: float = 0.4) -> AsyncIterator[tuple
 
 
 async def call(client: RedisClient, word: str) -> object:
-    return (await client.call((word,), timeout_s=20.0))[0]
+    return (await client.call((word,), timeout_s=HANG_S))[0]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ async def test_replies_out_of_step_are_detected_under_constant_load(surplus: byt
                     if await call(client, name) == name.encode() and scripted.num_connections > 1:
                         return
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(caller(f"CALLER{n}") for n in range(4)))
         broken.cancel()
 
@@ -125,7 +126,7 @@ async def test_oversized_reply_is_refused() -> None:
             return b"$%d\r\n" % size + bytes(size) + b"\r\n"
         return sane(words)
 
-    async with connected(answer, stall_s=60.0) as (_, client, garbage):
+    async with connected(answer, stall_s=HANG_S) as (_, client, garbage):
         with pytest.raises(RedisDownError, match="more than"):
             await call(client, "HUGE")
         assert garbage == ["invalid"]
@@ -153,7 +154,7 @@ async def test_cancellation_during_a_failure_is_not_lost(monkeypatch: pytest.Mon
     failing.set()
     await asyncio.sleep(0)
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=60)
+    done, _ = await asyncio.wait([task], timeout=HANG_S)
     assert done, "it reconnects for ever"
     assert task.cancelled()
 

@@ -335,7 +335,7 @@ async def test_wrongly_read_registry_is_read_again(redis_server: RedisServer, se
     """Its version may be unchanged."""
     hashes = chain(3)
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
-    settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05, cluster_secret=secret)
+    settings = ReaderSettings(poll_s=0.02, deadline_s=HANG_S, max_refresh_age_s=0.05, cluster_secret=secret)
     index = RedisIndex(redis_server.url, settings)
     async with linked(writer, index):
         await hold(hashes, index, writer)
@@ -376,7 +376,7 @@ async def test_foreign_keys_cost_no_hits_for_long(
     """It stays there: the worker and the gateway cope with it."""
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
-    settings = ReaderSettings(poll_s=0.02, deadline_s=1.0, cluster_secret=secret, max_refresh_age_s=0.2)
+    settings = ReaderSettings(poll_s=0.02, deadline_s=HANG_S, cluster_secret=secret, max_refresh_age_s=0.2)
     index = RedisIndex(redis_server.url, settings)
 
     async def is_there() -> bool:
@@ -400,7 +400,7 @@ async def test_too_many_members_hide_no_known_one(redis_server: RedisServer, mon
     monkeypatch.setattr(schema, "MAX_MEMBERS", 3)
     hashes = chain(3)
     writer = IndexWriter(redis_server.url, member())
-    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, deadline_s=1.0, max_refresh_age_s=0.05))
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, deadline_s=HANG_S, max_refresh_age_s=0.05))
     async with linked(writer, index):
         await hold(hashes, index, writer)
         for n in range(1, 9):

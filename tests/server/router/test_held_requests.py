@@ -17,7 +17,7 @@ from server.router.held_requests import WAIT_SHARE, HeldRequests
 from server.router.placement import Placement
 from server.router.types import NoWorkerError, RouteRequest
 from tests.server.router.fleets import RATE, Fleets, chain, make_request, member
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 OTHER = GatewayId("other")
 
@@ -103,7 +103,7 @@ async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) 
     assert fleets.router.held_prefills_s("m") == [pytest.approx(0.65, abs=0.02)]
     fleets.index.memory.publish(WorkerId("b"), hashes[:30])
     pass_time(fleets, 8.0, left_s=1.0)
-    placement = await asyncio.wait_for(waiting, 5.0)
+    placement = await asyncio.wait_for(waiting, HANG_S)
     assert placement.worker.worker_id == "b"
     assert placement.promised_tokens == 480
     assert len(fleets.router.held) == 0
@@ -116,7 +116,7 @@ async def test_a_short_queue_an_affinity_and_a_budget_hold_nothing(fleets: Fleet
     queue(fleets, "a", 2.0)
     fleets.clock.now_s += 0.01
     queue(fleets, "a", 2.0)
-    assert (await asyncio.wait_for(fleets.place(chain(8)), 5.0)).worker.worker_id == "a"
+    assert (await asyncio.wait_for(fleets.place(chain(8)), HANG_S)).worker.worker_id == "a"
 
 
 async def test_tenants_take_turns_when_places_come_free(fleets: Fleets) -> None:
@@ -175,5 +175,5 @@ async def test_the_last_worker_goes_while_a_request_is_held(fleets: Fleets) -> N
     for name in "ab":
         fleets.index.memory.publish(WorkerId(name), load=WorkerLoad(draining=True))
     with pytest.raises(NoWorkerError, match="draining"):
-        await asyncio.wait_for(waiting, 5.0)
+        await asyncio.wait_for(waiting, HANG_S)
     assert len(fleets.router.held) == 0

@@ -270,7 +270,7 @@ async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: Red
     hashes, events = chain(5), list[str]()
     settings = PublisherSettings(0.002, 0.05, 0.01, 0.05, rewrite_s=0.0, silent_s=0.05)
     publisher = Publisher(redis_server.url, member(), settings=settings, count=events.append)
-    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=1.0))
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(publisher, index):
         publisher.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -205,21 +204,20 @@ async def test_a_peer_that_hangs_is_given_up(start: bytes, monkeypatch: pytest.M
 async def test_a_peer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each receive is in time, and no record ever is."""
     monkeypatch.setattr(peers, "_READ_TIMEOUT_S", 0.3)
-    num_dripped = 0
+    num_dripped, data = 0, b"".join(frame(n) for n in range(8))
 
     async def drip(writer: asyncio.StreamWriter) -> None:
         nonlocal num_dripped
-        for byte in b"".join(frame(n) for n in range(8)):
+        for byte in data:
             writer.write(chunk(bytes([byte])))
             await writer.drain()
             await asyncio.sleep(0.1)
             num_dripped += 1
 
     async with answering(CHUNKED, drip) as url:
-        begun_s = time.monotonic()
         got = await fetched(url)
     assert isinstance(got.error, TimeoutError)
-    assert num_dripped < 40, f"given up after {time.monotonic() - begun_s:.1f} s"
+    assert num_dripped < len(data), "it was read to its end"
 
 
 @pytest.mark.parametrize(
