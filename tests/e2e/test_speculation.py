@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import HANG_S, Serve
+from tests.e2e.serving import SMALL_POOL, Serve
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e
 ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", re.MULTILINE)
@@ -32,8 +33,8 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def servers(tiny_model: Path) -> Iterator[tuple[Serve, Serve]]:
-    options = ("--model", str(tiny_model), "--num-workers", "1")
-    worker_args = "--worker-args=--dtype float32 --deterministic"
+    options = ("--model", str(tiny_model), "--num-workers", "1", "--threads", "1")
+    worker_args = f"--worker-args={SMALL_POOL} --dtype float32 --deterministic"
     with Serve(*options, worker_args) as plain, Serve(*options, f"{worker_args} --speculate 6") as drafting:
         yield plain, drafting
 
