@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from worker.attention.base import ForwardBatch
 from worker.kernels.cpu import RmsNormKernel, kernels_for
 from worker.model.linear import Linear, OneDnnLinear
 
+_UNSPLIT: Final = 1 << 15
+"""torch runs an operation on fewer elements in one thread (`at::internal::GRAIN_SIZE`)."""
 RmsNorm = Callable[[Tensor], Tensor]
 """(num_tokens, hidden_size) -> the same shape and dtype, not in place"""
 
@@ -54,6 +57,7 @@ class PlainMlp:
 
     gate_up: Linear
     down: Linear
+    deterministic: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -61,7 +65,23 @@ class PlainMlp:
 
     def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
         gate, up = self.gate_up(states, batch).chunk(2, dim=-1)
-        return self.down.add_to(residual, functional.silu(gate).mul_(up), batch)
+        activated = invariant_silu(gate) if self.deterministic else functional.silu(gate)
+        return self.down.add_to(residual, activated.mul_(up), batch)
+
+
+def invariant_silu(states: Tensor) -> Tensor:
+    """Return silu(states) (num_rows, size), where no row's bits depend on the other rows or the number of threads.
+
+    torch splits elements over threads across rows, and the scalar end of a part rounds otherwise than its vectors. It
+    splits no call of fewer than `_UNSPLIT` elements, and within one call each row has an end of its own.
+    """
+    width = min(states.shape[1], _UNSPLIT - 1)
+    out = torch.empty_like(states, memory_format=torch.contiguous_format)
+    for columns, results in zip(torch.split(states, width, dim=1), torch.split(out, width, dim=1), strict=True):
+        num_rows = max(1, (_UNSPLIT - 1) // columns.shape[1])
+        for rows, result in zip(torch.split(columns, num_rows), torch.split(results, num_rows), strict=True):
+            result.copy_(functional.silu(rows))
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

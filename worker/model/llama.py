@@ -165,7 +165,8 @@ class _WeightLoader:
             if isinstance(gate, OneDnnLinear) and isinstance(up, OneDnnLinear) and isinstance(down, OneDnnLinear):
                 return OneDnnMlp(gate, up, down)
         gate_up = self._linear(names, (inner, inner), hidden)
-        return PlainMlp(gate_up, self._linear([f"{prefix}.down_proj"], (hidden,), inner))
+        down = self._linear([f"{prefix}.down_proj"], (hidden,), inner)
+        return PlainMlp(gate_up, down, options.deterministic)
 
     def norm(self, name: str) -> RmsNorm:
         weight = self.tensor(name, (self._config.hidden_size,))
