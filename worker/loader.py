@@ -77,7 +77,13 @@ def build_engine(
 
     device = device_of(config)
     dtype, weights = choose_dtype(config.dtype, device), cast(WeightForm, config.weights)
-    options = LoadOptions(dtype=dtype, device=device, weights=weights, deterministic=config.deterministic)
+    options = LoadOptions(
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        deterministic=config.deterministic,
+        max_model_len=config.max_model_len,
+    )
     model = load_model(config.model, options, on_layer)
     pooling = find_pooling(config.task, model.checkpoint.path)
     num_blocks = num_pool_blocks(config, model)

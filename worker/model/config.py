@@ -25,6 +25,8 @@ class LoadOptions:
     weights: WeightForm = "auto"
     deterministic: bool = False
     """Every token's result is the same, bit for bit, however it is batched, chunked or cached. Slower."""
+    max_model_len: int | None = None
+    """The longest context that is asked for. None: the model's own."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

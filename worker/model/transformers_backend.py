@@ -8,7 +8,7 @@ layer that mixes neighbouring tokens, shows in a comparison with the model's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Final
@@ -35,7 +35,7 @@ _names = count()
 class TransformersForCausalLM:
     """A `worker.model.base.Decoder` around a model of `transformers`."""
 
-    __slots__ = ("_batch", "_head", "_kernel", "_layers", "_model", "config")
+    __slots__ = ("_batch", "_head", "_kernel", "_layers", "_max_model_len", "_model", "config")
 
     is_recordable = False
 
@@ -44,6 +44,7 @@ class TransformersForCausalLM:
         self._kernel: Attention | None = None
         self._batch: ForwardBatch | None = None
         self._layers: dict[int, AttentionShape] = {}
+        self._max_model_len = _max_model_len(checkpoint, options)
         name = f"headstart-{next(_names)}"
         _register(name, self._attend)
         self._model = _load(checkpoint, options, name)
@@ -73,7 +74,8 @@ class TransformersForCausalLM:
 
     def _hidden(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         device = self._model.device
-        hidden: Tensor = self._model.base_model(
+        base = self._model.base_model
+        hidden: Tensor = (self._model.model if base is self._model else base)(
             input_ids=token_ids[None].to(device), position_ids=positions[None].to(device), use_cache=False
         ).last_hidden_state
         return hidden[0]
@@ -98,8 +100,7 @@ class TransformersForCausalLM:
         if len({replace(layer, windows=()) for layer in layers}) != 1:
             raise UnsupportedModel(f"{checkpoint.path}: its layers' attention differs in size or scale")
         windows = tuple(layer.window(0) for layer in layers)
-        max_len = getattr(text, "max_position_embeddings", None)
-        if not max_len:
+        if not self._max_model_len:
             raise UnsupportedModel(f"{checkpoint.path}: config.json has no max_position_embeddings")
         return ModelConfig(
             model_type=str(text.model_type),
@@ -109,7 +110,7 @@ class TransformersForCausalLM:
             attention=replace(layers[0], num_layers=len(layers), windows=windows if any(windows) else ()),
             rms_norm_eps=0.0,
             rope=RopeConfig(),
-            max_model_len=int(max_len),
+            max_model_len=self._max_model_len,
             tie_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         )
 
@@ -147,6 +148,39 @@ class TransformersForCausalLM:
             hidden = self.forward(ForwardBatch(token_ids, positions, slots, kernel.plan(spans)), kernel)
             logits.append(self.logits(hidden[[sequence == 0 for sequence, _ in rows]]))
         return torch.cat(logits)
+
+
+def _max_model_len(checkpoint: Checkpoint, options: LoadOptions) -> int:
+    """Return the context length, or 0. Raise UnsupportedModel if the model changes its arithmetic within it."""
+    from transformers import AutoConfig
+
+    try:
+        text: Any = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False).get_text_config()
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise UnsupportedModel(f"model type {checkpoint.model_type!r}: transformers cannot load it: {error}") from error
+    own = int(getattr(text, "max_position_embeddings", None) or 0)
+    length = min(own, options.max_model_len or own)
+    for field, limit, why in _limits(text):
+        if length > limit:
+            raise UnsupportedModel(
+                f"model type {checkpoint.model_type!r} {why} beyond {limit} tokens ({field} in its config.json), for "
+                f"all sequences of a step or none: pass --max-model-len {limit}"
+            )
+    return length
+
+
+def _limits(text: Any) -> Iterator[tuple[str, int, str]]:
+    """Yield the field that ends the range of one arithmetic, its last length, and what changes beyond it."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    for fields in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if fields.get("rope_type") == "longrope":
+            field = "original_max_position_embeddings"
+            if original := fields.get(field) or getattr(text, field, None):
+                yield field, int(original), "takes other rotary factors"
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        yield "attention_chunk_size", int(text.attention_chunk_size), "attends in chunks"
+    if getattr(text, "attn_temperature_tuning", False) and not all(getattr(text, "no_rope_layers", None) or ()):
+        yield "floor_scale", int(text.floor_scale) - 1, "scales queries by their place in the step"
 
 
 def _shape_of_layer(module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionShape:

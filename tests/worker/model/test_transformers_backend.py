@@ -105,3 +105,67 @@ def test_encoders_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
         load_model(str(tmp_path), LoadOptions())
     assert str(caught.value).startswith(f"model type {config.model_type!r} is an encoder")
     assert "\n" not in str(caught.value)
+
+
+_LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 4.0, 9.0, 16.0],
+        "original_max_position_embeddings": 64,
+    },
+    "original_max_position_embeddings": 64,
+}
+_LLAMA4 = {
+    **_SIZES,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 64,
+    "moe_layers": [],
+}
+SWITCHING: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "longrope": ("Phi3", {**_SIZES, **_LONGROPE}, 64, "original_max_position_embeddings"),
+    "chunked": ("Llama4Text", {**_LLAMA4, "attn_temperature_tuning": False}, 64, "attention_chunk_size"),
+    "temperature": ("Llama4Text", {**_LLAMA4, "attention_chunk_size": 128, "floor_scale": 65}, 64, "floor_scale"),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_a_model_that_changes_its_arithmetic_runs_where_one_form_holds(name: str, tmp_path: Path) -> None:
+    kind, fields, length, field = SWITCHING[name]
+    reference = write(kind, fields, tmp_path)
+    for too_long in (None, 128, length + 1):
+        with pytest.raises(UnsupportedModel, match=rf"{field}.*--max-model-len {length}$"):
+            load_model(str(tmp_path), LoadOptions(max_model_len=too_long))
+    model = load_model(str(tmp_path), LoadOptions(max_model_len=length))
+    assert model.config.max_model_len == length
+    prompts = [
+        torch.randint(0, 99, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (9, length)
+    ]
+    with torch.inference_mode():
+        wants = [reference(torch.tensor([ids])).logits[0] for ids in prompts]
+    for sizes in ([length], [1], [20, 7]):
+        for ids, want in zip(prompts, wants, strict=True):
+            assert float((PagedModel(model).chunked(ids, sizes) - want).abs().max()) < 1e-3
+    together = PagedModel(model)
+    short, long = (together.sequence(ids) for ids in prompts)
+    got = [together.logits([long.step(length - 1)])[0]]
+    last, first = together.logits([long.step(1), short.step(9)])
+    assert float((torch.cat([*got, last]) - wants[1]).abs().max()) < 1e-3
+    assert float((first - wants[0]).abs().max()) < 1e-3
+
+
+def test_dynamic_ntk_is_one_form_up_to_its_length(tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}
+    reference = write("Olmo2", {**_SIZES, **rope}, tmp_path)
+    model = load_model(str(tmp_path), LoadOptions())
+    ids = torch.randint(0, 99, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    for sizes in ([128], [100, 7]):
+        assert float((PagedModel(model).chunked(ids, sizes) - want).abs().max()) < 1e-3
