@@ -193,3 +193,18 @@ def test_other_steps_are_refused_by_name(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("models.Normalize", "models.Dense"))
     with pytest.raises(UnsupportedModel, match="the step Dense"):
         find_pooling("auto", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_with_deterministic_no_chunk_changes_a_bit(mode: str, dtype: str, tmp_path: Path) -> None:
+    """The layers' results have the same bits in every chunk, and so has their sum."""
+    write_qwen3(tmp_path, None, vocab_size=200)
+    loaded = load_model(str(tmp_path), LoadOptions(dtype=dtype, deterministic=True))
+    text = [11 * i % 199 for i in range(211)]
+    pooling = Pooling(MODES[mode].kind, normalise=False)
+    sums = set()
+    for most in (1024, 1, 2, 7, 33, 64, 100):
+        (got,) = EmbeddingEngine(loaded, pooling, max_num_batched_tokens=most, max_num_seqs=1).embed([text])
+        sums.add(tuple(got.tolist()))
+    assert len(sums) == 1

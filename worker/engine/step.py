@@ -139,7 +139,7 @@ class SequenceResult:
     sampled: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
     hidden: np.ndarray | None = None
-    """(hidden_size,) float32"""
+    """(hidden_size,) float64"""
 
 
 class StepTimes(NamedTuple):

@@ -44,6 +44,10 @@ _LOGPROB_ROWS: Final = 256
 """Prompt logprobs need a row of the vocabulary's size per token: this many are held at a time."""
 
 
+_SUM_UNIT: Final = 2.0**-28
+"""Far below the rounding of an embedding; sums of multiples are exact in float64 up to 2**25."""
+
+
 class ModelRunner:
     """A `worker.engine.step.Runner` over one decoder and one KV pool."""
 
@@ -200,12 +204,15 @@ class ModelRunner:
 
 
 def _pooled(sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:
-    """Return (rows, hidden_size) float32 on the host: a row for each sequence that asks for its `hidden`."""
+    """Return (rows, hidden_size) float64 on the host: a row for each sequence that asks for its `hidden`."""
     rows = []
     for sequence, end in zip(sequences, ends, strict=True):
-        if sequence.hidden is not None:
-            first = end - 1 if sequence.hidden == "last" else end - len(sequence.token_ids)
-            rows.append(hidden[first:end].float().sum(0))
+        if sequence.hidden == "last":
+            rows.append(hidden[end - 1].double())
+        elif sequence.hidden == "sum":
+            # Multiples of one unit add up without a rounding: the sum does not depend on the chunks.
+            tokens = hidden[end - len(sequence.token_ids) : end].double()
+            rows.append((tokens / _SUM_UNIT).round_().sum(0) * _SUM_UNIT)
     return to_host(torch.stack(rows)) if rows else None
 
 
