@@ -8,7 +8,8 @@ layer that mixes neighbouring tokens, shows in a comparison with the model's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Final
@@ -25,7 +26,10 @@ from worker.model.errors import UnsupportedModel, encoder
 from worker.tokenizer_files import read_json
 
 _NUM_CHECKED: Final = 64
+_NUM_FAR: Final = 32
+"""Tokens of a checked sequence that begins elsewhere than at 0."""
 _CHECK_BLOCK: Final = 8
+_LENGTH: Final = re.compile("position|window|chunk|floor|length")
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the logits: rounding stays far below, a wrong computation far above."""
 _REFUSED: Final = ("softcap", "s_aux", "position_bias", "sinks")
@@ -51,7 +55,8 @@ class TransformersForCausalLM:
         self._head: nn.Module | None = self._model.get_output_embeddings()
         if self._head is None:
             raise UnsupportedModel(f"{checkpoint.path}: the model has no output embeddings")
-        ids = [(7 + 13 * i) % min(1000, self._model.config.get_text_config().vocab_size) for i in range(_NUM_CHECKED)]
+        num_checked = min(_NUM_CHECKED, self._max_model_len or _NUM_CHECKED)
+        ids = [(7 + 13 * i) % min(1000, self._model.config.get_text_config().vocab_size) for i in range(num_checked)]
         self._hidden(torch.tensor(ids), torch.arange(len(ids)))
         self.config = self._config(checkpoint)
         self._check(ids, name, options)
@@ -115,39 +120,106 @@ class TransformersForCausalLM:
         )
 
     def _check(self, ids: Sequence[int], name: str, options: LoadOptions) -> None:
-        """Compare 64 tokens, in chunks and batched with another sequence, with the model's own eager attention."""
-        got = self._paged_logits(ids, options)
-        self._model.set_attn_implementation("eager")
-        want = self._model(torch.tensor([list(ids)], device=self._model.device), use_cache=False).logits[0].float()
-        self._model.set_attn_implementation(name)
-        error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
-        if not error < _TOLERANCE[options.torch_dtype]:
-            raise UnsupportedModel(
-                f"model type {self.config.model_type!r} does not run exactly on the paged cache: its logits differ "
-                f"from its own attention's by {error:.1%} of their size"
-            )
+        """Compare sequences that share steps, in chunks, with each alone in the model's own eager attention.
 
-    def _paged_logits(self, ids: Sequence[int], options: LoadOptions) -> Tensor:
+        They begin at 0, at the end of the context, and across each length that config.json names. So what depends on
+        the highest position of a step, on a token's row, or on a window, shows.
+        """
+        sequences = [(0, list(ids)), (0, list(reversed(ids)))]
+        starts = {length - _NUM_FAR // 2 for length in _lengths(self._model.config.get_text_config().to_dict())}
+        starts |= {self._max_model_len - _NUM_FAR}
+        sequences += [(start, list(ids[:_NUM_FAR])) for start in sorted(starts) if self._is_far(start)]
+        self._model.set_attn_implementation("eager")
+        wants = [self._own_logits(start, token_ids) for start, token_ids in sequences]
+        self._model.set_attn_implementation(name)
+        for module in self._model.modules():
+            if getattr(module, "attn_temperature_tuning", False):
+                module.attn_temperature_tuning = False  # its factor is 1 within `_limits`, but counts rows of the step
+        for (start, token_ids), got, want in zip(sequences, self._paged_logits(sequences, options), wants, strict=True):
+            error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+            if not error < _TOLERANCE[options.torch_dtype]:
+                raise UnsupportedModel(
+                    f"model type {self.config.model_type!r} does not run exactly on the paged cache: its logits differ "
+                    f"from its own attention's by {error:.1%} of their size at tokens {start} to "
+                    f"{start + len(token_ids) - 1}, with others to token {self._max_model_len - 1} in the step; "
+                    f"a shorter --max-model-len may run"
+                )
+
+    def _is_far(self, start: int) -> bool:
+        return 0 < start <= self._max_model_len - _NUM_FAR
+
+    def _own_logits(self, start: int, token_ids: Sequence[int]) -> Tensor:
+        """Run tokens at positions from `start` on, which see each other alone."""
+        device = self._model.device
+        positions = torch.arange(start, start + len(token_ids), device=device)
+        logits: Tensor = self._model(
+            torch.tensor([list(token_ids)], device=device),
+            position_ids=positions[None],
+            past_key_values=_skipped(start) if start else None,
+            use_cache=False,
+        ).logits[0]
+        return logits.float()
+
+    def _paged_logits(self, sequences: Sequence[tuple[int, Sequence[int]]], options: LoadOptions) -> list[Tensor]:
         shape, device = self.config.attention, self._model.device
-        num_blocks = _NUM_CHECKED // _CHECK_BLOCK
-        cache = KVCache(shape, 2 * num_blocks + 1, _CHECK_BLOCK, options.torch_dtype, device)
+        num_blocks, stride = _NUM_CHECKED // _CHECK_BLOCK, len(sequences)
+        cache = KVCache(shape, stride * num_blocks + 1, _CHECK_BLOCK, options.torch_dtype, device)
         kernel = TorchPagedAttention(shape, cache)
-        tables = [list(range(2 * num_blocks, 0, -2)), list(range(1, 2 * num_blocks, 2))]
-        sequences = (list(ids), list(reversed(ids)))
-        logits = []
-        # Chunks of both sequences. Single tokens first, as the kernel requires.
-        for parts in (((0, 0, 30), (1, 0, 20)), ((1, 20, 21), (0, 30, 63)), ((0, 63, 64), (1, 21, 22))):
-            rows = [(sequence, position) for sequence, start, stop in parts for position in range(start, stop)]
+        tables = [[1 + row + stride * block for block in range(num_blocks)] for row in range(stride)]
+        logits: list[list[Tensor]] = [[] for _ in sequences]
+        for parts in _chunks([len(token_ids) for _, token_ids in sequences]):
+            rows = [(row, i) for row, first, stop in parts for i in range(first, stop)]
             columns = (
-                [sequences[sequence][position] for sequence, position in rows],
-                [position for _, position in rows],
-                [tables[sequence][i // _CHECK_BLOCK] * _CHECK_BLOCK + i % _CHECK_BLOCK for sequence, i in rows],
+                [sequences[row][1][i] for row, i in rows],
+                [sequences[row][0] + i for row, i in rows],
+                [tables[row][i // _CHECK_BLOCK] * _CHECK_BLOCK + i % _CHECK_BLOCK for row, i in rows],
             )
             token_ids, positions, slots = torch.tensor(columns, device=device)
-            spans = [Span(start, stop - start, tables[sequence]) for sequence, start, stop in parts]
+            spans = [Span(first, stop - first, tables[row]) for row, first, stop in parts]
             hidden = self.forward(ForwardBatch(token_ids, positions, slots, kernel.plan(spans)), kernel)
-            logits.append(self.logits(hidden[[sequence == 0 for sequence, _ in rows]]))
-        return torch.cat(logits)
+            by_part = torch.split(self.logits(hidden).float(), [stop - first for _, first, stop in parts])
+            for (row, _, _), part in zip(parts, by_part, strict=True):
+                logits[row].append(part)
+        return [torch.cat(parts) for parts in logits]
+
+
+def _chunks(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield three steps: row, first token and end of each part. Single tokens come first, as the kernel requires."""
+    cuts = [length // 2 - row % (length // 4) for row, length in enumerate(lengths)]
+    yield [(row, 0, cut) for row, cut in enumerate(cuts)]
+    singles = sorted(((row, cut, cut + 1) for row, cut in enumerate(cuts) if row), key=lambda part: part[1])
+    yield [*singles, (0, cuts[0], lengths[0] - 1)]
+    rest = [(row, cut + 1, lengths[row]) for row, cut in enumerate(cuts) if row]
+    yield [(0, lengths[0] - 1, lengths[0]), *rest]
+
+
+def _lengths(fields: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the lengths that a configuration names: where a model may change what it does."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _lengths(value)
+        elif isinstance(value, int | float) and _LENGTH.search(str(name)) and value == int(value):
+            yield int(value)
+
+
+def _skipped(num_tokens: int) -> Any:
+    """Return a cache that claims to hold so many tokens, and holds none: what follows begins at that position."""
+    from transformers import DynamicCache
+
+    class Skipped(DynamicCache):
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return num_tokens
+
+        def get_query_offset(self, layer_idx: int = 0) -> int:
+            return num_tokens
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            return query_length, num_tokens
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
+
+    return Skipped()
 
 
 def _max_model_len(checkpoint: Checkpoint, options: LoadOptions) -> int:
@@ -163,8 +235,8 @@ def _max_model_len(checkpoint: Checkpoint, options: LoadOptions) -> int:
     for field, limit, why in _limits(text):
         if length > limit:
             raise UnsupportedModel(
-                f"model type {checkpoint.model_type!r} {why} beyond {limit} tokens ({field} in its config.json), for "
-                f"all sequences of a step or none: pass --max-model-len {limit}"
+                f"model type {checkpoint.model_type!r} {why} beyond {limit} tokens ({field} in its config.json), so "
+                f"one step cannot hold both: pass --max-model-len {limit}"
             )
     return length
 
@@ -180,7 +252,7 @@ def _limits(text: Any) -> Iterator[tuple[str, int, str]]:
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         yield "attention_chunk_size", int(text.attention_chunk_size), "attends in chunks"
     if getattr(text, "attn_temperature_tuning", False) and not all(getattr(text, "no_rope_layers", None) or ()):
-        yield "floor_scale", int(text.floor_scale) - 1, "scales queries by their place in the step"
+        yield "floor_scale", int(text.floor_scale) - 1, "scales queries"
 
 
 def _shape_of_layer(module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionShape:

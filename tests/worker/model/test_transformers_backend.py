@@ -10,6 +10,7 @@ import torch
 
 from tests.worker.paged import PagedModel
 from worker.engine.step import SamplingRow, SequenceStep, Step
+from worker.model import transformers_backend
 from worker.model.errors import UnsupportedModel
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
@@ -169,3 +170,40 @@ def test_dynamic_ntk_is_one_form_up_to_its_length(tmp_path: Path) -> None:
         want = reference(torch.tensor([ids])).logits[0]
     for sizes in ([128], [100, 7]):
         assert float((PagedModel(model).chunked(ids, sizes) - want).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("depends_on", ["the highest position", "the row"])
+def test_an_unknown_model_that_depends_on_the_step_is_refused(
+    depends_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From position 100 on, its arithmetic changes with the rest of the step."""
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2RotaryEmbedding
+
+    rotary, attention = Olmo2RotaryEmbedding.forward, Olmo2Attention.forward
+
+    def switching(self: Any, x: Any, position_ids: Any, **kwargs: Any) -> Any:
+        return rotary(self, x, position_ids / 4 if int(position_ids.max()) >= 100 else position_ids, **kwargs)
+
+    def by_row(self: Any, hidden_states: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        num_seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        rows = torch.arange(hidden_states.shape[1])[:, None] + num_seen
+        states = torch.where(rows >= 100, hidden_states.roll(1, -1), hidden_states)
+        return attention(self, states, *args, past_key_values=past_key_values, **kwargs)
+
+    write("Olmo2", {**_SIZES, "max_position_embeddings": 4096}, tmp_path)
+    load_model(str(tmp_path), LoadOptions())
+    if depends_on == "the row":
+        monkeypatch.setattr(Olmo2Attention, "forward", by_row)
+    else:
+        monkeypatch.setattr(Olmo2RotaryEmbedding, "forward", switching)
+    with pytest.raises(UnsupportedModel, match="a shorter --max-model-len may run"):
+        load_model(str(tmp_path), LoadOptions())
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_the_check_alone_finds_what_the_fields_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, fields, _, _ = SWITCHING[name]
+    write(kind, fields, tmp_path)
+    monkeypatch.setattr(transformers_backend, "_limits", lambda text: iter(()))
+    with pytest.raises(UnsupportedModel, match="does not run exactly"):
+        load_model(str(tmp_path), LoadOptions())
