@@ -1,10 +1,7 @@
 """Read reasoning, content and tool calls out of a model's text as it arrives. How the text is cut does not matter.
 
 The parser is one generator, and each format is a part of it that reads like the format itself. A generator yields
-whenever it needs more text. A call's arguments are passed on as they arrive:
-
-    {"name": "f", "arguments":     {"city": ...     }}
-    head, held until complete      arguments        tail
+whenever it needs more text. A call's arguments are passed on as they arrive (`call_syntax`).
 
 How model families write calls:
 
@@ -15,7 +12,6 @@ mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]  or  [TOOL_CALLS]n
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import string
@@ -24,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
+from server.text.call_syntax import JsonScanner, call_of, cut_name, is_json, match_head, unquoted
 from server.text.detokenizer import ambiguous_len
 
 THINK: Final = "<think>"
@@ -33,18 +30,7 @@ _ID_ALPHABET: Final = string.ascii_letters + string.digits
 _ID_CHARS: Final = 9
 """Mistral's templates insist on nine letters or digits."""
 
-_HEAD_KEYS: Final = ('"name"', '"type"', '"id"')
-_ARGUMENT_KEYS: Final = ("arguments", "parameters")
-_STRING: Final = r'"(?:[^"\\]|\\.)*"'
-_FIELDS: Final = re.compile(rf'"(name|type|id)"\s*:\s*({_STRING})\s*,')
-_HEAD: Final = re.compile(rf'\s*\{{((?:\s*"(?:name|type|id)"\s*:\s*{_STRING}\s*,)*)\s*({_STRING})\s*:\s*(?=\S)')
-"""The fields before the arguments, and the key whose value begins where it ends."""
-_CUT_NAME: Final = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*(")?)\\?')
-_HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
 _BARE_NAME: Final = re.compile(rf"([^{{]{{0,{MAX_NAME_CHARS}}})\{{")
-_JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
-_SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
-
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 MARKERS: Final[dict[ToolFormat, tuple[str, ...]]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -100,97 +86,6 @@ class OutputRules:
         if self.tools is not None and self.tools != "list":
             found += MARKERS[self.tools]
         return found
-
-
-class JsonScanner:
-    """Find where a JSON value ends in arriving text. Checks structure only, not grammar."""
-
-    def __init__(self, depth: int = 0) -> None:
-        """`depth`: the number of brackets that are open already."""
-        self._depth = depth
-        self._in_string = False
-        self._escaped = False
-        self._scalar: bool | None = None if depth == 0 else False
-        self.done = False
-
-    def feed(self, text: str) -> int:
-        """Return how many characters belong to the value; set `done` once it is complete.
-
-        The first call starts at the value's first character.
-        """
-        if self._scalar is None and text:
-            self._scalar = text[0] not in '"{['
-        if self._scalar:
-            end = _SCALAR_STOP.search(text)
-            self.done = end is not None
-            return end.start() if end else len(text)
-        start = int(self._escaped and bool(text))
-        self._escaped = self._escaped and not text
-        for stop in _JSON_STOP.finditer(text, start):
-            if stop[0][0] == "\\":
-                self._escaped = len(stop[0]) == 1
-                continue
-            if stop[0] == '"':
-                self._in_string = not self._in_string
-            elif not self._in_string:
-                self._depth += 1 if stop[0] in "{[" else -1
-            if self._depth <= 0 and not self._in_string:
-                self.done = True
-                return stop.end()
-        return len(text)
-
-
-HeadMatch = Literal["no", "partial"] | tuple[str, int]
-
-
-def match_head(text: str) -> HeadMatch:
-    """Return the call's name and where its arguments begin; "partial" while more text may still make it a call."""
-    head = _HEAD.match(text)
-    if head is None:
-        return "partial" if _HEAD_START.match(text) else "no"
-    name: str | None = None
-    for key, value in _FIELDS.findall(head[1]):
-        if key == "name":
-            try:
-                name = json.loads(value)
-            except ValueError:
-                return "no"
-    if head[2].strip('"') in _ARGUMENT_KEYS and name is not None:
-        return name, head.end()
-    is_unfinished_string = head[2] in _HEAD_KEYS and text[head.end()] == '"'
-    return "partial" if is_unfinished_string else "no"
-
-
-def call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and arguments of a whole call object with its keys in any order; None when it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments: object = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
-    return value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def cut_name(text: str) -> str | None:
-    """Return the name, or its part, of a call object that ends before its arguments; None before its name."""
-    name = _CUT_NAME.search(text)
-    if name is None:
-        return None
-    try:
-        return str(json.loads(name[1] + ("" if name[2] else '"')))
-    except ValueError:  # within an escape
-        return name[1].partition("\\")[0][1:]
-
-
-def _unquoted(text: str) -> str:
-    """Unwrap arguments that a model wrote as a JSON string holding JSON."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, str) else text
 
 
 Reading = Generator[None, None, None]
@@ -266,8 +161,8 @@ class OutputParser:
         while (yield from self._until("<tool_call>", self._content)):
             if (yield from self._skip()) == "{":
                 yield from self._call()
-                yield from self._skip()
-                if not (yield from self._begins("</tool_call>")) and "</tool_call>".startswith(self._text.strip()):
+                closed = yield from self._begins("</tool_call>")
+                if not closed and self._ended and "</tool_call>".startswith(self._text.lstrip()):
                     self._text = ""  # the text ends within the marker
 
     def _llama3(self) -> Reading:
@@ -283,7 +178,12 @@ class OutputParser:
                 yield from self._call()
                 yield from self._skip("; \t\r\n")
             elif head == "partial" and cut_name(text) in self._rules.tool_names:
-                self._emit("call", cut_name(text) or "")
+                whole = text.removeprefix(tag)
+                name, arguments = call_of(whole) or (cut_name(text) or "", "")
+                if name not in self._rules.tool_names or not (arguments or is_json(whole, cut=True)):
+                    return
+                self._emit("call", name)
+                self._emit("arguments", arguments)
                 self._text = ""
             else:
                 return
@@ -298,14 +198,17 @@ class OutputParser:
                 if len(self._text) > MAX_NAME_CHARS:
                     return
                 if self._ended:
-                    if self._text:
-                        name = self._text.partition("[ARGS]")[0]
+                    name, _, rest = self._text.partition("[ARGS]")
+                    if name and not rest.strip():
                         self._emit("call", name[: len(name) - ambiguous_len(name, ("[ARGS]",))].strip())
-                    self._text = ""
+                        self._text = ""
                     return
                 yield
+            name, _, rest = head[1].partition("[ARGS]")
+            if rest.strip():  # no arguments follow
+                return
             self._text = self._text[len(head[1]) :]
-            self._emit("call", head[1].replace("[ARGS]", "").strip())
+            self._emit("call", name.strip())
             yield from self._value(partial(self._emit, "arguments"))
 
     def _list(self) -> Asking:
@@ -333,19 +236,31 @@ class OutputParser:
             if (call := call_of(text)) is not None:
                 self._emit("call", call[0])
                 self._emit("arguments", call[1])
-            elif complete or (name := self._cut_name(text)) is None:
-                self._content("" if self._rules.tools == "list" else text)
-            else:
+            elif complete or not is_json(text, cut=True):
+                self._content(text)
+            elif (name := self._cut_name(text)) is not None:
                 self._emit("call", name)
+            elif self._rules.tools != "list":
+                self._content(text)
             return
         self._emit("call", head[0])
         self._text = self._text[head[1] :]
         if self._text[0] == '"':
             complete = yield from self._value(parts.append)
-            self._emit("arguments", _unquoted("".join(parts) + ("" if complete else '"')))
+            self._emit("arguments", unquoted("".join(parts) + ("" if complete else '"')))
         else:
             yield from self._value(partial(self._emit, "arguments"))
-        yield from self._value(lambda tail: None, depth=1)
+        yield from self._tail()
+
+    def _tail(self) -> Reading:
+        """Drop the rest of a call object behind its arguments. What is no such rest is left, or content."""
+        while not (tail := self._text.lstrip()) and not self._ended:
+            yield
+        if tail[:1] in ("}", ","):
+            parts: list[str] = []
+            complete = yield from self._value(parts.append, depth=1)
+            if not is_json('{"": 0' + "".join(parts), cut=not complete):
+                self._content("".join(parts))
 
     def _cut_name(self, text: str) -> str | None:
         """Return the name of a call that was cut before its arguments: of the tools the one that it can be alone."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.output_parser import MAX_NAME_CHARS, JsonScanner, OutputParser, OutputRules, call_of, format_of
+from server.text.call_syntax import JsonScanner, call_of
+from server.text.output_parser import MAX_NAME_CHARS, OutputParser, OutputRules, format_of
 
 HERMES = OutputRules(tools="hermes")
 LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))

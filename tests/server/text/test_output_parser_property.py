@@ -1,0 +1,232 @@
+"""Whatever a model writes, however it is cut: a streamed answer is the whole one, and no character of it is lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+
+from server.text.detokenizer import Detokenizer, TextRules, TokenBytes
+from server.text.output_parser import OutputDelta, OutputParser, OutputRules, ReasoningStart
+
+FIRST_WITNESS = 0x4E00
+"""Content holds characters that occur once, so that each can be followed."""
+WITNESS = "\N{PLACE OF INTEREST SIGN}"
+"""Stands for the next of them."""
+TOOLS = frozenset({"f", "fly", "flow"})
+REASONING: tuple[ReasoningStart, ...] = ("none", "maybe", "inside")
+RULES = [
+    *(
+        OutputRules(reasoning=reasoning, tools=tools, tool_names=TOOLS)
+        for reasoning in REASONING
+        for tools in ("hermes", "llama3", "mistral", "list", None)
+    ),
+    OutputRules(forced="f"),
+]
+
+MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
+OBJECTS = [
+    '{"name": "f", "arguments": {"a": [1, {"b": "x}"}]}}',
+    '{"name": "fly", "parameters": {}}',
+    '{"arguments": {"a": 1}, "name": "f"}',
+    '{"type": "function", "id": "1", "name": "f", "arguments": "{\\"a\\": 1}"}',
+    '{"name": "f", "arguments": 5, "note": [{"x": "y"}]}',
+    '{"name": "f"}',
+    '{"name": "f\\u0041\\"", "arguments": null}',
+    '{"answer": 42}',
+    f"{{{WITNESS}}}",
+    "f{}",
+    "fly[ARGS]{}",
+]
+SPACES = [" ", "\n", "\t \n", "  "]
+NOISE = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ";",
+    ":",
+    "<",
+    "</",
+    "[T",
+    "<|",
+    "<t",
+    "1",
+    '"name"',
+    '"arguments": ',
+    "\0",
+]
+
+
+def part_of(text: str, start: int, end: int) -> str:
+    return text[start : max(start, len(text) - end)]
+
+
+WHOLE = st.one_of(
+    st.sampled_from(MARKERS),
+    st.sampled_from(OBJECTS),
+    st.sampled_from(SPACES),
+    st.just(WITNESS),
+    st.just("a" + WITNESS),
+)
+BROKEN = st.builds(part_of, st.sampled_from([*MARKERS, *OBJECTS]), st.integers(0, 3), st.integers(0, 30))
+CALL = st.tuples(
+    st.sampled_from(["<tool_call>", "<tool_call>\n", "[TOOL_CALLS]", "[TOOL_CALLS] [", "<|python_tag|>", "[", ""]),
+    st.sampled_from(OBJECTS),
+    st.sampled_from(["</tool_call>", "\n</tool_call>", "]", "; ", ", ", ""]),
+).map("".join)
+BROKEN_CALL = st.builds(part_of, CALL, st.integers(0, 2), st.integers(0, 30))
+NEARLY = st.builds(
+    lambda call, at, noise: call[:at] + noise + call[at:], CALL, st.integers(0, 60), st.sampled_from([*NOISE, WITNESS])
+)
+PIECES = st.lists(st.one_of(CALL, WHOLE, WHOLE, BROKEN, BROKEN_CALL, NEARLY, st.sampled_from(NOISE)), max_size=6)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    pieces = "".join(draw(PIECES)).split(WITNESS)
+    return "".join(
+        piece + (chr(FIRST_WITNESS + number) if number < len(pieces) - 1 else "") for number, piece in enumerate(pieces)
+    )
+
+
+def merged(deltas: Sequence[OutputDelta]) -> list[tuple[str, str]]:
+    """Join neighbours of one kind; each call stands alone."""
+    found: list[tuple[str, str]] = []
+    for kind, text in deltas:
+        if found and kind == found[-1][0] != "call":
+            text = found.pop()[1] + text
+        found.append((kind, text))
+    return found
+
+
+def parse(rules: OutputRules, parts: Sequence[str], *, ends_later: bool) -> tuple[list[tuple[str, str]], int]:
+    """Return what a text gives that arrives in parts, and where its answer starts."""
+    parser = OutputParser(rules)
+    parts = [*parts, ""] if ends_later else parts
+    deltas = [delta for at, part in enumerate(parts, 1) for delta in parser.feed(part, last=at == len(parts))]
+    return merged(deltas), parser.answer_start
+
+
+TOKEN = re.compile(r'\s*(?:([{}\[\],:])|("(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")|([^\s{}\[\],:"]+))')
+CUT_TOKEN = re.compile(
+    r'\s*(?:"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*(?:\\(?:u[0-9a-fA-F]{0,3})?)?'
+    r"|-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d*)?)?|t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?)?\Z"
+)
+SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|NaN|-?Infinity")
+
+
+def json_end(text: str, start: int) -> int:
+    """Return where the JSON value ends that begins at `start`; where it stops to be one; or the end of the text."""
+    closes: list[str] = []
+    expected = "value"
+    at = start
+    while True:
+        if CUT_TOKEN.match(text, at):
+            return len(text)
+        token = TOKEN.match(text, at)
+        if token is None:
+            return at
+        mark, string, scalar = token.groups()
+        if mark in ("{", "[") and expected in ("value", "value or end"):
+            closes.append("}" if mark == "{" else "]")
+            expected = "key or end" if mark == "{" else "value or end"
+        elif mark in ("}", "]"):
+            if not closes or closes[-1] != mark or expected not in ("comma", "key or end", "value or end"):
+                return at
+            closes.pop()
+            expected = "comma"
+        elif mark == ",":
+            if expected != "comma":
+                return at
+            expected = "key" if closes[-1] == "}" else "value"
+        elif mark == ":":
+            if expected != "colon":
+                return at
+            expected = "value"
+        elif string is not None and expected in ("key", "key or end"):
+            expected = "colon"
+        elif expected in ("value", "value or end") and (string is not None or SCALAR.fullmatch(scalar or "")):
+            expected = "comma"
+        else:
+            return at
+        at = token.end()
+        if not closes:
+            return at
+
+
+def check(rules: OutputRules, text: str, cuts: Sequence[int]) -> None:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    parts = [text[start:end] for start, end in pairwise(edges)]
+    whole = parse(rules, [text], ends_later=False)
+    assert parse(rules, parts, ends_later=True) == whole
+    assert parse(rules, parts, ends_later=False) == whole
+    assert parse(rules, list(text) or [""], ends_later=False) == whole
+    # Nothing is lost or doubled but within what is JSON of a call.
+    shown = [char for _, part in whole[0] for char in re.sub(r"\\u(4e..)", lambda m: chr(int(m[1], 16)), part)]
+    seen = [char for char in shown if FIRST_WITNESS <= ord(char) < FIRST_WITNESS + 0x100]
+    assert len(seen) == len(set(seen))
+    within = [(start, json_end(text, start)) for start, char in enumerate(text) if char == "{"]
+    for at, char in enumerate(text):
+        if FIRST_WITNESS <= ord(char) < FIRST_WITNESS + 0x100 and char not in seen:
+            assert any(start <= at < end for start, end in within), f"{char} is lost: {whole[0]}"
+
+
+CASES = {"rules": st.sampled_from(RULES), "text": texts(), "cuts": st.lists(st.integers(0, 300), max_size=5)}
+
+
+@settings(max_examples=1000, deadline=None)
+@given(**CASES)
+def test_streamed_is_whole_and_nothing_is_lost(rules: OutputRules, text: str, cuts: list[int]) -> None:
+    check(rules, text, cuts)
+
+
+@pytest.mark.deep
+@settings(max_examples=20_000, deadline=None)
+@given(**CASES)
+def test_streamed_is_whole_and_nothing_is_lost_in_many_cases(rules: OutputRules, text: str, cuts: list[int]) -> None:
+    check(rules, text, cuts)
+
+
+def answered(token_bytes: TokenBytes, rules: TextRules, output: OutputRules, parts: Sequence[Sequence[int]]) -> str:
+    """Return what the detokenizer and the parser make of ids that arrive in parts."""
+    detokenizer, parser = Detokenizer(token_bytes, rules), OutputParser(output)
+    deltas = [delta for ids in parts for delta in parser.feed(detokenizer.feed(ids), last=False)]
+    return repr((merged([*deltas, *parser.feed(detokenizer.finish(), last=True)]), parser.answer_start))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rules=CASES["rules"],
+    text=st.builds("{}é🎉{}".format, CASES["text"], CASES["text"]),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+    end=st.integers(0, 8),
+    stops=st.lists(st.sampled_from(["</tool", "}", "🎉", " x", "</think>"]), max_size=2),
+    include_stop=st.booleans(),
+)
+def test_tokens_however_they_arrive_give_one_answer(
+    raw_tokenizer: RawTokenizer,
+    rules: OutputRules,
+    text: str,
+    cuts: list[int],
+    end: int,
+    stops: list[str],
+    include_stop: bool,
+) -> None:
+    """With stop strings, and a limit that may fall within a character or a marker."""
+    ids: list[int] = raw_tokenizer.encode(text, add_special_tokens=False).ids
+    ids = ids[: len(ids) - end]
+    token_bytes = TokenBytes(raw_tokenizer, {"decoder": {"type": "ByteLevel"}})
+    edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    text_rules = TextRules(tuple(stops), include_stop)
+    whole = answered(token_bytes, text_rules, rules, [ids])
+    assert answered(token_bytes, text_rules, rules, [ids[start:stop] for start, stop in pairwise(edges)]) == whole
+    assert answered(token_bytes, text_rules, rules, [[id_] for id_ in ids]) == whole
