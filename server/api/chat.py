@@ -10,6 +10,7 @@ one function  its schema          that function's arguments
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,9 +25,8 @@ from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
-from server.schema.fields import Message
 from server.schema.requests import CHAT, ChatRequest
-from server.text.chat_template import message_text
+from server.text.chat_template import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from server.text.control_tokens import RenderedPrompt
 from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
 from worker.common.json_whitespace import whitespace_options
@@ -81,20 +81,14 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
     if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
         raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
-    max_chars = None if model.prompt_bytes is None else sampling.TEXT_ROOM * model.prompt_bytes
-    if max_chars is not None and (num_chars := sum(map(_num_chars, request.messages))) > max_chars:
-        message = f"your messages hold {num_chars} characters, and {max_chars} at most are read"
+    num_chars, num_bytes = text_size(request)
+    max_chars = math.inf if model.prompt_bytes is None else sampling.TEXT_ROOM * model.prompt_bytes
+    max_bytes = max(MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * model.max_model_len)
+    if num_chars > max_chars or num_bytes > max_bytes:
+        limit = f"{max_chars} at most are read" if num_chars > max_chars else f"at most {max_bytes} bytes in memory"
+        message = f"your messages hold {num_chars} characters, and {limit}"
         raise ContextLengthError(message, model.max_model_len, param="messages")
     return await model.template.render_in_slices(request, model.tokenizer.executor)
-
-
-def _num_chars(message: Message) -> int:
-    """Count the text that a template may render, also what it drops."""
-    calls = [call.function for call in message.tool_calls or ()]
-    if message.function_call is not None:
-        calls.append(message.function_call)
-    written = sum([len(call.name) + len(call.arguments) for call in calls])
-    return len(message_text(message.content)) + len(message.reasoning_content or message.reasoning or "") + written
 
 
 def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> OutputRules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -50,7 +50,7 @@ async def prompt_tokens(
     model: ServedModel,
     *,
     add_bos: bool = False,
-    client_offsets: Collection[int] | None = None,
+    client_offsets: Sequence[int] | None = None,
 ) -> list[int]:
     """Tokenise a prompt, and cut it if the request says so. Raises ContextLengthError as soon as it cannot fit.
 

@@ -5,7 +5,7 @@ They give the tokens that the model would see, the text of tokens, and what lm-e
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -116,7 +116,7 @@ class TokenizeApi:
 
 
 async def encode_any(
-    text: str, model: ServedModel, param: str, *, add_bos: bool = False, client_offsets: Collection[int] | None = None
+    text: str, model: ServedModel, param: str, *, add_bos: bool = False, client_offsets: Sequence[int] | None = None
 ) -> list[int]:
     """Tokenise a text that may be longer than a context. Raises ContextLengthError."""
     limit = max(MAX_TOKENS, model.max_model_len)

@@ -21,6 +21,8 @@ LARGE_BODY_BYTES: Final = 1 << 16
 """Larger bodies are measured slice by slice before they are decoded."""
 MAX_VALUES: Final = 1_250_000
 """The limit for a body: a million token ids and some more. An id takes 40 bytes, and 80 ns to decode."""
+MAX_STRINGS: Final = 750_000
+"""The limit for a body, names of fields included: a string takes 60 bytes and some."""
 MAX_CONTAINERS: Final = 150_000
 """The limit for a body's arrays and objects: an empty object takes 20 times its bytes."""
 _SLICE_BYTES: Final = 1 << 17
@@ -31,6 +33,13 @@ _LONE_SURROGATE: Final = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
 """In a body that does not decode: the decoder takes whole pairs."""
+_CONTINUATIONS: Final = bytes(range(0x80, 0xC0))
+_NOT_FOUR_BYTES: Final = bytes(range(0xF0))
+_ONE_BYTE: Final = bytes(range(0xC4))
+_HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB]")
+_WIDE_ESCAPE: Final = re.compile(rb"\\u(?!00)")
+MAX_MORE_BYTES: Final = 48 << 20
+"""The most that a body's strings may take beyond its bytes: one wide character makes all of its string wide."""
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
@@ -40,15 +49,20 @@ class Shape:
 
     num_values: int = 0
     num_containers: int = 0
+    num_strings: int = 0
     depth: int = 0
     num_text_bytes: int = 0
     """The strings' bytes as written, escapes included."""
+    num_text_chars: int = 0
+    char_bytes: int = 1
+    """Bytes that the widest character takes in memory, and so may any other."""
 
     def check(self) -> None:
         """Raises InvalidRequestError for a body that would take long to decode, or many times its size."""
         for size, limit, unit, remedy in (
             (self.depth, MAX_DEPTH, "levels of nesting", "nest less deeply"),
             (self.num_values, MAX_VALUES, "JSON values", "send fewer token ids in one request"),
+            (self.num_strings, MAX_STRINGS, "strings", "send fewer of them in one request"),
             (self.num_containers, MAX_CONTAINERS, "arrays and objects", "send fewer messages or parts"),
         ):
             if size > limit:
@@ -70,6 +84,7 @@ def measure(body: bytes) -> Steps[Shape]:
             part, start = part[:-1], start - 1
         pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         structure = b"".join(pieces[inside::2])
+        shape.num_strings += len(pieces) // 2
         inside ^= len(pieces) % 2 == 0
         brackets = structure.translate(None, _NO_BRACKETS)
         num_opened = brackets.count(b"[") + brackets.count(b"{")
@@ -78,10 +93,21 @@ def measure(body: bytes) -> Steps[Shape]:
         if brackets:
             depths = list(accumulate(array("b", brackets.translate(_STEPS)), initial=depth))
             shape.depth, depth = max(shape.depth, max(depths)), depths[-1]
-        shape.num_text_bytes += len(part) - len(structure)
+        num_text_bytes = len(part) - len(structure)
+        shape.num_text_bytes += num_text_bytes
+        shape.num_text_chars += num_text_bytes
+        if not part.isascii() or b"\\u" in part:
+            shape.num_text_chars -= len(part) - len(part.translate(None, _CONTINUATIONS)) + 5 * part.count(b"\\u")
+            shape.char_bytes = max(shape.char_bytes, _char_bytes(part))
         shape.check()
         yield
     return shape
+
+
+def _char_bytes(part: bytes) -> int:
+    if part.translate(None, _NOT_FOUR_BYTES) or _HIGH_SURROGATE.search(part) is not None:
+        return 4
+    return 2 if part.translate(None, _ONE_BYTE) or _WIDE_ESCAPE.search(part) is not None else 1
 
 
 async def read_json(
@@ -96,7 +122,11 @@ async def read_json(
     """
     is_large = len(body) >= LARGE_BODY_BYTES
     if is_large:
-        num_bytes = (await paced(measure(body))).num_text_bytes
+        shape = await paced(measure(body))
+        num_bytes = shape.num_text_bytes
+        if shape.char_bytes * shape.num_text_chars > len(body) + MAX_MORE_BYTES:
+            message = f"the body's strings take up to {shape.char_bytes * shape.num_text_chars} bytes in memory"
+            raise ContextLengthError(f"{message}: send less text at once", None, param=param)
         limit = None if max_text_bytes is None else max_text_bytes()
         if limit is not None and num_bytes > limit:
             message = f"the body's strings take {num_bytes} bytes, and the models served here read at most {limit}"

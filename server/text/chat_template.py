@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -26,7 +27,7 @@ from server.event_loop import Steps, at_once, paced
 from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart
 from server.schema.requests import ChatRequest
-from server.text.control_tokens import Marker, RenderedPrompt, new_mark
+from server.text.control_tokens import Marker, RenderedPrompt
 
 MAX_RENDER_S: Final = 5.0
 MAX_HOLD_S: Final = 0.03
@@ -34,6 +35,10 @@ MAX_HOLD_S: Final = 0.03
 MAX_PRODUCT: Final = 1 << 20
 """Characters or items in a product, bits in a power."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
+MAX_TEXT_BYTES: Final = 12 << 20
+"""The limit for the texts of a request in memory, of which a template makes several copies."""
+TEXT_BYTES_PER_TOKEN: Final = 24
+"""The same for each token of a context, where that is more."""
 MAX_ARGUMENT_VALUES: Final = 20_000
 """JSON values in the tool calls of all messages."""
 ALLOWED_KWARGS: Final = frozenset(
@@ -197,7 +202,7 @@ class ChatTemplate:
         kwargs = _template_kwargs(request)
         mark = ""
         if self._marker is not None:
-            mark = new_mark()
+            mark = yield from self._marker.mark_for(list(_texts(request)))
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
@@ -217,6 +222,7 @@ class ChatTemplate:
             text = yield from self._run(variables, clock, mark)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
+        del variables, messages, tools, kwargs  # the marked texts
         if continued:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
@@ -264,6 +270,30 @@ class ChatTemplate:
         elif message.function_call:
             fields["tool_calls"] = [_call(message.function_call.name, message.function_call)]
         return fields
+
+
+def text_size(request: ChatRequest) -> tuple[int, int]:
+    """Return the characters of the messages, and their bytes in memory: a wide one makes all of its text wide."""
+    num_chars = num_bytes = 0
+    for text in _texts(request):
+        num_chars += len(text)
+        num_bytes += sys.getsizeof(text)
+    return num_chars, num_bytes
+
+
+def _texts(request: ChatRequest) -> Iterator[str]:
+    """Yield the texts of the messages that may be long."""
+    for message in request.messages:
+        if isinstance(message.content, str):
+            yield message.content
+        else:
+            yield from (text for part in message.content or () if (text := part.text or part.refusal))
+        yield from filter(None, (message.name, message.tool_call_id, message.reasoning_content, message.reasoning))
+        calls = [(call.id, call.function) for call in message.tool_calls or ()]
+        if message.function_call is not None:
+            calls.append(("", message.function_call))
+        for id_, function in calls:
+            yield from (id_, function.name, function.arguments)
 
 
 def message_text(content: str | Sequence[TextPart] | None) -> str:

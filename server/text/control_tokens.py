@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable
+from array import array
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -25,6 +27,10 @@ from server.errors import InvalidRequestError
 from server.event_loop import Steps
 
 PART_CHARS: Final = 1 << 14
+MARK_DIGITS: Final = 20
+SHORT_MARK_DIGITS: Final = 6
+MANY_MARKS: Final = 50_000
+"""From so many on, marks are short, and looked for in the texts first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,8 @@ class RenderedPrompt:
     """A prompt's text, and where control tokens that clients wrote begin. None: they are control tokens too."""
 
     text: str
-    client_offsets: frozenset[int] | None = None
+    client_offsets: Sequence[int] | None = None
+    """Sorted."""
 
 
 class Marker:
@@ -52,6 +59,18 @@ class Marker:
             nexts = "|".join([f"[{re.escape(''.join(sorted(rests)))}]", r"\s*\Z", *filter(None, [cut])])
             risky.append(re.escape(first) + ("" if "" in rests else f"(?={nexts})"))
         self._pattern = re.compile(f"({'|'.join(map(re.escape, unmarked)) or '(?!)'})|{'|'.join(risky) or '(?!)'}")
+
+    def mark_for(self, texts: Sequence[str]) -> Steps[str]:
+        """Return a mark that is in none of a request's texts."""
+        if sum(text.count(first) for text in texts for first in self._firsts) < MANY_MARKS:
+            return new_mark()
+        yield
+        for _ in range(100):
+            mark = new_mark(SHORT_MARK_DIGITS)
+            if not any(mark in text for text in texts):
+                return mark
+            yield
+        return new_mark()
 
     def marking(self, value: Any, mark: str) -> Steps[Any]:
         """Return the same value with `mark` in all its texts, in steps: part by part in a long text."""
@@ -83,7 +102,9 @@ class Marker:
         return True
 
     def _mark_text(self, text: str, mark: str) -> Steps[str]:
-        parts, done = [], 0
+        marked: list[str] = []
+        parts: list[str] = []
+        done = 0
         for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
             for found in self._pattern.finditer(text, done, end + self._lookahead_chars):
                 if found.start() >= end:
@@ -93,27 +114,48 @@ class Marker:
             if done < end:
                 parts.append(text[done:end])
                 done = end
+            marked.append("".join(parts))  # few long texts take less than many short ones
+            parts = []
             yield
-        return "".join(parts)
+        return "".join(marked)
 
     def unmark(self, text: str, mark: str) -> Steps[RenderedPrompt]:
         """Return a rendered text without its marks, and the control tokens that were marked."""
-        parts = text.split(mark)
-        text = "".join(parts)
-        offsets: set[int] = set()
-        at = 0
-        for number, part in enumerate(parts[:-1], 1):
-            at += len(part)
+        texts: list[str] = []
+        marked, offsets = array("Q"), array("Q")
+        num_chars = start = 0
+        while start < len(text):
+            end = start + PART_CHARS
+            cut = text.find(mark, max(start, end - len(mark) + 1), end + len(mark) - 1)
+            if cut >= 0:  # no mark is cut in two
+                end = cut + len(mark)
+            parts = text[start:end].split(mark)
+            at = num_chars
+            for part in parts[:-1]:
+                at += len(part)
+                marked.append(at)
+            texts.append("".join(parts))
+            num_chars += len(texts[-1])
+            start = end
+            yield
+        text = "".join(texts)
+        for number, at in enumerate(marked, 1):
             if at and self._tokens.match(text, at - 1):
-                offsets.add(at - 1)
+                offsets.append(at - 1)
             if number % 4096 == 0:
                 yield
-        return RenderedPrompt(text, frozenset(offsets))
+        return RenderedPrompt(text, offsets)
 
 
-def new_mark() -> str:
+def holds(offsets: Sequence[int], at: int) -> bool:
+    """Return whether `at` is one of the sorted `offsets`."""
+    place = bisect_left(offsets, at)
+    return place < len(offsets) and offsets[place] == at
+
+
+def new_mark(num_digits: int = MARK_DIGITS) -> str:
     """Return digits, which every filter of a template leaves alone, and which no client can guess."""
-    return f"{secrets.randbits(64):020d}"
+    return f"{secrets.randbelow(10**num_digits):0{num_digits}d}"
 
 
 def any_of(tokens: Collection[str]) -> re.Pattern[str]:
@@ -134,25 +176,26 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, added: list[dict[str, Any]], control: Collection[str]) -> None:
-        self._tokenizer = tokenizers.Tokenizer(tokenizer.model)
+        self.tokenizer = tokenizers.Tokenizer(tokenizer.model)
+        """Without a post-processor."""
         if tokenizer.normalizer is not None:
-            self._tokenizer.normalizer = tokenizer.normalizer
+            self.tokenizer.normalizer = tokenizer.normalizer
         if tokenizer.pre_tokenizer is not None:
-            self._tokenizer.pre_tokenizer = tokenizer.pre_tokenizer
-        self._tokenizer.add_tokens([_token(entry, entry["content"], entry["content"] in control) for entry in added])
+            self.tokenizer.pre_tokenizer = tokenizer.pre_tokenizer
+        self.tokenizer.add_tokens([_token(entry, entry["content"], entry["content"] in control) for entry in added])
         prefix = new_mark()
         self._alias_by_token: dict[str, str] = {}
         self._id_by_alias_id: dict[int, int] = {}
         for number, entry in enumerate(entry for entry in added if entry["content"] in control):
             alias = f"{prefix}{number:06d}"
             self._alias_by_token[entry["content"]] = alias
-            self._tokenizer.add_tokens([_token(entry, alias, False)])
-            self._id_by_alias_id[cast(int, self._tokenizer.token_to_id(alias))] = entry["id"]
-        self._tokenizer.encode_special_tokens = True
+            self.tokenizer.add_tokens([_token(entry, alias, False)])
+            self._id_by_alias_id[cast(int, self.tokenizer.token_to_id(alias))] = entry["id"]
+        self.tokenizer.encode_special_tokens = True
         self._control_ids = frozenset(self._id_by_alias_id.values())
         self._tokens = any_of(self._alias_by_token)
 
-    def encode(self, text: str, client_offsets: Collection[int]) -> list[int]:
+    def encode(self, text: str, client_offsets: Sequence[int]) -> list[int]:
         """Encode a whole prompt: control tokens of clients as text, those of the template as themselves.
 
         Raises InvalidRequestError if the vocabulary can spell a client's control token in one way only.
@@ -160,17 +203,24 @@ class TextTokenizer:
         written: list[str] = []
         start = end = 0
         while found := self._tokens.search(text, start):
-            if found.start() in client_offsets:
+            if holds(client_offsets, found.start()):
                 start = found.start() + 1
                 continue
             written += [text[end : found.start()], self._alias_by_token[found[0]]]
             start = end = found.end()
-        [encoded] = self._tokenizer.encode_batch_fast(["".join([*written, text[end:]])], add_special_tokens=False)
-        ids = encoded.ids
+        [ids] = self.encode_as_text(["".join([*written, text[end:]])])
+        self.check(ids)
+        return [self._id_by_alias_id.get(id_, id_) for id_ in ids]
+
+    def encode_as_text(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts whose control tokens are all text."""
+        return [item.ids for item in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def check(self, ids: list[int]) -> None:
+        """Raises InvalidRequestError for text that became a control token all the same."""
         if not self._control_ids.isdisjoint(ids):
             message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
             raise InvalidRequestError(message, param="messages", code="control_token")
-        return [self._id_by_alias_id.get(id_, id_) for id_ in ids]
 
 
 def _token(entry: dict[str, Any], content: str, special: bool) -> tokenizers.AddedToken:

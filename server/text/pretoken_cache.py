@@ -24,6 +24,7 @@ MAX_CHUNK_CHARS: Final = 48
 """Longer chunks are unlikely to come again, and are not kept."""
 WINDOW_CHARS: Final = 8192
 """Length of one window of a long text: about a millisecond when every chunk is new."""
+_SEARCH_CHARS: Final = 1 << 16
 _ENTRY_BYTES: Final = 200
 """A string, a list and their place in the table; an id takes 40 more."""
 _BOUNDARY: Final = re.compile(r"\S(?= )")
@@ -39,16 +40,24 @@ Encode = Callable[[list[str]], list[list[int]]]
 """Encode texts by the tokenizer itself."""
 
 
-def windows(text: str, num_chars: int = WINDOW_CHARS) -> Iterator[str]:
-    """Cut a text into windows of about `num_chars` whose ids in a row are the text's.
+def windows(text: str, start: int, end: int, num_chars: int = WINDOW_CHARS) -> Iterator[tuple[int, int]]:
+    """Cut a part of a text into windows of about `num_chars` whose ids in a row are the part's.
 
-    A window ends before a space that follows no white space, so it is longer where there is no such space.
+    A window ends before a space that follows no white space, so it is longer where there is no such space. Yields
+    their bounds; empty ones while it looks for a space.
     """
-    start = 0
-    while len(text) - start > num_chars and (cut := _BOUNDARY.search(text, start + num_chars - 1)) is not None:
-        yield text[start : cut.end()]
+    while end - start > num_chars:
+        at, cut = start + num_chars - 1, None
+        while cut is None and at < end:
+            cut = _BOUNDARY.search(text, at, min(end, at + _SEARCH_CHARS + 1))
+            at += _SEARCH_CHARS
+            if cut is None:
+                yield start, start
+        if cut is None:
+            break
+        yield start, cut.end()
         start = cut.end()
-    yield text[start:] if start else text
+    yield start, end
 
 
 class PretokenCache:

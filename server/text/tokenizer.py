@@ -7,8 +7,11 @@ from a cache of words where the layout allows it (`pretoken_cache`):
     <|im_start|> user\nhello <|im_end|> \n <|im_start|> assistant\n
     special      cached       special     cached   special      cached
 
-Long texts are encoded in slices on the event loop. Words without an end go to a thread: the library releases the GIL.
-A prompt in which a client wrote control tokens is encoded whole and uncached (`TextTokenizer`).
+Long texts are encoded window by window, in slices on the event loop, and no further than there is room. Control tokens
+that a client wrote cut nothing: their segment is encoded as text (`TextTokenizer`).
+
+What cannot be cut (an unknown layout, or special tokens that depend on what is next to them) is encoded whole, in a
+thread: the library releases the GIL.
 """
 
 from __future__ import annotations
@@ -18,22 +21,26 @@ import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any, Final
 
 import tokenizers
 
 from server.event_loop import Pace
-from server.text.control_tokens import TextTokenizer, any_of
+from server.text.control_tokens import TextTokenizer, any_of, holds
 from server.text.detokenizer import TokenBytes
 from server.text.length_bound import length_bound
+from server.text.long_words import long_words
 from server.text.pretoken_cache import WINDOW_CHARS, pretoken_cache, windows
 from worker.wire import TokenizerBundle
 
 INLINE_CHARS: Final = 8192
 """Shorter texts are tokenised in one go: about a millisecond."""
+SEARCH_CHARS: Final = 1 << 16
+"""Characters searched for special tokens at once."""
+MAX_SEGMENT_CHARS: Final = 1 << 20
+"""Longer segments are not cached."""
 MAX_CACHED_BYTES: Final = 48 << 20
 """Bound on segments with their ids."""
 
@@ -99,6 +106,7 @@ class Tokenizer:
         self.bound = length_bound(layout)
         self._cache = SegmentCache()
         self._special_ids, self._cut = _cutter(layout)
+        self._longest_special = max(map(len, self._special_ids), default=0)
         added: list[dict[str, Any]] = layout.get("added_tokens", [])
         control = [
             token
@@ -112,29 +120,32 @@ class Tokenizer:
         self._can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
         """The normalizer may turn other text into control tokens."""
         self._pretokens = None if self._cut is None else pretoken_cache(layout, self.encode_texts)
+        self._long_words = None if self._pretokens is None else long_words(self._texts.tokenizer, layout)
+        self._cuts_control = self._cut is not None and self.control_tokens <= self._special_ids.keys()
 
     async def encode(
         self,
         text: str,
         *,
         add_bos: bool = False,
-        client_offsets: Collection[int] | None = None,
+        client_offsets: Sequence[int] | None = None,
         room: float = math.inf,
     ) -> list[int]:
         """Encode a text. Special tokens in it are special, as in the model's own tokenizer.
 
-        `client_offsets`: where clients' control tokens begin in a rendered prompt; they are text.
+        `client_offsets`: where clients' control tokens begin in a rendered prompt, sorted; they are text.
         Raises TooManyTokensError early for a long text with more than `room` tokens.
         """
         is_long = len(text) > INLINE_CHARS
         if is_long and self.bound is not None and (at_least := self.bound.least_tokens(text)) > room:
             raise TooManyTokensError(at_least)
-        if client_offsets is not None and (client_offsets or self._can_spell_control):
-            ids = await self._encode_client_tokens(text, client_offsets)
-        elif self._cut is None:
-            [ids] = await self.encode_batch([text])
+        has_client_tokens = client_offsets is not None and bool(client_offsets or self._can_spell_control)
+        if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self._can_spell_control)):
+            ids = await self._encode_segments(self._cut, text, client_offsets or (), room if is_long else None)
+        elif has_client_tokens:
+            ids = await self._encode_client_tokens(text, client_offsets or ())
         else:
-            ids = await self._encode_segments(self._cut, text, room if is_long else None)
+            [ids] = await self.encode_batch([text])
         if not add_bos or self.bos_id is None or (ids and ids[0] == self.bos_id):
             return ids
         return [self.bos_id, *ids]
@@ -169,50 +180,84 @@ class Tokenizer:
         """Return the text of tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    async def _encode_client_tokens(self, text: str, client_offsets: Collection[int]) -> list[int]:
+    async def _encode_client_tokens(self, text: str, client_offsets: Sequence[int]) -> list[int]:
         if len(text) <= INLINE_CHARS:
             return self._texts.encode(text, client_offsets)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.executor, self._texts.encode, text, client_offsets)
 
-    async def _encode_segments(self, cut: re.Pattern[str], text: str, room: float | None) -> list[int]:
+    async def _encode_segments(
+        self, cut: re.Pattern[str], text: str, client_offsets: Sequence[int], room: float | None
+    ) -> list[int]:
         """Encode segment by segment, in slices if there is a `room`. Raises TooManyTokensError."""
         ids: list[int] = []
         pace = Pace()
-        start = 0
-        for special in chain(cut.finditer(text), (None,)):
+        start = at = 0
+        holds_client_tokens = False
+        while True:
+            special = cut.search(text, at, at + SEARCH_CHARS)
+            if special is None and at + SEARCH_CHARS < len(text):  # a token may begin where this has ended
+                at += SEARCH_CHARS - self._longest_special
+                if room is not None:
+                    await pace.rest()
+                continue
+            if special is not None:
+                special = cut.match(text, special.start())  # a longer token may go on where the search has ended
+            if special is not None and client_offsets and holds(client_offsets, special.start()):
+                at = special.start() + 1
+                holds_client_tokens = True
+                if room is not None:
+                    await pace.rest()
+                continue
             end = len(text) if special is None else special.start()
             if start < end:
-                segment = text[start:end]
-                known = self._cache.get(segment)
+                segment = text[start:end] if end - start <= MAX_SEGMENT_CHARS else None
+                known = None if segment is None else self._cache.get(segment)
                 if known is None:
-                    await self._extend(ids, segment, room, pace)
+                    begun = len(ids)
+                    await self._extend(ids, text, start, end, room, pace, as_text=holds_client_tokens)
+                    if segment is not None:
+                        self._cache.put(segment, ids[begun:])
                 else:
                     ids += known
             if special is not None:
                 ids.append(self._special_ids[special[0]])
-                start = special.end()
+                start = at = special.end()
+                holds_client_tokens = False
             if room is not None:
                 _check_room(ids, room)
                 await pace.rest()
-        return ids
+            if special is None:
+                return ids
 
-    async def _extend(self, ids: list[int], segment: str, room: float | None, pace: Pace) -> None:
-        """Append the ids of a new segment, window by window."""
+    async def _extend(
+        self, ids: list[int], text: str, start: int, end: int, room: float | None, pace: Pace, *, as_text: bool
+    ) -> None:
+        """Append the ids of a new segment, window by window; `as_text`: it holds control tokens of a client."""
         begun = len(ids)
-        pretokens = self._pretokens
-        for part in (segment,) if pretokens is None else windows(segment):
-            if len(part) > 2 * WINDOW_CHARS:
-                [fresh] = await self.encode_batch([part])
-            elif pretokens is not None and part.isascii():
-                fresh = pretokens.ids(part)
-            else:
-                [fresh] = self.encode_texts([part])
-            ids += fresh
+        for bounds in ((start, end),) if self._pretokens is None else windows(text, start, end):
+            for fresh in self._parts(text, *bounds, as_text=as_text):
+                ids += fresh
+                if room is not None:
+                    _check_room(ids, room)
+                    await pace.rest()
             if room is not None:
-                _check_room(ids, room)
                 await pace.rest()
-        self._cache.put(segment, ids[begun:])
+        if as_text:
+            self._texts.check(ids[begun:])
+
+    def _parts(self, text: str, start: int, end: int, *, as_text: bool) -> Iterator[list[int]]:
+        """Yield the ids of a window, of which a long one is several."""
+        if end - start > 2 * WINDOW_CHARS and self._long_words is not None:
+            yield from self._long_words.ids(text, start, end)
+            return
+        part = text[start:end]
+        if as_text:
+            yield from self._texts.encode_as_text([part])
+        elif self._pretokens is not None and part.isascii():
+            yield self._pretokens.ids(part)
+        else:
+            yield from self.encode_texts([part])
 
 
 def _check_room(ids: list[int], room: float) -> None:

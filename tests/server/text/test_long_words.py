@@ -1,0 +1,91 @@
+"""Window by window gives the ids of the whole, for words of any length and kind."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers
+
+from server.text.detokenizer import BYTE_ALPHABET
+from server.text.long_words import long_words, merged
+from tests.server.text.test_pretoken_cache import LAYOUTS, layout_of
+
+UNITS = [
+    "a",
+    "the",
+    "THE quick ",
+    "=",
+    "-=#",
+    "<|im_end|>",
+    " ",
+    "  \n",
+    "\n",
+    "\t ",
+    "\r\n",
+    "0",
+    "9a",
+    "it's",
+    "'",
+    "é",
+]
+UNITS += [
+    "中文",
+    "e\u0301",
+    "q\u0323\u0307",
+    "\u0301",
+    "\u1100\u1161",
+    "가",
+    "🎉",
+    "ß",
+    "\u00a0",
+    "\u3000",
+    "\x04",
+    "_a",
+    ".",
+]
+PIECES = st.tuples(st.one_of(st.sampled_from(UNITS), st.text(max_size=4)), st.sampled_from([1, 1, 2, 7, 60, 300]))
+TEXTS = st.lists(PIECES, min_size=1, max_size=5).map(lambda pieces: "".join(unit * times for unit, times in pieces))
+
+
+@cache
+def tokenizer_of(name: str, *, composes: bool) -> tuple[Tokenizer, dict[str, Any]]:
+    layout = layout_of(name)
+    if composes:  # as the families that do: with a token for each byte
+        for char in BYTE_ALPHABET:
+            layout["model"]["vocab"].setdefault(char, len(layout["model"]["vocab"]))
+    tokenizer = Tokenizer.from_str(json.dumps(layout))
+    if composes:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, json.loads(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("composes", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, num_chars=st.sampled_from([81, 100, 300]), begin=st.integers(0, 3))
+def test_windows_give_the_ids_of_the_whole(name: str, composes: bool, text: str, num_chars: int, begin: int) -> None:
+    tokenizer, layout = tokenizer_of(name, composes=composes)
+    windows = _windows(name, composes, num_chars)
+    assert windows is not None, f"{layout['pre_tokenizer']} is exact"
+    around = "x" * begin + text + "y" * begin
+    ids = list(chain.from_iterable(windows.ids(around, begin, begin + len(text))))
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@cache
+def _windows(name: str, composes: bool, num_chars: int) -> Any:
+    return long_words(*tokenizer_of(name, composes=composes), num_chars)
+
+
+@settings(max_examples=150, deadline=None)
+@given(word=st.text("abcdehinorst=-", min_size=1, max_size=600), size=st.integers(100, 300))
+def test_a_word_is_merged_as_the_library_merges_it(word: str, size: int) -> None:
+    tokenizer, _ = tokenizer_of("gpt2", composes=False)
+    expected = [token.id for token in tokenizer.model.tokenize(word)]
+    assert list(chain.from_iterable(merged(tokenizer.model, word.encode(), size))) == expected
