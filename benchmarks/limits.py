@@ -76,9 +76,9 @@ class Measured:
 class Site:
     url: str
     ops: str
-    gateway: subprocess.Popen[bytes]
+    gateway: subprocess.Popen[Any]
     worker_url: str
-    worker: subprocess.Popen[bytes]
+    worker: subprocess.Popen[Any]
 
 
 def _filled(size: int, unit: str) -> str:
