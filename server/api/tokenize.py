@@ -31,7 +31,7 @@ MAX_TOKENS: Final = 1 << 16
 
 class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
-    messages: Any = None
+    messages: msgspec.Raw = msgspec.Raw(b"null")
     model: Annotated[str, Meta(max_length=1024)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -43,6 +43,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _TEXT: Final = msgspec.json.Decoder(TokenizeRequest)
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -54,10 +55,12 @@ class TokenizeApi:
         """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
         identity = identity_of(http_request.scope)
         request: TokenizeRequest = await self._read(http_request, _TEXT)
-        if request.messages is not None:
+        if memoryview(request.messages)[:5].tobytes() != b"null":
             name = request.model or self._model(None, identity).name
-            fields = {**msgspec.json.decode(await http_request.body()), "model": name}
-            chat = await CHAT.read(encode_json(fields), lambda: None)
+            body = await http_request.body()
+            if not request.model:
+                body = encode_json({**_FIELDS.decode(body), "model": name})
+            chat = await CHAT.read(body, lambda: None)
             model = self._models.allowed(name, identity)
             rendered = await render_chat(chat, model)
             ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
