@@ -81,7 +81,7 @@ BROKEN = st.builds(part_of, st.sampled_from([*MARKERS, *OBJECTS]), st.integers(0
 CALL = st.tuples(
     st.sampled_from(["<tool_call>", "<tool_call>\n", "[TOOL_CALLS]", "[TOOL_CALLS] [", "<|python_tag|>", "[", ""]),
     st.sampled_from(OBJECTS),
-    st.sampled_from(["</tool_call>", "\n</tool_call>", "]", "; ", ", ", ""]),
+    st.sampled_from(["</tool_call>", "\n</tool_call>", "]", "; ", ", ", "", "<", "\n< ", "</tool\n"]),
 ).map("".join)
 BROKEN_CALL = st.builds(part_of, CALL, st.integers(0, 2), st.integers(0, 30))
 NEARLY = st.builds(
@@ -90,12 +90,26 @@ NEARLY = st.builds(
 PIECES = st.lists(st.one_of(CALL, WHOLE, WHOLE, BROKEN, BROKEN_CALL, NEARLY, st.sampled_from(NOISE)), max_size=6)
 
 
+OPENINGS = {"hermes": "<tool_call>", "llama3": "", "mistral": "[TOOL_CALLS]", "list": "["}
+CLOSINGS = {"hermes": "</tool_call>", "llama3": "; ", "mistral": "[TOOL_CALLS]", "list": "]"}
+
+
 @st.composite
-def texts(draw: st.DrawFn) -> str:
-    pieces = "".join(draw(PIECES)).split(WITNESS)
+def texts(draw: st.DrawFn, rules: OutputRules) -> str:
+    """Make a text that has, every other time, a call of the format itself, closed or nearly."""
+    written = "".join(draw(PIECES))
+    if rules.tools is not None and draw(st.booleans()):
+        closing = CLOSINGS[rules.tools]
+        end = closing[: draw(st.integers(0, len(closing)))]
+        call = OPENINGS[rules.tools] + draw(st.sampled_from(OBJECTS)) + draw(st.sampled_from(["", "\n"])) + end
+        written = draw(st.sampled_from(["", "", WITNESS])) + call + draw(st.sampled_from(["", " ", "\n"])) + written
+    pieces = written.split(WITNESS)
     return "".join(
         piece + (chr(FIRST_WITNESS + number) if number < len(pieces) - 1 else "") for number, piece in enumerate(pieces)
     )
+
+
+RULED = st.sampled_from(RULES).flatmap(lambda rules: st.tuples(st.just(rules), texts(rules)))
 
 
 def merged(deltas: Sequence[OutputDelta]) -> list[tuple[str, str]]:
@@ -180,20 +194,20 @@ def check(rules: OutputRules, text: str, cuts: Sequence[int]) -> None:
             assert any(start <= at < end for start, end in within), f"{char} is lost: {whole[0]}"
 
 
-CASES = {"rules": st.sampled_from(RULES), "text": texts(), "cuts": st.lists(st.integers(0, 300), max_size=5)}
+CASES = {"ruled": RULED, "cuts": st.lists(st.integers(0, 300), max_size=5)}
 
 
 @settings(max_examples=1000, deadline=None)
 @given(**CASES)
-def test_streamed_is_whole_and_nothing_is_lost(rules: OutputRules, text: str, cuts: list[int]) -> None:
-    check(rules, text, cuts)
+def test_streamed_is_whole_and_nothing_is_lost(ruled: tuple[OutputRules, str], cuts: list[int]) -> None:
+    check(*ruled, cuts)
 
 
 @pytest.mark.deep
 @settings(max_examples=20_000, deadline=None)
 @given(**CASES)
-def test_streamed_is_whole_and_nothing_is_lost_in_many_cases(rules: OutputRules, text: str, cuts: list[int]) -> None:
-    check(rules, text, cuts)
+def test_streamed_is_whole_and_nothing_is_lost_in_many_cases(ruled: tuple[OutputRules, str], cuts: list[int]) -> None:
+    check(*ruled, cuts)
 
 
 def answered(token_bytes: TokenBytes, rules: TextRules, output: OutputRules, parts: Sequence[Sequence[int]]) -> str:
@@ -205,8 +219,8 @@ def answered(token_bytes: TokenBytes, rules: TextRules, output: OutputRules, par
 
 @settings(max_examples=300, deadline=None)
 @given(
-    rules=CASES["rules"],
-    text=st.builds("{}é🎉{}".format, CASES["text"], CASES["text"]),
+    ruled=RULED,
+    more=texts(OutputRules()),
     cuts=st.lists(st.integers(0, 300), max_size=5),
     end=st.integers(0, 8),
     stops=st.lists(st.sampled_from(["</tool", "}", "🎉", " x", "</think>"]), max_size=2),
@@ -214,15 +228,16 @@ def answered(token_bytes: TokenBytes, rules: TextRules, output: OutputRules, par
 )
 def test_tokens_however_they_arrive_give_one_answer(
     raw_tokenizer: RawTokenizer,
-    rules: OutputRules,
-    text: str,
+    ruled: tuple[OutputRules, str],
+    more: str,
     cuts: list[int],
     end: int,
     stops: list[str],
     include_stop: bool,
 ) -> None:
     """With stop strings, and a limit that may fall within a character or a marker."""
-    ids: list[int] = raw_tokenizer.encode(text, add_special_tokens=False).ids
+    rules, text = ruled
+    ids: list[int] = raw_tokenizer.encode(f"{text}é🎉{more}", add_special_tokens=False).ids
     ids = ids[: len(ids) - end]
     token_bytes = TokenBytes(raw_tokenizer, {"decoder": {"type": "ByteLevel"}})
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
