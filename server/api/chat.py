@@ -81,6 +81,8 @@ async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPromp
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
     if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
         raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
+    if request.chat_template_kwargs and len(encode_json(request.chat_template_kwargs)) > sampling.MAX_KWARGS_BYTES:
+        raise invalid("chat_template_kwargs", f"takes at most {sampling.MAX_KWARGS_BYTES} bytes of JSON")
     num_chars, num_bytes = text_size(request)
     max_chars = math.inf if model.prompt_bytes is None else sampling.TEXT_ROOM * model.prompt_bytes
     max_bytes = max(MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * model.max_model_len)

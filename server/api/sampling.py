@@ -22,6 +22,8 @@ MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""
 MAX_SCHEMA_BYTES: Final = 1 << 20
 """The limit for a schema, or for all tools: templates and grammars write them in one go."""
+MAX_KWARGS_BYTES: Final = 1 << 16
+"""The limit for chat_template_kwargs, as JSON."""
 TEXT_ROOM: Final = 4
 """The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
 _WORDS_AT_ONCE: Final = 16
@@ -168,8 +170,10 @@ def grammar_param(request: SamplingFields) -> str:
 
 def _json(value: object, param: str = "structured_outputs") -> str:
     """Write a value as JSON; a string is JSON already. Raises InvalidRequestError."""
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    if len(text) > MAX_SCHEMA_BYTES:
+    written = value if isinstance(value, str) else msgspec.json.encode(value)
+    if len(written) <= 4 * MAX_SCHEMA_BYTES:  # a character takes up to four bytes
+        text = written if isinstance(written, str) else written.decode()
+    if len(written) > 4 * MAX_SCHEMA_BYTES or len(text) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
     return text
 
