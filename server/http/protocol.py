@@ -3,6 +3,9 @@
 httptools is twice as fast as h11, and bounds nothing: it accepts a head of 200 MB. Here the head (target, header
 fields, trailers) is counted as it is parsed, and so are bytes that are received but not parsed yet.
 
+A connection has one open request, and what comes behind it stays bytes until its answer has gone out. So a flood of
+pipelined requests costs no more than its bytes. It takes turns with the requests of other connections.
+
 Only reading reveals that a client has left. So it pauses only while the app does not take the body of the request
 that is being answered, never while an answer is made.
 """
@@ -31,6 +34,9 @@ MIN_BODY_BYTES: Final = 30 * 1024
 """A body has to bring this much in each of its timeouts."""
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read before the answer to an earlier request: unread, they would hide the client's end."""
+WRITE_STALL_S: Final = 120.0
+"""A client has to take some of its answer in such a time once our buffer is full."""
+_CONTINUE: Final = b"HTTP/1.1 100 "
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _FRAMING: Final = (b"host", b"content-length", b"transfer-encoding")
 
@@ -87,11 +93,10 @@ class _RefusedError(Exception):
 class _Transport:
     """Holds a response's head back until its first part, as ASGI asks: one system call and one packet, not two."""
 
-    __slots__ = ("_cycle", "_head", "_transport", "is_closing")
+    __slots__ = ("_head", "_transport", "is_closing")
 
-    def __init__(self, transport: Any, cycle: RequestResponseCycle) -> None:
+    def __init__(self, transport: Any) -> None:
         self._transport = transport
-        self._cycle = cycle
         self._head: bytes | None = b""
         """None once it is sent."""
         self.is_closing = transport.is_closing
@@ -100,7 +105,7 @@ class _Transport:
         if self._head:
             data = self._head + data
             self._head = None
-        elif self._head is not None and self._cycle.response_started:  # else this is a 100 Continue
+        elif self._head is not None and not data.startswith(_CONTINUE):
             self._head = data
             return
         self._transport.write(data)
@@ -125,27 +130,32 @@ class GatewayProtocol(HttpToolsProtocol):
     _connection: ClientConnection
     _phase: Literal["idle", "head", "body"] = "idle"
     _timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
     _head_bytes = 0
     _unparsed_bytes = 0
     _new_body_bytes = 0
     """Body bytes since the timer was set."""
     _num_chunks = 0
     _body_bytes = 0
-    _ahead_bytes = 0
+    _length: int | None = None
+    """The body's length; None: it is chunked."""
+    _tail = b""
+    """The last bytes that were parsed: with the next ones they may end a head, or a chunked body."""
     _framing: dict[bytes, bytes]
     """The header fields that decide how the message is read."""
     _refused = False
+    """The input is dropped from here on."""
     _refusal: ApiError | None = None
     """The error that a callback has refused the input for."""
-    _answering: RequestResponseCycle | None = None
-    """The cycle whose app runs, or ran last; uvicorn's `cycle` is the newest, which may wait behind it."""
-    _final_answer: bytes | None = None
-    """The refusal of input behind requests that are still to be answered."""
 
     def __init__(self, limits: HttpLimits, connections: ConnectionLimit, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._limits = limits
         self._connections = connections
+        self._ahead = bytearray()
+        """The input behind the request that is being answered."""
+        self._is_ahead_full = False
+        """More came than is kept: the connection ends with the requests that are whole in `_ahead`."""
 
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
@@ -161,23 +171,67 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._refused = True
+        self._ahead.clear()
         self._lose_client()
         self._cancel_timer()
+        self._cancel_write_timer()
         self._connections.close(self)
+        del self.parser  # it holds this object, and with it the last request
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self._is_ahead_full:
             return
-        self._unparsed_bytes += len(data)
-        super().data_received(data)
-        self._ahead_bytes = self._ahead_bytes + len(data) if self.pipeline else 0
-        if self._ahead_bytes > MAX_AHEAD_BYTES and not self._refused:
-            self._close_behind(b"")
-        if self._unparsed_bytes > self._limits.max_header_bytes and not self._refused:
-            self.send_400_response("")
+        num_parsed = 0 if self._ahead or self._is_waiting else self._parse(data)
+        if num_parsed < len(data) and not self._refused:
+            self._ahead += data[num_parsed:] if num_parsed else data
+            self._is_ahead_full = len(self._ahead) > MAX_AHEAD_BYTES
+
+    @property
+    def _is_waiting(self) -> bool:
+        """True while a whole request is being answered, or its answer is too much for a client that does not read."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return self._phase == "idle" and (not is_answered or self.flow.write_paused)
+
+    def _parse(self, data: bytes | bytearray) -> int:
+        """Parse up to the end of a request that has to be answered first. Return the number of bytes taken."""
+        start = 0
+        with memoryview(data) as view:
+            while start < len(data) and not (self._refused or self._is_waiting):
+                end = self._next_end(data, start)
+                self._tail = (self._tail + bytes(view[max(start, end - 3) : end]))[-3:]
+                self._unparsed_bytes += end - start
+                with view[start:end] as piece:
+                    super().data_received(piece)  # type: ignore[arg-type]
+                start = end
+                if self._unparsed_bytes > self._limits.max_header_bytes and not self._refused:
+                    self.send_400_response("")
         if self._phase != "idle" and self._timer is None and not self._refused:
             timeout_s = self._limits.header_timeout_s if self._phase == "head" else self._limits.body_timeout_s
             self._timer = self.loop.call_later(timeout_s, self._on_timeout)
+        return start
+
+    def _next_end(self, data: bytes | bytearray, start: int) -> int:
+        """Return up to where `data` holds the end of one head, or of one body, at most."""
+        if self._phase == "body" and self._length is not None:
+            return min(len(data), start + self._length - self._body_bytes)
+        mark = b"\r\n\r\n" if self._phase == "body" else b"\n\r\n"
+        tail = self._tail[1 - len(mark) :]
+        seam = (tail + data[start : start + len(mark)]).find(mark)
+        if seam >= 0:
+            return min(len(data), start + seam + len(mark) - len(tail))
+        end = data.find(mark, start)
+        return len(data) if end < 0 else end + len(mark)
+
+    def _parse_ahead(self) -> None:
+        """Go on with what was received behind the last request."""
+        if self._ahead and not (self._refused or self._is_waiting or self.transport.is_closing()):
+            num_parsed = self._parse(self._ahead)
+            del self._ahead[:num_parsed]
+        if self._is_ahead_full and not (self._refused or self._is_waiting):
+            self._refused = True
+            self._cancel_timer()
+            self._close_with(b"")
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -210,11 +264,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._connections.begin(self)
         super().on_headers_complete()
         self._phase = "body"  # not before the cycle is the new message's: a bad target raises above
-        self._resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        self._answering = cycle
-        cycle.transport = _Transport(self.transport, cycle)  # type: ignore[assignment]
+        cycle.transport = _Transport(self.transport)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_body(self, body: bytes) -> None:
@@ -225,58 +277,65 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._num_chunks > MAX_CHUNKS and self._body_bytes < MIN_CHUNK_BYTES * self._num_chunks:
             self._refuse()
         super().on_body(body)
-        self._resume_reading()
 
     def on_message_complete(self) -> None:
         self._unparsed_bytes = 0
         self._phase = "idle"
         self._cancel_timer()
         super().on_message_complete()
-        self._resume_reading()
+        self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """Go on with the connection. The rest of a body that was answered early (401, 413) is not waited for."""
-        if self._answering is not None:
-            self._answering.transport.flush()  # type: ignore[attr-defined]
-        has_pipelined = bool(self.pipeline)
+        cycle: Any = self.cycle
+        cycle.transport.flush()
         super().on_response_complete()
+        # The connection may stay: nothing of the request stays with it.
+        cycle.body = bytearray()
+        cycle.scope = self.scope = {}  # type: ignore[typeddict-item]
+        self.headers = []
         if self.transport.is_closing():
             return
-        if self._final_answer is not None and not has_pipelined:
-            self._close_with(self._final_answer)
-        elif self.cycle.response_complete:
-            self._connections.end(self)
-            if self._phase == "body":
-                self.loop.call_later(LINGER_S, self._close_unread, self.cycle)
+        self._connections.end(self)
+        if self._phase == "body":
+            self.loop.call_later(LINGER_S, self._close_unread, cycle)
+        elif self._ahead:
+            self.loop.call_soon(self._parse_ahead)  # behind the turns of other connections
 
     def _close_unread(self, cycle: object) -> None:
         if self._phase == "body" and self.cycle is cycle:
             self.transport.close()
 
-    def _resume_reading(self) -> None:
-        """Undo uvicorn's pause, unless it holds back the body of the request that is being answered."""
-        if self._phase == "idle" or self.cycle is not self._answering:
-            self.flow.resume_reading()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
 
-    @property
-    def _is_behind(self) -> bool:
-        """True while the input comes behind a request that is still to be answered."""
-        if self._answering is None or self._answering.response_complete:
-            return False
-        return self._phase != "body" or self.cycle is not self._answering
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_write_timer()
+        self._parse_ahead()
 
-    def _close_behind(self, final_answer: bytes) -> None:
-        """Answer the complete requests that wait, then send `final_answer` and close. Drop the rest of the input."""
-        self._refused = True
-        self._cancel_timer()
-        if self._phase == "body":
-            self.pipeline.popleft()
-        self._final_answer = final_answer
+    def _watch_writing(self) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_STALL_S, self._check_writing, unsent_bytes)
+
+    def _check_writing(self, unsent_bytes: int) -> None:
+        """Abort if the client has taken nothing since."""
+        if self.transport.get_write_buffer_size() >= unsent_bytes:
+            self.transport.abort()
+        else:
+            self._watch_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # a close would wait for the client to read
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def _lose_client(self) -> None:
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._connection.lose()
 
     def _count_head(self, num_bytes: int) -> None:
@@ -301,6 +360,7 @@ class GatewayProtocol(HttpToolsProtocol):
             or (coding is not None and (coding.lower() != b"chunked" or version == "1.0"))
         ):
             self._refuse()
+        self._length = int(length or 0) if coding is None else None
 
     def _refuse(self, error: ApiError | None = None) -> None:
         """End the parsing, which leads to `send_400_response`."""
@@ -308,23 +368,19 @@ class GatewayProtocol(HttpToolsProtocol):
         raise _RefusedError
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 431 past a bound, the callback's refusal, or 400; behind the answers that are still due."""
+        """Answer 431 past a bound, the callback's refusal, or 400. A request whose body is broken ends with it."""
         self._refused = True
         error = self._refusal
         if error is None and max(self._head_bytes, self._unparsed_bytes) > self._limits.max_header_bytes:
             error = HeaderTooLargeError("The request's headers are too large.")
-        response = _response(error or InvalidRequestError("This is not a valid HTTP request."))
-        answering = self._answering
-        if self._is_behind:
-            self._close_behind(response)
-        elif answering is None or answering.response_complete:
-            self._close_with(response)
-        else:
+        is_begun = False
+        if self.cycle is not None and not self.cycle.response_complete:
             self._lose_client()
-            if answering.response_started:
-                self.transport.close()
-            else:
-                self._close_with(response)
+            is_begun = self.cycle.response_started
+        if is_begun:
+            self.transport.close()
+        else:
+            self._close_with(_response(error or InvalidRequestError("This is not a valid HTTP request.")))
 
     def _close_with(self, response: bytes) -> None:
         transport: Any = self.transport
@@ -338,14 +394,17 @@ class GatewayProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
     def _on_timeout(self) -> None:
         """Close after too slow a head, or too little of a body; while we do not read, the client is not at fault."""
         self._timer = None
         if self._phase == "body" and (self.flow.read_paused or self._new_body_bytes >= MIN_BODY_BYTES):
             self._new_body_bytes = 0
             self._timer = self.loop.call_later(self._limits.body_timeout_s, self._on_timeout)
-        elif self._is_behind:
-            self._close_behind(b"")
         elif not self.transport.is_closing():
             self.transport.close()
 
