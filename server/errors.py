@@ -183,6 +183,20 @@ def as_api_error(error: BaseException) -> ApiError:
     return InternalError("The server met an internal error.")
 
 
+def forget(error: BaseException) -> None:
+    """Free what an answered exception holds: the frames of its traceback, and the exceptions behind it.
+
+    A frame that has its exception in a variable is a cycle, as a group is that causes its own member. The collector
+    counts objects, not bytes: until it comes, such cycles would hold the bodies of many requests.
+    """
+    errors = [error]
+    while errors:
+        each = errors.pop()
+        behind = each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
+        errors += [other for other in behind if other is not None]
+        each.__traceback__ = each.__cause__ = each.__context__ = None
+
+
 def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
     """Return the status and the body of an error as Anthropic has them: 529 for our 503, and the field in the text."""
     status = 529 if error.status == 503 else error.status

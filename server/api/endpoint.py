@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
 from server.auth.identity import Identity, identity_of
-from server.errors import NotFoundError, UnavailableError, as_api_error
+from server.errors import NotFoundError, UnavailableError, as_api_error, forget
 from server.event_loop import Pace, rested
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
@@ -198,6 +198,7 @@ class GenerateEndpoint(ABC):
             self._metrics.drops.inc(failure.code or failure.type)
             if context.trace is not None:
                 mark_failed(context.trace.span, type(failure).__name__)
+            forget(error)
             await writer.write(formatter.error_event(failure), more=False)
 
 

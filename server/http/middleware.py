@@ -12,6 +12,7 @@ from typing import Final
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -23,6 +24,7 @@ from server.errors import (
     MediaTypeError,
     anthropic_error,
     as_api_error,
+    forget,
     takes_anthropic_errors,
 )
 from server.http.stream import ClientGoneError
@@ -94,7 +96,8 @@ class RequestMiddleware:
         metrics.num_in_flight += 1
         try:
             await self._app(scope, receive, send_with_headers)
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect) as error:
+            forget(error)
             context.status = CLIENT_GONE_STATUS
             metrics.disconnects.inc()
             log.info("%s: the client has gone (%d)", context.request_id, CLIENT_GONE_STATUS)
@@ -103,10 +106,12 @@ class RequestMiddleware:
             if isinstance(failure, InternalError) and failure is not error:
                 log.exception("%s: unexpected error", context.request_id)
             metrics.drops.inc(failure.code or failure.type)
+            forget(error)
             if context.status:  # the answer has begun
                 raise
             answer = anthropic_error(failure, context.request_id) if anthropic else None
             await send_error(failure, send_with_headers, answer)
+            del failure
         finally:
             metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s

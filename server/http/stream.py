@@ -100,10 +100,13 @@ class KeepAlive:
         interval_s = min(1.0, self._keepalive_s / 4)
         while True:
             await asyncio.sleep(interval_s)
-            before_s = time.monotonic() - self._keepalive_s
-            for writer in self._writers:
-                if writer.last_write_s < before_s:
-                    writer.ping()
+            self._ping()  # in a frame of its own, which keeps no writer beyond its end
+
+    def _ping(self) -> None:
+        before_s = time.monotonic() - self._keepalive_s
+        for writer in self._writers:
+            if writer.last_write_s < before_s:
+                writer.ping()
 
 
 class ClientConnection:

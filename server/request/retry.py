@@ -125,7 +125,10 @@ class AttemptHistory:
             log.error("%s: the request is refused from now on: it has failed on its own", self._spec.request_id)
             self._state.poison.add(self._spec)
             self._state.metrics.quarantined.inc()
-        raise failure from error
+        try:
+            raise failure from error
+        finally:
+            del failure  # in the traceback's frame it would be a cycle
 
     def readmit_lost(self) -> bool:
         """Let the lost workers have the request again, if they live. Return whether that is allowed."""
@@ -154,6 +157,7 @@ class AttemptHistory:
 
     def _refused(self, worker: WorkerMember, refusal: WorkerRefused) -> ApiError | None:
         state, spec, failed = self._state, self._spec, refusal.failed
+        refusal = WorkerRefused(refusal.status, failed)  # it is kept, and its traceback would keep the request
         state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
             state.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)

@@ -187,13 +187,16 @@ class StallWatch:
         """Probe the workers of silent streams, for ever, and give up the streams of workers that do not answer."""
         while True:
             await asyncio.sleep(min(1.0, self._silent_s / 5))
-            before_s = time.monotonic() - self._silent_s
-            silent: defaultdict[str, list[GenerateStream]] = defaultdict(list)
-            for stream in self._streams:
-                if stream.last_read_s < before_s:
-                    silent[stream.url].append(stream)
-            if silent:
-                await asyncio.gather(*(self._check(url, streams) for url, streams in silent.items()))
+            await self._probe()  # in a frame of its own, which keeps no stream beyond its end
+
+    async def _probe(self) -> None:
+        before_s = time.monotonic() - self._silent_s
+        silent: defaultdict[str, list[GenerateStream]] = defaultdict(list)
+        for stream in self._streams:
+            if stream.last_read_s < before_s:
+                silent[stream.url].append(stream)
+        if silent:
+            await asyncio.gather(*(self._check(url, streams) for url, streams in silent.items()))
 
     async def _check(self, url: str, streams: list[GenerateStream]) -> None:
         for _ in range(NUM_PROBES):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -65,7 +66,7 @@ async def loop_time_timeout(
     `asyncio.timeout` compares clocks: a loop that was busy or stopped for longer finds the time over, although the
     answer is in the socket. `discard` gets a result that comes as the time ends or as the caller is cancelled.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(work, context=Context())  # a connection that stays would keep the request's
     is_taken = False
     try:
         for _ in range(_TIMEOUT_SLICES):
@@ -104,7 +105,8 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, address: WorkerAddress) -> None:
         self._address = address
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        """None once the connection has ended."""
         self._transport: asyncio.Transport | None = None
         self._parts: list[bytes] = []
         self._size = 0
@@ -201,9 +203,10 @@ class HttpConnection(asyncio.Protocol):
             self._address.idle.remove(self)
         self._stale = self._broken is None and self._reused and self._status is None
         self.fail("connection lost" if exc is None else f"{type(exc).__name__}: {exc}")
+        self._parser = None  # it holds this object, and with it the rest of an answer
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:
+        if self._complete or self._parser is None:
             self.close()  # an answer without a request
             return
         try:
@@ -213,6 +216,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None
         self._status = self._parser.get_status_code()
         self._wake()
 
@@ -226,6 +230,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
+        assert self._parser is not None
         if not self._parser.should_keep_alive():
             self._broken = self._broken or "the worker closes it"
         self._wake()

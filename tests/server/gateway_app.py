@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from cache.records import WorkerMember
 from cache.types import WorkerId
 from server.auth.limits import AuthThrottle
@@ -108,6 +110,8 @@ class RunningGateway:
     metrics: GatewayMetrics
     models: Models
     limiter: PromptTokenLimiter
+    ops: ASGIApp
+    """The app of the ops port."""
 
 
 @asynccontextmanager
@@ -144,7 +148,8 @@ async def gateway(
         await until(lambda: server.started)
         try:
             url = f"http://{server.address}"
-            yield RunningGateway(url, router, list(workers), built.metrics, built.models, built.requests.limiter)
+            parts = built.metrics, built.models, built.requests.limiter, built.ops
+            yield RunningGateway(url, router, list(workers), *parts)
             # However the requests have ended, nothing of them is left.
             await until(
                 lambda: not (built.requests.limiter.num_tokens or built.watch._streams or built.keep_alive._writers)
