@@ -92,7 +92,10 @@ class AuthenticationMiddleware:
 
 
 class OpsKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` for every change through the ops port; without a key, this machine."""
+    """Requires `Authorization: Bearer KEY` for every change through the ops port; without a key, this machine.
+
+    A question about a tenant's cache counts as a change.
+    """
 
     def __init__(self, app: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool = False) -> None:
         """`local`: only this machine reaches the ops port. `has_tenants`: API keys keep clients apart."""
@@ -102,7 +105,8 @@ class OpsKeyMiddleware:
         self._has_tenants = has_tenants
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        may_ask = self._local or not (self._has_tenants or scope.get("query_string"))
+        is_alone = self._local and self._digest is None
+        may_ask = is_alone or not (self._has_tenants or scope.get("query_string"))
         if scope["method"] not in _READING and not (may_ask and scope["path"] in _QUESTIONS):
             self._check(scope)
         return self._app(scope, receive, send)

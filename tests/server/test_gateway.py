@@ -290,3 +290,7 @@ async def test_explaining_a_tenants_cache_needs_the_ops_key(worker: ScriptedWork
         async with gateway_process("--workers", worker.url) as gateway:
             await gateway.until_ready()
             assert await explain(gateway, "/route/explain?tenant=alice") == 200, "this machine alone reaches it"
+        async with gateway_process("--workers", worker.url, "--ops-key-file", str(key)) as gateway:
+            await gateway.until_ready()
+            assert await explain(gateway, "/route/explain?tenant=alice") == 401
+            assert await explain(gateway, "/route/explain?tenant=alice", authorization="Bearer secret") == 200
