@@ -37,9 +37,6 @@ FORGET_S: Final = 600.0
 """The estimate of an idle worker may be dropped after so long without a report."""
 MIN_ESTIMATES: Final = 64
 """With fewer, none is dropped."""
-MAX_WAITING: Final = 1024
-"""A worker with so many requests in its queue gets no more."""
-QUEUE_FULL: Final = "queue full"
 UNSUPPORTED: Final = "cannot serve a field of this request"
 OTHER_TASK: Final = "makes text or embeddings alone, and the request asks for the other"
 BREAKER: Final = "breaker open"
@@ -354,6 +351,4 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return "context too short"
     if worker.load.draining:
         return "draining"
-    if worker.num_waiting >= MAX_WAITING:
-        return QUEUE_FULL
     return BREAKER if member.worker_id in broken else None

@@ -25,7 +25,7 @@ from cache.types import GatewayId
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.pending_prefixes import RecentPlacements
-from server.router.placement import OTHER_TASK, QUEUE_FULL, UNSUPPORTED, Decision, Placement, Scorer
+from server.router.placement import OTHER_TASK, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError, WorkerView
@@ -307,7 +307,7 @@ def _no_worker(decision: Decision) -> NoWorkerError:
         message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
         return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
-    return NoWorkerError(message, contended=QUEUE_FULL in reasons, retry_after_s=RETRY_AFTER_S)
+    return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
 
 
 def _loaded_by_tier(worker: WorkerView) -> dict[str, int]:
