@@ -109,6 +109,8 @@ class Worker:
         """Serve until SIGTERM or SIGINT, or until the engine dies. Return the exit status."""
         try:
             sock = listen(self._config.host, self._config.port, probe_idle_s=5, probe_every_s=2)
+            port, scheme = sock.getsockname()[1], "http" if self._certificate is None else "https"
+            url = self._config.advertise_url or f"{scheme}://{reachable(self._config.host)}:{port}"
         except OSError as error:
             _say(str(error))
             return _REFUSED
@@ -116,10 +118,11 @@ class Worker:
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server = uvicorn.Server(self._uvicorn_config())
+        server = uvicorn.Server(self._uvicorn_config(url))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # we drain first
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="http")
-        life = asyncio.create_task(self._live(sock), name="worker")
+        worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"
+        life = asyncio.create_task(self._live(url, worker_id), name="worker")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait((serving, life, stop), return_when=asyncio.FIRST_COMPLETED)
         await _cancelled(stop)
@@ -134,10 +137,10 @@ class Worker:
             await self._engine.close()
         return self._exit_code
 
-    def _uvicorn_config(self) -> uvicorn.Config:
+    def _uvicorn_config(self, url: str) -> uvicorn.Config:
         token = gateway_token(self._config.cluster_secret())
         config = uvicorn.Config(
-            make_app(self._service, token, self._config.host, self._config.advertise_url),
+            make_app(self._service, token, self._config.host, self._config.advertise_url, url),
             http="h11" if self._config.engine == "headstart" else BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -152,12 +155,8 @@ class Worker:
         config.ssl = None if self._certificate is None else self._certificate.context
         return config
 
-    async def _live(self, sock: socket.socket) -> None:
+    async def _live(self, url: str, worker_id: str) -> None:
         """Load, then publish and watch the engine until cancelled. Return at once if the model cannot be served."""
-        port = sock.getsockname()[1]
-        scheme = "http" if self._certificate is None else "https"
-        url = self._config.advertise_url or f"{scheme}://{reachable(self._config.host)}:{port}"
-        worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"
         _announce(event="listening", url=url)
         try:
             engine = self._engine = await self._load(url, worker_id)

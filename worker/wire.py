@@ -6,9 +6,10 @@
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
-503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it) or `invalid_grammar`. Closing the
-connection aborts the request. A stream that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens`
-count a resumed choice's `output_ids`.
+503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it) or `invalid_grammar`. A gateway
+takes every other answer for that of a stranger. Closing the connection aborts the request. A stream that ends without
+End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's `output_ids`. With a cluster
+secret, a worker proves itself before any of it (`worker.common.proof`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ def shared_protocol(member: WorkerMember) -> int | None:
 
 class WireError(ValueError):
     """The bytes are no message of this protocol. The text names the field."""
+
+
+class ProtocolError(WireError):
+    """A message of a version that this side does not speak."""
 
 
 class Grammar(Struct, frozen=True):
@@ -344,7 +349,7 @@ def unpack_request(data: bytes) -> GenerateRequest:
         protocol = message.get("protocol")
         if type(protocol) is not int or not OLDEST_PROTOCOL <= protocol <= PROTOCOL_VERSION:
             spoken = f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
-            raise WireError(f"protocol: the gateway speaks {protocol!r:.40}, this worker {spoken}")
+            raise ProtocolError(f"protocol: the gateway speaks {protocol!r:.40}, this worker {spoken}")
         prompt_ids = array("I")
         prompt_ids.frombytes(message["prompt_ids"])
         if sys.byteorder == "big":

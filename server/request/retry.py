@@ -33,7 +33,7 @@ from server.metrics import GatewayMetrics
 from server.request.choice import GenerationSpec
 from server.request.limits import BackpressureCache, PoisonCache, RetryBudget
 from server.router.types import NoWorkerError
-from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
+from server.workers.connection import StaleConnection, WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
 from worker.wire import Failed
 
@@ -45,7 +45,9 @@ MAX_LOSSES: Final = 5
 MAX_REFUSALS: Final = 8
 MAX_READMISSIONS: Final = 2
 MAX_WAITS: Final = 4
-_RETRIED_STATUSES: Final = frozenset({401, 409, 429, 502, 503, 504})
+_RETRIED_STATUSES: Final = frozenset({409, 429, 502, 503, 504})
+_REPLACED: Final = frozenset({"wrong_epoch", "not_ready", "wrong_protocol"})
+"""Refusals that say: another process, or another epoch, has the place of the worker that was chosen."""
 
 
 class WorkerFailed(Exception):
@@ -88,6 +90,8 @@ class AttemptHistory:
         self.excluded: frozenset[WorkerIncarnation] = frozenset()
         """Workers that shall not get the request again, unless they have restarted."""
         self.num_losses = 0
+        self._num_deaths = 0
+        """Losses of workers that may have had the request, and may be lost because of it."""
         self.num_suspicions = 0
         """Workers that were lost in the request's prefill: it is a poison candidate."""
         self._refusals: list[WorkerRefused] = []
@@ -104,6 +108,8 @@ class AttemptHistory:
         """Record how the attempt failed. Raises ApiError when no other may follow."""
         failure: ApiError | None = None
         match error:
+            case WorkerRefused(status=401 | 403):  # a worker of another fleet
+                failure = self._lost(worker, WorkerAbsent(str(error)))
             case WorkerRefused():
                 failure = self._refused(worker, error)
             case WorkerFailed(failed=Failed(retryable=False) as failed):
@@ -161,14 +167,15 @@ class AttemptHistory:
         state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
             state.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
-        if failed.code == "wrong_epoch":
+        is_replaced = failed.code in _REPLACED
+        if is_replaced:
             state.fleet.report_wrong_epoch(worker)
-        if refusal.status in _RETRIED_STATUSES:
+        if refusal.status in _RETRIED_STATUSES or failed.retryable:
             self._refusals.append(refusal)
             self._num_refusals += 1
             if refusal.status != 409 or self._num_refusals > 1:  # 409: it has restarted, and its new epoch may have it
                 self._exclude(worker)
-            if self._num_refusals <= MAX_REFUSALS and state.budget.spend():
+            if self._num_refusals <= MAX_REFUSALS and (is_replaced or state.budget.spend()):
                 return None
         return error_of(failed, spec, refusal.status)
 
@@ -180,12 +187,15 @@ class AttemptHistory:
             self._state.fleet.report_failure(worker.worker_id)
         self._exclude(worker)
         self.num_losses += 1
+        if isinstance(error, WorkerAbsent):
+            return None
+        self._num_deaths += 1
         # A candidate is not suspected again before its prefill: the next worker says Started for one at a time.
         if self.stage is Stage.PREFILLING or (self.stage is Stage.ACCEPTED and not self.num_suspicions):
             self.num_suspicions += 1
         if self.num_suspicions >= MAX_SUSPICIONS:
             return InternalError("The request failed on several workers and is not tried again.")
-        if self.num_losses >= MAX_LOSSES:
+        if self._num_deaths >= MAX_LOSSES:
             return WorkerLostError("The request has lost too many workers.", retry_after_s=1.0)
         return None
 

@@ -17,6 +17,8 @@ from server.workers.connection import (
     ConnectionPool,
     HttpConnection,
     StaleConnection,
+    WorkerAbsent,
+    WorkerElsewhere,
     WorkerLost,
     WorkerRefused,
     loop_time_timeout,
@@ -40,7 +42,7 @@ T = TypeVar("T")
 class GenerateStream:
     """One POST /generate. `read` it to its last frame; leaving the context early aborts it."""
 
-    __slots__ = ("_connection", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
+    __slots__ = ("_connection", "_is_ours", "_pool", "_reader", "_request", "completed", "last_read_s", "url")
 
     def __init__(self, pool: ConnectionPool, url: str, request: GenerateRequest) -> None:
         self._pool = pool
@@ -48,9 +50,12 @@ class GenerateStream:
         self._request = request
         self._reader = FrameReader(pool.unpackers)
         self._connection: HttpConnection | None = None
+        self._is_ours = False
+        """A frame has come: a worker answers."""
         self.completed = False
         """Set it when the last frame was read: the connection is kept for other requests."""
         self.last_read_s = time.monotonic()
+        """When the last frame came; at first, when the request was made."""
 
     async def __aenter__(self) -> Self:
         """Send the request. Raises WorkerRefused or WorkerLost."""
@@ -58,7 +63,7 @@ class GenerateStream:
         try:
             status = await connection.head()
             if status != 200:
-                raise WorkerRefused(status, await _refusal(status, connection))
+                raise WorkerRefused(status, await _refusal(self.url, status, connection))
         except WorkerRefused:
             connection.release()
             raise
@@ -81,18 +86,22 @@ class GenerateStream:
             self._connection.fail("silent and unreachable")
 
     async def read(self) -> list[Frame]:
-        """Return the frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends."""
+        """Return the frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends.
+
+        An answer without any frame is not a worker's: WorkerAbsent.
+        """
         assert self._connection is not None, "not entered"
         frames: list[Frame] = []
+        error_of = WorkerLost if self._is_ours else WorkerAbsent
         try:
             while not frames:
                 data = await self._connection.read()
                 if not data:
-                    raise WorkerLost(f"{self.url}: the stream ended without its last frame")
-                self.last_read_s = time.monotonic()
+                    raise error_of(f"{self.url}: the stream ended without its last frame")
                 frames.extend(self._reader.feed(data))
         except WireError as error:
-            raise WorkerLost(f"{self.url}: {error}") from error
+            raise error_of(f"{self.url}: {error}") from error
+        self._is_ours, self.last_read_s = True, time.monotonic()
         return frames
 
 
@@ -108,8 +117,15 @@ class WorkerClient(ConnectionPool):
         await self._exchange(url, b"POST /abort", PROBE_TIMEOUT_S, body)
 
     async def state(self, url: str) -> WorkerState:
-        """Return the worker's member and load. Raises WorkerLost."""
-        return _decoded(url, await self._exchange(url, b"GET /state", PROBE_TIMEOUT_S), WorkerState)
+        """Return the worker's member and load. Raises WorkerLost.
+
+        A URL that is only another way to a worker of the fleet leads to the one that the worker is registered with.
+        """
+        try:
+            answer = await self._exchange(url, b"GET /state", PROBE_TIMEOUT_S)
+        except WorkerElsewhere as there:
+            answer = await self._exchange(there.proven_url, b"GET /state", PROBE_TIMEOUT_S)
+        return _decoded(url, answer, WorkerState)
 
     async def bundle(self, url: str) -> TokenizerBundle:
         """Return the worker's tokenizer bundle. Raises WorkerLost."""
@@ -125,25 +141,35 @@ class WorkerClient(ConnectionPool):
             raise WorkerLost(f"{url}: {error}") from error
 
     async def is_alive(self, url: str) -> bool:
-        """Return whether the worker answers that its engine lives."""
+        """Return whether the worker answers that its engine lives. Something else there answers with other things."""
         try:
-            await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S)
+            answer = await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S, is_open=True)
         except WorkerLost:
             return False
-        return True
+        return not answer or answer.startswith(b"{")
 
     async def _exchange(
-        self, url: str, call: bytes, timeout_s: float, body: bytes = b"", *, max_bytes: int = MAX_ANSWER_BYTES
+        self,
+        url: str,
+        call: bytes,
+        timeout_s: float,
+        body: bytes = b"",
+        *,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        is_open: bool = False,
     ) -> bytes:
         """Send a request and return the body of its answer. Raises WorkerLost."""
         try:
-            return await loop_time_timeout(self._ask(url, call, body, max_bytes), timeout_s)
+            return await loop_time_timeout(self._ask(url, call, body, max_bytes, is_open=is_open), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
 
-    async def _ask(self, url: str, call: bytes, body: bytes, max_bytes: int) -> bytes:
+    async def _ask(self, url: str, call: bytes, body: bytes, max_bytes: int, *, is_open: bool) -> bytes:
         while True:
-            connection = await self.send(url, call, body)
+            try:
+                connection = await self.send(url, call, body, is_open=is_open)
+            except StaleConnection:
+                continue  # it was closed before the worker could prove itself on it
             try:
                 status, answer = await connection.head(), await connection.read_all(max_bytes)
             except StaleConnection:
@@ -152,7 +178,7 @@ class WorkerClient(ConnectionPool):
                 connection.close()
                 raise
             connection.release()
-            if status >= 300:
+            if status != 200:
                 raise WorkerLost(f"{url}: status {status}")
             return answer
 
@@ -234,13 +260,13 @@ def _decoded(url: str, data: bytes, kind: type[T]) -> T:
         raise WorkerLost(f"{url}: {error}") from error
 
 
-async def _refusal(status: int, connection: HttpConnection) -> Failed:
-    """Return the Failed frame in the body of a refusal; a stand-in when the body is something else."""
+async def _refusal(url: str, status: int, connection: HttpConnection) -> Failed:
+    """Return the Failed frame in the body of a refusal. Raises WorkerAbsent for any other body: no worker sends it."""
     try:
         data = await loop_time_timeout(connection.read_all(MAX_REFUSAL_BYTES), PROBE_TIMEOUT_S)
-        for frame in FrameReader().feed(data):
-            if isinstance(frame, Failed):
-                return frame
-    except (WireError, WorkerLost, TimeoutError):
-        pass
-    return Failed(f"status_{status}", f"the worker answered {status}", status >= 429)
+        match FrameReader().feed(data):
+            case [Failed() as failed]:
+                return failed
+    except (WireError, WorkerLost, TimeoutError) as error:
+        raise WorkerAbsent(f"{url}: status {status}, and no refusal of a worker: {error}") from error
+    raise WorkerAbsent(f"{url}: status {status}, and no refusal of a worker")

@@ -2,9 +2,13 @@
 
     idle -> send -> head -> read ... -> release -> idle          anything else closes the connection
 
+With a cluster secret, a connection shows a token only after the worker has proven itself on it (`worker.common.proof`).
+
 WorkerError
 |-- WorkerRefused   the worker answered and did not start: another may, or the same with another epoch
 +-- WorkerLost      no answer, a broken one, or a stream without its last frame: take the worker for dead
+    |-- WorkerAbsent      no worker, or a stranger: no proof, or an answer that is not the protocol's
+    |   +-- WorkerElsewhere   a worker of the fleet, which has another URL
     +-- StaleConnection   a kept-alive connection was closed before an answer: the worker may be fine
 
 A general client costs several times as much a request.
@@ -13,6 +17,7 @@ A general client costs several times as much a request.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Callable, Coroutine
 from contextvars import Context
@@ -23,7 +28,16 @@ import httptools
 import msgpack
 
 from server.workers.networks import WorkerNetworks
-from worker.wire import CONTENT_TYPE, Failed
+from worker.common.proof import (
+    MAX_PROOF_BYTES,
+    PROVE_PATH,
+    Proof,
+    instance_token,
+    is_same_place,
+    new_challenge,
+    verifies,
+)
+from worker.wire import CONTENT_TYPE, Failed, WireError, unpack
 
 HIGH_WATER_BYTES: Final = 256 * 1024
 """With so many unread bytes the worker must wait: a slow client shall not fill our memory."""
@@ -31,6 +45,8 @@ MAX_IDLE_S: Final = 20.0
 MAX_IDLE_PER_WORKER: Final = 512
 MAX_WORKERS: Final = 10_000
 CONNECT_TIMEOUT_S: Final = 2.0
+PROOF_TIMEOUT_S: Final = 2.0
+MAX_HEAD_BYTES: Final = 64 * 1024
 LAST_CHUNK_TIMEOUT_S: Final = 2.0
 _TIMEOUT_SLICES: Final = 8
 T = TypeVar("T")
@@ -52,6 +68,18 @@ class WorkerRefused(WorkerError):
 
 class WorkerLost(WorkerError):
     """The worker gave no answer, or a broken one."""
+
+
+class WorkerAbsent(WorkerLost):
+    """No worker of this fleet is there: none has had the request."""
+
+
+class WorkerElsewhere(WorkerAbsent):
+    """A worker of the fleet answers there, and proves to be the one at `proven_url`."""
+
+    def __init__(self, url: str, proven_url: str) -> None:
+        super().__init__(f"{url}: the worker there is registered as {proven_url}")
+        self.proven_url = proven_url
 
 
 class StaleConnection(WorkerLost):
@@ -84,18 +112,15 @@ async def loop_time_timeout(
 
 
 class WorkerAddress:
-    """A worker's parsed URL, the headers of every request to it up to its content length, and its idle connections."""
+    """A worker's parsed URL, the headers of every request to it, and its idle connections."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.url = url
         self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if self.tls else 80)
-        authorization = f"authorization: Bearer {token}\r\n" if token else ""
-        self.headers = (
-            f"host: {parts.netloc}\r\ncontent-type: {CONTENT_TYPE}\r\n{authorization}content-length: ".encode()
-        )
+        self.headers = f"host: {parts.netloc}\r\ncontent-type: {CONTENT_TYPE}\r\n".encode()
         self.idle: list[HttpConnection] = []
 
 
@@ -104,6 +129,8 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, address: WorkerAddress) -> None:
         self._address = address
+        self._authorization = b""
+        self._num_head_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         """None once the connection has ended."""
@@ -123,8 +150,33 @@ class HttpConnection(asyncio.Protocol):
     def send(self, call: bytes, body: bytes) -> None:
         assert self._transport is not None
         self._cancel_timer()
-        self._status, self._complete, self._released = None, False, False
-        self._transport.write(b"%b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (call, self._address.headers, len(body), body))
+        self._status, self._complete, self._released, self._num_head_bytes = None, False, False, 0
+        headers = self._address.headers + self._authorization
+        self._transport.write(b"%b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n%b" % (call, headers, len(body), body))
+
+    @property
+    def is_proven(self) -> bool:
+        """The worker has proven itself on this connection, which shows it its token."""
+        return bool(self._authorization)
+
+    async def prove(self, token: str) -> None:
+        """Let the worker prove itself. Raises WorkerLost, WorkerAbsent when it cannot."""
+        url, challenge = self._address.url, new_challenge()
+        self.send(b"POST " + PROVE_PATH.encode(), challenge)
+        status, answer = await self.head(), await self.read_all(MAX_PROOF_BYTES)
+        if status != 200:
+            raise WorkerAbsent(f"{url}: asked to prove that it has the cluster secret, it answers status {status}")
+        try:
+            proof = unpack(answer, Proof)
+            if not verifies(proof, token, challenge):
+                raise WorkerAbsent(f"{url}: its proof is not made with this gateway's cluster secret")
+            if not is_same_place(proof.url, url):
+                raise WorkerElsewhere(url, proof.url)
+        except (WireError, ValueError) as error:
+            raise WorkerAbsent(f"{url}: asked to prove that it has the cluster secret: {error}") from error
+        if not self.usable:
+            raise WorkerAbsent(f"{url}: it closes the connection after its proof")
+        self._authorization = f"authorization: Bearer {instance_token(token, proof.instance)}\r\n".encode()
 
     async def head(self) -> int:
         """Return the answer's status. Raises WorkerLost."""
@@ -211,9 +263,14 @@ class HttpConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(f"not HTTP: {error}")
             self.close()
+        if self._status is None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.fail(f"a head of more than {MAX_HEAD_BYTES} bytes")
+                self.close()
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -258,7 +315,7 @@ class ConnectionPool:
     def __init__(
         self, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Show `token` to every worker, and dial none outside `networks`.
+        """Ask each worker for a proof of `token`, the fleet's, and dial none outside `networks`.
 
         `tls` checks the certificates of https workers; None: this machine's CAs do.
         """
@@ -269,14 +326,13 @@ class ConnectionPool:
         self.unpackers: list[msgpack.Unpacker] = []
         """For the streams over these connections: at most one, which holds no bytes."""
 
-    async def send(self, url: str, call: bytes, body: bytes = b"") -> HttpConnection:
-        """Send a `call` such as b"POST /generate" to a worker. Raises WorkerLost without a connection."""
+    async def send(self, url: str, call: bytes, body: bytes = b"", *, is_open: bool = False) -> HttpConnection:
+        """Send a `call` such as b"POST /generate" to a worker. `is_open`: anybody may make it, without a proof.
+
+        Raises WorkerLost without a connection, WorkerAbsent to the worker of that URL.
+        """
         try:
-            address = self._addresses.get(url)
-            if address is None:
-                if len(self._addresses) >= MAX_WORKERS:
-                    self._addresses.clear()  # idle connections end by themselves
-                address = self._addresses[url] = WorkerAddress(url, self._token)
+            address = self._address(url)
             while address.idle:
                 connection = address.idle.pop()
                 if connection.usable:
@@ -284,9 +340,27 @@ class ConnectionPool:
             else:
                 connection = await loop_time_timeout(self._dial(address), CONNECT_TIMEOUT_S, HttpConnection.close)
         except (OSError, ValueError) as error:  # ValueError: a URL that cannot be dialled
-            raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
+            raise WorkerAbsent(f"{url}: {type(error).__name__}: {error}") from error
+        if self._token and not (is_open or connection.is_proven):
+            try:
+                await loop_time_timeout(connection.prove(self._token), PROOF_TIMEOUT_S)
+            except TimeoutError as error:
+                connection.close()
+                raise WorkerAbsent(f"{url}: no proof within {PROOF_TIMEOUT_S:.0f} s") from error
+            except BaseException:
+                connection.close()
+                raise
         connection.send(call, body)
         return connection
+
+    def _address(self, url: str) -> WorkerAddress:
+        """Raises ValueError."""
+        address = self._addresses.get(url)
+        if address is None:
+            if len(self._addresses) >= MAX_WORKERS:
+                self._addresses.clear()  # idle connections end by themselves
+            address = self._addresses[url] = WorkerAddress(url)
+        return address
 
     def close(self) -> None:
         """Close every idle connection."""
@@ -296,6 +370,8 @@ class ConnectionPool:
 
     async def _dial(self, address: WorkerAddress) -> HttpConnection:
         loop = asyncio.get_running_loop()
+        if self._networks.scheme == "https" and not address.tls:
+            raise PermissionError(errno.EACCES, "it does not speak TLS, and --worker-ca asks for it")
         tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": address.host} if address.tls else {}
         refused: OSError | None = None
         for info in await self._networks.addresses(address.host, address.port):

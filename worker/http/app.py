@@ -1,6 +1,6 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
-POST /generate /abort       GET /state /bundle                    msgpack, for gateways
+POST /generate /abort /prove     GET /state /bundle               msgpack, for gateways
 POST /blocks /adopt                                               msgpack, for other workers
 POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
@@ -24,12 +24,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerState
+from worker.common.proof import (
+    CHALLENGE_BYTES,
+    EPOCH_HEADER,
+    PROVE_PATH,
+    epoch_token,
+    instance_token,
+    new_instance,
+    prove,
+)
 from worker.common.sockets import HostNames
 from worker.engine.protocol import EngineDeadError, RefusedError
 from worker.http.blocks import AdoptEndpoint, BlocksEndpoint
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
-from worker.wire import CONTENT_TYPE, Failed, WireError, pack, pack_frame, unpack_request
+from worker.wire import CONTENT_TYPE, Failed, ProtocolError, WireError, pack, pack_frame, unpack_request
 
 STATUS_OF: Final = {
     "invalid_request": 400,
@@ -38,6 +47,7 @@ STATUS_OF: Final = {
     "forbidden": 403,
     "wrong_epoch": 409,
     "wrong_layout": 409,
+    "wrong_protocol": 409,
     "payload_too_large": 413,
     "queue_full": 429,
     "draining": 503,
@@ -45,22 +55,38 @@ STATUS_OF: Final = {
     "unsupported": 503,
     "worker_lost": 503,
 }
-OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/metrics"})
+OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/metrics", PROVE_PATH})
 """Need no token."""
+_PEER_PATHS: Final = frozenset({"/blocks", "/adopt"})
+"""Take the token of the worker's epoch, too."""
 _ADVICE: Final = "start the worker with --advertise-url to name it, or give the fleet a cluster secret"
 _BROWSER_HEADERS: Final = frozenset({"accept-language", "referer"})
+_UNAUTHORIZED: Final = Failed("unauthorized", "a token of this fleet's cluster secret is needed", retryable=True)
+_EPOCH_HEADER: Final = EPOCH_HEADER.encode()
 _DEBUG_TIMEOUT_S: Final = 10.0
 _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
 
 def make_app(
-    service: WorkerService, token: str = "", host: str = "127.0.0.1", advertise_url: str | None = None
+    service: WorkerService,
+    token: str = "",
+    host: str = "127.0.0.1",
+    advertise_url: str | None = None,
+    url: str | None = None,
 ) -> ASGIApp:
-    """Build the application, for clients that send `token`; without a token, for programs but no web pages.
+    """Build the application, for members of the fleet of `token`; without a token, for programs but no web pages.
 
-    `host` and `advertise_url` are then the names under which it answers.
+    `host` and `advertise_url` are then the names under which it answers. `url`: what it is registered under; None: ask
+    the engine.
     """
-    endpoints = _Endpoints(service)
+    endpoints, instance = _Endpoints(service), new_instance()
+
+    async def prove_itself(request: Request) -> Response:
+        challenge = await read_body(request, CHALLENGE_BYTES)
+        if not token or len(challenge) != CHALLENGE_BYTES:
+            raise WireError(f"challenge: {CHALLENGE_BYTES} bytes, to a worker with a cluster secret")
+        return _msgpack(prove(token, challenge, url or service.engine.member.url, instance))
+
     app = Starlette(
         routes=[
             Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
@@ -75,10 +101,11 @@ def make_app(
             Route("/debug/state", endpoint=endpoints.debug_state),
             Route("/drain", endpoint=endpoints.drain, methods=["POST"]),
             Route("/purge", endpoint=endpoints.purge, methods=["POST"]),
+            Route(PROVE_PATH, endpoint=prove_itself, methods=["POST"]),
         ],
         exception_handlers=dict.fromkeys((RefusedError, WireError, EngineDeadError, ClientDisconnect), _on_error),
     )
-    return GatewayOnly(app, token) if token else ProgramsOnly(app, host, advertise_url)
+    return MembersOnly(app, token, instance, service) if token else ProgramsOnly(app, host, advertise_url)
 
 
 class _Guard:
@@ -95,18 +122,36 @@ class _Guard:
         raise NotImplementedError
 
 
-class GatewayOnly(_Guard):
-    """Middleware that asks for `Authorization: Bearer TOKEN`, except on OPEN_PATHS."""
+class MembersOnly(_Guard):
+    """Middleware that asks for `Authorization: Bearer TOKEN`, except on OPEN_PATHS (see `worker.common.proof`)."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, instance: str, service: WorkerService) -> None:
         super().__init__(app)
-        self._expected = b"Bearer " + token.encode()
+        self._token = token
+        self._service = service
+        self._gateways = [instance_token(token, instance).encode(), token.encode()]
 
     def _refusal(self, scope: Scope) -> Failed | None:
-        shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        if scope["path"] in OPEN_PATHS or (len(shown) == 1 and hmac.compare_digest(shown[0], self._expected)):
+        if scope["path"] in OPEN_PATHS:
             return None
-        return Failed("unauthorized", "the token of the cluster secret is needed", retryable=True)
+        headers = [(name, value) for name, value in scope["headers"] if name in (b"authorization", _EPOCH_HEADER)]
+        shown = [value.removeprefix(b"Bearer ") for _, value in headers if value.startswith(b"Bearer ")]
+        match headers:
+            case [(b"authorization", _)] if shown:
+                if sum([hmac.compare_digest(shown[0], expected) for expected in self._gateways]):
+                    return None
+            case [(b"authorization", _), (_, epoch)] | [(_, epoch), (b"authorization", _)] if shown:
+                return self._peer_refusal(scope["path"], shown[0], epoch.decode("latin-1"))
+        return _UNAUTHORIZED
+
+    def _peer_refusal(self, path: str, shown: bytes, epoch: str) -> Failed | None:
+        if path not in _PEER_PATHS or not hmac.compare_digest(shown, epoch_token(self._token, epoch).encode()):
+            return _UNAUTHORIZED
+        try:
+            own = self._service.engine.member.epoch
+        except RefusedError as error:
+            return error.failed
+        return None if epoch == own else Failed("wrong_epoch", f"epoch: this is {own}", retryable=True)
 
 
 class ProgramsOnly(_Guard):
@@ -221,6 +266,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     match error:
         case RefusedError():
             return _refusal_response(error.failed)
+        case ProtocolError():
+            return _refusal_response(Failed("wrong_protocol", str(error), retryable=True))
         case WireError():
             return _refusal_response(Failed("invalid_request", str(error), retryable=False))
         case EngineDeadError():

@@ -13,13 +13,13 @@ from worker.wire import Failed
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 
 
-async def read_body(request: Request) -> bytes:
-    """Read the whole body. Raises ClientDisconnect, and RefusedError past MAX_BODY_BYTES."""
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Read the whole body. Raises ClientDisconnect, and RefusedError past `max_bytes`."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RefusedError(Failed("payload_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes", retryable=False))
+        if len(body) > max_bytes:
+            raise RefusedError(Failed("payload_too_large", f"the body exceeds {max_bytes} bytes", retryable=False))
     return bytes(body)
 
 

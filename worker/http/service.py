@@ -151,11 +151,11 @@ class WorkerService:
         engine = self.engine
         epoch = engine.member.epoch
         failed: Failed | None
-        if self.draining:
-            failed = Failed("draining", "the worker is draining", retryable=True)
-        elif request.epoch not in ("", epoch):
+        if request.epoch not in ("", epoch):
             message = f"epoch: the request was routed to {request.epoch}, this is {epoch}"
             failed = Failed("wrong_epoch", message, retryable=True)
+        elif self.draining:
+            failed = Failed("draining", "the worker is draining", retryable=True)
         else:
             failed = engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):

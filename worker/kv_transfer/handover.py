@@ -34,7 +34,7 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
     room = [int(_ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
     chains = await asyncio.wrap_future(exchange.recent_chains(sum(room)))
     offers = [
-        asyncio.to_thread(_offer, exchange, peer.member.url, Handover(member.url, member.epoch, member.layout, offered))
+        asyncio.to_thread(_offer, exchange, peer.member, Handover(member.url, member.epoch, member.layout, offered))
         for peer, offered in zip(peers, _share_out(chains, room), strict=True)
         if offered
     ]
@@ -56,9 +56,9 @@ def _share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> li
     return [tuple(share) for share in shares]
 
 
-def _offer(exchange: BlockExchange, url: str, handover: Handover) -> int:
+def _offer(exchange: BlockExchange, peer: WorkerMember, handover: Handover) -> int:
     try:
-        return exchange.offer(url, handover, HANDOVER_S)
+        return exchange.offer(peer.url, peer.epoch, handover, HANDOVER_S)
     except (OSError, HTTPException, FetchError, ValueError) as error:
-        logger.warning("%s takes no blocks: %s", url, error)
+        logger.warning("%s takes no blocks: %s", peer.url, error)
         return 0

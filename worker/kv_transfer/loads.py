@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from cache.allocators.hash import HashAllocation, HashAllocator
 from cache.store import ChainLink
@@ -38,6 +38,14 @@ class BlockReader(Protocol):
 
     def read(self, link: ChainLink, payload: memoryview) -> bool:
         """Fill `payload` with the block. False: a miss."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A reader that may wait for others."""
+
+    def interrupt(self) -> None:
+        """Let a read that waits fail at once. Any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,8 @@ class PrefixLoad:
     """Nothing may be written any more. Set by the engine thread."""
     finished: bool = False
     """The thread has no more to read."""
+    waits_at: Interruptible | None = None
+    """The reader of the thread, if it may wait. Under `lock`."""
 
     def num_loaded_blocks(self) -> dict[str, int]:
         """Return the blocks that came, by place."""
@@ -228,6 +238,8 @@ class LoadQueue:
     def _end(self, load: PrefixLoad) -> None:
         with load.lock:  # the thread holds it while it fills one block
             load.ended = True
+            if load.waits_at is not None:
+                load.waits_at.interrupt()
         if load.num_arrived > load.allocation.num_filled:
             load.allocation.fill(load.num_arrived)
         load.allocation.free()
@@ -247,7 +259,8 @@ class LoadQueue:
                 for _ in self.read_blocks(load, payload):
                     pass
             except Exception as error:
-                logger.warning("a load was cut short: %s", error or type(error).__name__)
+                if not load.ended:
+                    logger.warning("a load was cut short: %s", error or type(error).__name__)
             load.finished = True
             self.wake()
 
@@ -258,6 +271,8 @@ class LoadQueue:
             begun_s, num_read = time.monotonic(), 0
             try:
                 with source.open(links) as reader:
+                    with load.lock:
+                        load.waits_at = reader if isinstance(reader, Interruptible) else None
                     for link in links:
                         if load.ended or not reader.read(link, payload) or not self._fill(load, link, payload):
                             return

@@ -4,20 +4,22 @@
 
 POST /adopt offers the chains of a worker that leaves; the other one fetches them in the same way.
 
-
 Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and a peer that
-holds it is trusted for the contents: the MAC of each record proves that.
+holds it is trusted for the contents: the MAC of each record proves that. What asks shows a token of the peer's epoch
+(`worker.common.proof`): a stranger at the address of a worker that has gone cannot use it.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
+import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Annotated, Final, Protocol
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
@@ -25,6 +27,7 @@ from msgspec import Meta, Struct
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
+from worker.common.proof import EPOCH_HEADER, epoch_token
 from worker.wire import CONTENT_TYPE, pack, unpack
 
 MAX_BLOCKS: Final = 1 << 16
@@ -106,8 +109,11 @@ class BlockExchange(Protocol):
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""
 
-    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
-        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Blocks the thread; may raise."""
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
+        """Ask the worker at `url`, in this epoch, to adopt chains. Return the blocks that it took.
+
+        Blocks the thread; may raise.
+        """
 
 
 def _check_hashes(joined: bytes) -> None:
@@ -128,40 +134,35 @@ class PeerClient:
     """Fetches blocks of other workers, on the thread that calls."""
 
     def __init__(self, record: RecordFormat, token: str, tls: ssl.SSLContext | None = None) -> None:
+        """`token`: the `gateway_token` of the fleet."""
         self._record = record
-        self._headers = {"content-type": CONTENT_TYPE}
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._token = token
         self._tls = tls
 
     @contextmanager
     def fetching(self, url: str, epoch: str, links: Sequence[ChainLink]) -> Iterator[PeerStream]:
-        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException."""
+        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
         hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
         wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes)
-        connection = self._connection(url)
-        try:
-            connection.request("POST", "/blocks", pack(wanted), self._headers)
-            assert connection.sock is not None
-            connection.sock.settimeout(_READ_TIMEOUT_S)
-            with connection.getresponse() as response:  # it may own the socket
-                if response.status != 200:
-                    raise FetchError(f"{url} answered {response.status}")
-                yield PeerStream(response, self._record)
-        finally:
-            connection.close()
+        with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
+            yield PeerStream(url, answer, self._record)
 
-    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
+        with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
+            answer.begin_within(url, timeout_s)
+            return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
+
+    @contextmanager
+    def _asking(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:
+        headers = {"content-type": CONTENT_TYPE}
+        if self._token:
+            headers |= {"authorization": f"Bearer {epoch_token(self._token, epoch)}", EPOCH_HEADER: epoch}
         connection = self._connection(url)
         try:
-            connection.request("POST", "/adopt", pack(handover), self._headers)
-            assert connection.sock is not None
-            connection.sock.settimeout(timeout_s)
-            with connection.getresponse() as response:
-                if response.status != 200:
-                    raise FetchError(f"{url} answered {response.status}")
-                return unpack(response.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
+            connection.request("POST", path, body, headers)
+            with _Answer(connection.sock) as answer:
+                yield answer
         finally:
             connection.close()
 
@@ -176,31 +177,82 @@ class PeerClient:
         return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S, context=self._tls)
 
 
+class _TimedSocket(io.RawIOBase):
+    """A socket's bytes until `end_s`, however they come: a timeout of the socket counts from each receive."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.end_s = 0.0
+        """Set before a read, on the monotonic clock."""
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        """Return what `http.client` reads."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises TimeoutError."""
+        left_s = self.end_s - time.monotonic()
+        if left_s <= 0.0:
+            raise TimeoutError("a peer takes too long")
+        self._sock.settimeout(left_s)
+        return self._sock.recv_into(buffer)
+
+    def interrupt(self) -> None:
+        with suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of TLS would wait for the reader
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer, each part of which is read within a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.timed = _TimedSocket(sock)
+        super().__init__(self.timed, method="POST")  # type: ignore[arg-type]
+
+    def begin_within(self, url: str, timeout_s: float) -> None:
+        """Read the head. Raises FetchError unless the peer agrees."""
+        self.timed.end_s = time.monotonic() + timeout_s
+        self.begin()
+        if self.status != 200:
+            raise FetchError(f"{url} answered {self.status}")
+
+
 class PeerStream:
     """A `worker.kv_transfer.loads.BlockReader` over the answer of a peer."""
 
-    def __init__(self, response: http.client.HTTPResponse, record: RecordFormat) -> None:
-        self._response = response
+    def __init__(self, url: str, answer: _Answer, record: RecordFormat) -> None:
+        self._url = url
+        self._answer = answer
         self._record = record
+        self._has_begun = False
         self._head = bytearray(_FRAME_HEAD + HEADER_BYTES)
         self._expected = frame_head(record.payload_bytes)
 
     def read(self, link: ChainLink, payload: memoryview) -> bool:
+        """Read the next record, after the head of the answer. Raises FetchError, OSError or HTTPException."""
+        if not self._has_begun:
+            self._answer.begin_within(self._url, _READ_TIMEOUT_S)
+            self._has_begun = True
+        self._answer.timed.end_s = time.monotonic() + _READ_TIMEOUT_S
         head = memoryview(self._head)
-        end_s = time.monotonic() + _READ_TIMEOUT_S
-        if not self._fill(head, end_s) or not self._fill(payload, end_s):
+        if not self._fill(head) or not self._fill(payload):
             return False
         return head[:_FRAME_HEAD] == self._expected and self._record.verifies(bytes(head[_FRAME_HEAD:]), link, payload)
 
-    def _fill(self, buffer: memoryview, end_s: float) -> bool:
+    def interrupt(self) -> None:
+        """Let a read that waits fail at once. Any thread."""
+        self._answer.timed.interrupt()
+
+    def _fill(self, buffer: memoryview) -> bool:
         """Read until `buffer` is full. False: the stream has ended. Raises TimeoutError, OSError or HTTPException."""
         num_read = 0
         while num_read < len(buffer):
-            data = self._response.read1(len(buffer) - num_read)  # what one receive gives: `readinto` waits for all
+            data = self._answer.read1(len(buffer) - num_read)  # what one receive gives: `readinto` waits for all
             if not data:
                 return False
             buffer[num_read : num_read + len(data)] = data
             num_read += len(data)
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"a record takes more than {_READ_TIMEOUT_S:.0f} s")
         return True

@@ -155,10 +155,10 @@ class KVTransfers:
         self._mailbox.put(begin, adopted.set_exception)
         return adopted
 
-    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
-        return self._peers.offer(url, handover, timeout_s)
+        return self._peers.offer(url, epoch, handover, timeout_s)
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""

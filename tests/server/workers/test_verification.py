@@ -7,18 +7,20 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from msgspec.structs import replace as replace_field
 
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signature, signed
 from cache.types import Epoch, WorkerId
 from server.workers.client import WorkerClient
-from server.workers.connection import WorkerLost
+from server.workers.connection import WorkerElsewhere, WorkerLost
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from tests.worker.live_worker import serve
+from worker.common.proof import Proof, epoch_token, instance_token, new_challenge, new_instance, verifies
 from worker.engine.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.service import WorkerService
-from worker.wire import PROTOCOL_VERSION, gateway_token
+from worker.wire import PROTOCOL_VERSION, gateway_token, unpack
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:9", "m", "ns", "cpu", 16, 512, PROTOCOL_VERSION)
 
@@ -132,6 +134,50 @@ async def test_a_worker_answers_who_shows_its_token() -> None:
             assert await client.is_alive(url)
             with pytest.raises(WorkerLost, match="503"):
                 await client.bundle(url)
+        finally:
+            client.close()
+
+
+async def test_the_token_of_an_instance_opens_no_other() -> None:
+    token, instance = gateway_token(b"secret"), new_instance()
+    service = WorkerService(WorkerMetrics())
+    async with (
+        serve(service, make_app(service, token, url="http://127.0.0.1:9")) as url,
+        aiohttp.ClientSession() as http,
+    ):
+        challenge = new_challenge()
+        async with http.post(url + "/prove", data=challenge) as answer:
+            proof = unpack(await answer.read(), Proof)
+        assert verifies(proof, token, challenge)
+        assert not verifies(proof, token, new_challenge())
+        assert not verifies(proof, gateway_token(b"other"), challenge)
+        assert not verifies(replace_field(proof, url="http://127.0.0.1:10"), token, challenge)
+        for shown, status in (
+            (instance_token(token, proof.instance), 200),
+            (instance_token(token, instance), 401),
+            (epoch_token(token, "e1"), 401),
+            (proof.mac.hex(), 401),
+        ):
+            headers = {"authorization": f"Bearer {shown}"}
+            async with http.post(url + "/drain", headers=headers) as answer:
+                assert answer.status == status
+            async with http.post(url + "/drain", headers=headers | {"x-headstart-epoch": "e1"}) as answer:
+                assert answer.status == 401
+        for wrong in (b"", challenge + b"x", challenge * 1000):
+            async with http.post(url + "/prove", data=wrong) as answer:
+                assert answer.status in (400, 413)
+
+
+async def test_a_worker_reached_by_another_name_is_asked_where_it_is_registered() -> None:
+    token = gateway_token(b"secret")
+    service = WorkerService(WorkerMetrics())
+    client = WorkerClient(token)
+    async with serve(service, make_app(service, token, url="http://127.0.0.1:1")) as url:
+        try:
+            with pytest.raises(WorkerElsewhere):
+                await client.bundle(url)
+            with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:1: Connect"):
+                await client.state(url)
         finally:
             client.close()
 

@@ -55,6 +55,7 @@ class Exchange:
         self.refuse = refuse
         self.asked: list[int] = []
         self.offers: dict[str, Handover] = {}
+        self.epochs: list[str] = []
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         self.asked.append(max_blocks)
@@ -62,8 +63,9 @@ class Exchange:
         chains.set_result(self.chains if max_blocks else [])
         return chains
 
-    def offer(self, url: str, handover: Handover, timeout_s: float) -> int:
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         self.offers[url] = handover
+        self.epochs.append(epoch)
         if self.refuse is not None and len(self.offers) == 1:
             raise self.refuse
         return sum(len(each.block_hashes()) for each in handover.chains)
@@ -81,6 +83,7 @@ async def test_only_peers_that_can_hold_blocks_are_asked() -> None:
     ]
     assert await hand_over(MEMBER, exchange, entries) == 3
     assert exchange.offers.keys() == {"http://peer"}
+    assert exchange.epochs == [entries[-1].member.epoch], "what it shows is for that peer's epoch alone"
     assert exchange.asked == [5]
     offered = exchange.offers["http://peer"]
     assert (offered.url, offered.epoch, offered.layout) == (MEMBER.url, MEMBER.epoch, MEMBER.layout)
@@ -162,8 +165,8 @@ def test_recent_chains_are_whole_and_bounded(prompts, max_blocks: int) -> None:
 
 
 async def adopt(worker, url: str, *chains: OfferedChain, epoch: str = "e1") -> int:
-    message = Handover(url, epoch, RECORD.fingerprint, chains)
-    return await asyncio.to_thread(PeerClient(RECORD, TOKEN).offer, worker.url, message, 30.0)
+    message, own = Handover(url, epoch, RECORD.fingerprint, chains), worker.engine.member.epoch
+    return await asyncio.to_thread(PeerClient(RECORD, TOKEN).offer, worker.url, own, message, 30.0)
 
 
 async def test_a_worker_adopts_the_chains_of_another() -> None:

@@ -17,12 +17,13 @@ from cache.hashing import hash_chain
 from cache.store import ChainLink
 from tests.certificates import Authority
 from tests.running import listening
+from tests.waiting import until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, PAYLOAD_BYTES, RECORD, SECRET
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, PAYLOADS, PROMPT, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.kv_transfer import peers
-from worker.kv_transfer.peers import FetchError, PeerClient, frame_head
+from worker.kv_transfer.peers import FetchError, PeerClient, PeerStream, frame_head
 from worker.wire import gateway_token
 
 
@@ -218,6 +219,67 @@ async def test_a_peer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         got = await fetched(url)
     assert isinstance(got.error, TimeoutError)
     assert num_dripped < len(data), "it was read to its end"
+
+
+@pytest.mark.parametrize("slow", [b"x: y\r\n", b"x"])
+async def test_a_peer_that_drips_its_head_is_given_up(slow: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_READ_TIMEOUT_S", 0.3)
+    num_dripped = 0
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        nonlocal num_dripped
+        for _ in range(60):
+            writer.write(slow)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            num_dripped += 1
+
+    async with answering(HEAD, drip) as url:
+        got = await fetched(url)
+    assert isinstance(got.error, TimeoutError)
+    assert num_dripped < 40
+
+
+async def test_an_interrupt_ends_a_read_that_waits() -> None:
+    """A load that ends frees its thread."""
+    asked, hangs = asyncio.Event(), asyncio.Event()
+
+    async def hang(writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await hangs.wait()
+
+    def read(url: str, opened: list[PeerStream]) -> bool:
+        with PeerClient(RECORD, TOKEN).fetching(url, "e1", LINKS) as reader:
+            opened.append(reader)
+            return reader.read(LINKS[0], memoryview(bytearray(PAYLOAD_BYTES)))
+
+    opened: list[PeerStream] = []
+    async with answering(hang) as url:
+        reading = asyncio.create_task(asyncio.to_thread(read, url, opened))
+        await asked.wait()
+        await until(lambda: len(opened) == 1)
+        opened[0].interrupt()
+        with pytest.raises((HTTPException, OSError)):
+            await reading
+
+
+async def test_what_a_stranger_sees_opens_nothing_else() -> None:
+    seen: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+
+    async with listening(serve) as port:
+        await fetched(f"http://127.0.0.1:{port}", epoch="e0")
+    assert TOKEN.encode() not in seen[0]
+    shown = seen[0].partition(b"authorization: ")[2].partition(b"\r\n")[0].decode()
+    assert shown
+    async with moving_worker() as worker:
+        for epoch in (None, "e0", "e1"):
+            for path in ("/blocks", "/adopt", "/purge", "/state", "/generate"):
+                headers = {"authorization": shown} | ({} if epoch is None else {"x-headstart-epoch": epoch})
+                async with worker.http.post(worker.url + path, headers=headers, data=b"") as answer:
+                    assert answer.status in (401, 409), (path, epoch)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""How members of a fleet with a cluster secret prove themselves, so that no stranger sees what opens a worker.
+
+    gateway -> worker    POST /prove with a random challenge; the answer is a Proof
+    gateway -> worker    on the same connection all else, with the token of the instance that has proven itself
+    worker  -> peer      POST /blocks or /adopt, with the token of the peer's epoch, which EPOCH_HEADER names
+
+A proof is for one challenge and one URL, so a stranger can neither make, repeat nor pass on one. An instance is one
+process. The tokens of an instance or an epoch that has ended open nothing. All of it is derived from
+`worker.wire.gateway_token`, which never leaves a process of this version. Workers still take it, from older gateways.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import Final
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+PROVE_PATH: Final = "/prove"
+EPOCH_HEADER: Final = "x-headstart-epoch"
+CHALLENGE_BYTES: Final = 32
+MAX_PROOF_BYTES: Final = 4096
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class Proof(Struct, frozen=True):
+    """A worker's answer to a challenge."""
+
+    url: str
+    """Where its fleet finds it."""
+    instance: str
+    """Names its process."""
+    mac: bytes
+
+
+def new_instance() -> str:
+    return secrets.token_hex(16)
+
+
+def new_challenge() -> bytes:
+    return secrets.token_bytes(CHALLENGE_BYTES)
+
+
+def prove(token: str, challenge: bytes, url: str, instance: str) -> Proof:
+    """Answer a challenge. `token` is the `gateway_token` of the fleet."""
+    return Proof(url, instance, _mac(token, b"proof", challenge, url.encode(), instance.encode()))
+
+
+def verifies(proof: Proof, token: str, challenge: bytes) -> bool:
+    """Return whether a worker of the fleet has made the proof, for this challenge."""
+    return hmac.compare_digest(proof.mac, prove(token, challenge, proof.url, proof.instance).mac)
+
+
+def instance_token(token: str, instance: str) -> str:
+    """Return what a gateway shows to an instance that has proven itself."""
+    return _mac(token, b"instance", instance.encode()).hex()
+
+
+def epoch_token(token: str, epoch: str) -> str:
+    """Return what a worker shows to the peer that it knows with this epoch."""
+    return _mac(token, b"epoch", epoch.encode()).hex()
+
+
+def is_same_place(url: str, other: str) -> bool:
+    """Return whether two base URLs name the same scheme, host and port. Raises ValueError for what is no URL."""
+    return _place(url) == _place(other)
+
+
+def _place(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
+
+
+def _mac(token: str, *parts: bytes) -> bytes:
+    message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return hmac.digest(token.encode(), b"headstart member\0" + message, "sha256")
