@@ -39,6 +39,8 @@ class BlockSaver:
         self._pool = pool
         self._saved = saved
         self.queue: deque[BlockHash] = deque(maxlen=_MAX_QUEUED)
+        self._queueing = threading.Lock()
+        """`_is_idle` is set only while the queue is empty."""
         self._wake = threading.Event()
         self._is_idle = threading.Event()
         self._is_idle.set()
@@ -52,8 +54,9 @@ class BlockSaver:
     def offer(self, hashes: Iterable[BlockHash]) -> None:
         """Queue findable blocks. Those that are evicted before their turn are not saved."""
         if offered := list(hashes):
-            self._is_idle.clear()
-            self.queue.extend(offered)
+            with self._queueing:
+                self._is_idle.clear()
+                self.queue.extend(offered)
             self._wake.set()
 
     def forget(self) -> None:
@@ -83,8 +86,9 @@ class BlockSaver:
                         self._saved(self._store, num_saved)
                 except Exception:
                     logger.exception("a block was not saved")
-            if not self._wake.is_set():
-                self._is_idle.set()
+            with self._queueing:
+                if not self.queue:
+                    self._is_idle.set()
 
     def _next(self) -> BlockHash | None:
         with suppress(IndexError):

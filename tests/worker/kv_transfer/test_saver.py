@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,7 +14,7 @@ from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
 from cache.store import BlockStore, ChainLink
 from cache.stores.host import HostStore
-from cache.types import BlockHash
+from cache.types import BlockHash, BlockId
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
 from tests.worker.kv_transfer.moving_worker import HASHES, moving_worker
@@ -202,3 +203,42 @@ def test_a_store_that_raises_costs_one_block(threads: list[BlockSaver], caplog: 
     pool.saver.flush(HANG_S)
     assert "not saved" in caplog.text
     pool.assert_stored(hashes)
+
+
+class OfferedInTime(threading.Event):
+    """A block is offered just before the thread says that it is idle; set by the thread alone."""
+
+    def __init__(self, offer: Callable[[], None]) -> None:
+        super().__init__()
+        self.offering = threading.Thread(target=offer)
+        self.was_set = threading.Event()
+
+    def set(self) -> None:
+        if self.offering.ident is None:
+            self.offering.start()
+            self.offering.join(0.2)  # it waits for its turn
+        super().set()
+        self.was_set.set()
+
+
+def test_a_block_offered_as_the_thread_falls_idle_is_flushed(threads: list[BlockSaver]) -> None:
+    pool = Pool(host_store(8))
+    hashes, _ = pool.compute(range(32))
+    read, may_read = pool.copier.read, threading.Event()
+
+    def read_later(block_id: BlockId, payload: memoryview) -> None:
+        if block_id != first_id:
+            may_read.wait(HANG_S)
+        read(block_id, payload)
+
+    first_id = pool.allocator.block_of(hashes[0])
+    pool.copier.read = read_later  # type: ignore[method-assign]
+    is_idle = pool.saver._is_idle = OfferedInTime(lambda: pool.saver.offer(hashes[1:2]))
+    pool.saver.offer(hashes[:1])
+    pool.saver.start_thread()
+    threads.append(pool.saver)
+    assert is_idle.was_set.wait(HANG_S)
+    is_idle.offering.join(HANG_S)
+    threading.Timer(0.2, may_read.set).start()
+    pool.saver.flush(HANG_S)
+    assert hashes[1] in pool.store
