@@ -21,7 +21,7 @@ from cache.records import WorkerMember
 from cache.types import BlockHash
 from server.auth.identity import Identity
 from server.config import GatewayConfig
-from server.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.output_parser import THINK, ToolFormat, format_of
 from server.text.tokenizer import Tokenizer, TokenizerError
@@ -116,8 +116,16 @@ def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], B
 class Models:
     """Models by name and alias, and the LoRA adapters of their workers. One task calls `follow`; all others read."""
 
-    def __init__(self, client: WorkerClient, executor: ThreadPoolExecutor, config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        client: WorkerClient,
+        executor: ThreadPoolExecutor,
+        config: GatewayConfig,
+        may_have: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """`may_have` returns whether a worker may serve a model or adapter of this name that is not learnt yet."""
         self._client = client
+        self._may_have = may_have
         self._executor = executor
         self._config = config
         self._aliases = config.aliases or {}
@@ -129,16 +137,21 @@ class Models:
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
     def get(self, name: str) -> ServedModel:
-        """Return the model that a request names, by alias too. Raises NotFoundError."""
+        """Return the model that a request names, by alias too.
+
+        Raises NotFoundError, or UnavailableError while a worker may have it.
+        """
         own = self._aliases.get(name, name)
         model = self._by_name.get(own) or self._adapters.get(own)
         if model is None:
+            if self._may_have(own):
+                raise UnavailableError("This gateway has not learnt the model from a worker yet.", retry_after_s=2.0)
             message = f"The model {name!r:.200} does not exist or is not served here."
             raise NotFoundError(message, param="model", code="model_not_found")
         return model
 
     def allowed(self, name: str, identity: Identity) -> ServedModel:
-        """Return the model if this key may use it. Raises NotFoundError or ForbiddenError."""
+        """Return the model if this key may use it. Raises NotFoundError, UnavailableError or ForbiddenError."""
         model = self.get(name)
         if not identity.may_use(name, model.adapter or model.name):
             raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")

@@ -104,6 +104,11 @@ class Fleet:
         self._workers: dict[WorkerId, FleetWorker] = {}
         self._verifier = MemberVerifier(cluster_secret, self._networks)
         self._unreachable: set[str] = set()
+        self._silent_targets: set[str] = set()
+        """Addresses of `targets` that have never answered."""
+        self._answered: set[str] = set()
+        self._has_looked = False
+        """Targets were asked, and the registry was read where there is one."""
         self.index_answered_s = -math.inf
         """When a poll last read the registry."""
         self._wake = asyncio.Event()
@@ -173,6 +178,12 @@ class Fleet:
             if model in (None, worker.member.model) and self._is_live(worker, now_s) and not worker.load.draining
         ]
 
+    def may_have(self, name: str) -> bool:
+        """Return whether a worker may serve a model or an adapter of this name, as far as this gateway has looked."""
+        members = [worker.member for worker in self._workers.values()]
+        is_known = any(name == member.model or name in member.adapters for member in members)
+        return is_known or bool(self._silent_targets) or not self._has_looked
+
     async def run(self) -> None:
         """Poll until cancelled, often while workers come."""
         while True:
@@ -195,7 +206,8 @@ class Fleet:
         for candidate in found or ():
             if self._accepts(candidate.member, namespaces):
                 self._lease(candidate, now_s)
-        urls = set(await target_urls(self._targets, self._networks.scheme))
+        targets = set(await target_urls(self._targets, self._networks.scheme))
+        urls = targets.copy()
         vouched = {
             worker_id
             for worker_id, worker in self._workers.items()
@@ -206,6 +218,10 @@ class Fleet:
         urls.update(member.url for member in members if member.worker_id not in vouched)
         self._unreachable &= urls
         await asyncio.gather(*(self._ask(url) for url in urls))
+        self._answered &= targets
+        self._answered |= targets - self._unreachable
+        self._silent_targets = targets - self._answered
+        self._has_looked = self._has_looked or found is not None or isinstance(self._index, NoIndex)
         self._forget()
 
     async def _ask(self, url: str) -> None:

@@ -133,6 +133,21 @@ async def test_several_models_each_with_its_workers_and_its_namespace(
         assert [worker["worker"] for worker in json.loads(explained)["workers"]] == ["other-0"]
 
 
+async def test_a_model_is_not_denied_before_every_listed_worker_has_answered(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer
+) -> None:
+    first = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+    (port,) = free_ports(1)
+    async with (
+        listening(first.app()) as first.url,
+        gateway_process("--workers", first.url, f"http://127.0.0.1:{port}") as gateway,
+    ):
+        await gateway.until_ready()
+        status, headers, _ = await post(gateway.url, chat(model="later"))
+        assert (status, headers["retry-after"]) == (503, "2")
+        assert (await gateway.get(gateway.url + "/v1/models/later"))[0] == 503
+
+
 async def test_sigterm_lets_open_streams_end(worker: ScriptedWorker) -> None:
     worker.pace_s = 0.05
     async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as gateway:

@@ -66,6 +66,35 @@ async def test_without_a_lease_the_load_is_what_the_worker_answers() -> None:
     assert candidate.load_age_s == 2.0
 
 
+async def test_a_model_may_exist_until_every_listed_worker_has_answered() -> None:
+    fleets = static("z")
+    state = fleets.states.pop("http://z:8000")
+    assert fleets.fleet.may_have("m")
+    await fleets.fleet.poll()
+    assert fleets.fleet.may_have("m"), "its worker may be loading"
+    fleets.states["http://z:8000"] = state
+    fleets.index.away = False
+    await fleets.fleet.poll()
+    assert fleets.fleet.may_have("m"), "its worker is known, and perhaps not its tokenizer"
+    assert not fleets.fleet.may_have("other")
+    del fleets.states["http://z:8000"]
+    await fleets.fleet.poll()
+    assert not fleets.fleet.may_have("other"), "the worker has said what it has"
+
+
+async def test_a_model_may_exist_until_the_registry_was_read() -> None:
+    fleets = Fleets()
+    fleets.index.away = True
+    await fleets.fleet.poll()
+    assert fleets.fleet.may_have("m")
+    fleets.index.away = False
+    await fleets.fleet.poll()
+    assert not fleets.fleet.may_have("m")
+    fleets.index.away = True
+    await fleets.fleet.poll()
+    assert not fleets.fleet.may_have("m")
+
+
 async def test_a_draining_worker_is_a_candidate_but_not_live() -> None:
     fleets = static(draining=True)
     await fleets.fleet.poll()
