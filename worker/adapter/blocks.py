@@ -3,29 +3,35 @@
 The engine names its blocks by opaque hashes and says which tokens are in them. Every block gets a node here, which has
 the hashes of our blocks that end inside it. So any engine block size maps onto any of ours.
 
-The count of a node never exceeds the copies in the engine. A node is visible while it is held, and so is every block
-before it. Published are the hashes of the visible nodes whose root is known. So the set is prefix-closed.
+A node is held from a store to the next removal, however many copies the engine has: engines differ in what they count,
+and some repeat the store of a block that they reuse. A copy that outlives a removal is proved by the next block behind
+it. So a node is held only if the engine holds it. A node is visible while it is held, and so is every block before it.
+Published are the hashes of the visible nodes whose root is known. So the set is prefix-closed.
 
 After lost events nothing counts as held, but names stay: a block stored behind a parent proves all its ancestors.
 Opaque is a block with no salt of ours, or with an image or prompt embeddings: counted, never published.
-Sources: vllm/v1/core/block_pool.py; the count of copies is Dynamo's RefcountDedup.
+Events come from outside. A node has a parent only if that one's root is known, and keeps it: so no block is its own
+ancestor. A name that comes behind two different parents says nothing about the blocks before it: it stays opaque.
+Source: vllm/v1/core/block_pool.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import hash_chain
-from cache.types import HASH_BYTES, BlockHash
+from cache.types import BlockHash
+from worker.adapter.block_names import Names, Node
 from worker.adapter.claims import UNSALTED_ROOT, RequestClaims
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
-_SALT: Final = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
-_WHOLE_PREFIX_KINDS: Final = (None, "full_attention", "mla_attention")
+MIN_WALKED: Final = 100_000
+WALKS_PER_NODE: Final = 4
+"""Bound of the nodes that one batch may show or hide. Beyond it, presence is forgotten and learnt again."""
+_WHOLE_PREFIX_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
 """Kinds of a KV group in which every block of a prefix is needed, and kept, in order."""
 
 
@@ -36,28 +42,6 @@ class Applied(NamedTuple):
     """Those after the last reset, if there was one."""
     cleared: bool
     """The engine was reset: a new epoch begins before `events`."""
-
-
-class _Node:
-    """A block of the engine."""
-
-    __slots__ = ("children", "copies", "hashes", "is_orphan", "is_visible", "key", "last", "parent", "root", "tail")
-
-    def __init__(self, key: EngineHash, parent: _Node | None, is_orphan: bool) -> None:
-        self.key = key
-        self.parent = parent
-        self.is_orphan = is_orphan
-        """A block before it is unknown, and with it the root."""
-        self.children: set[_Node] | None = None
-        self.copies = 0
-        self.is_visible = False
-        self.root: BlockHash | None = None
-        self.hashes: Sequence[BlockHash] = ()
-        """The hashes of our blocks that end inside this one."""
-        self.last: BlockHash | None = None
-        """The hash of our last block up to its end, or the root; None while the root is unknown."""
-        self.tail: Sequence[int] = ()
-        """The tokens behind `last`."""
 
 
 class EngineBlocks:
@@ -76,20 +60,30 @@ class EngineBlocks:
         self._max_names = max_names
         self._claims = RequestClaims(block_size, max_names) if matches_requests else None
         self._events: list[BlockEvent] = []
-        self._nodes: dict[EngineHash, _Node] = {}
-        self._providers: dict[BlockHash, int] = {}
-        """By how many visible nodes each of our blocks is completed. In the order of storing: parents first."""
-        self._idle: OrderedDict[_Node, None] = OrderedDict()
+        self._nodes: dict[EngineHash, Node] = {}
+        self._providers: dict[BlockHash, Node | set[Node]] = {}
+        """The visible nodes that complete each of our blocks, mostly one. In the order of storing: parents first."""
+        self._idle: OrderedDict[Node, None] = OrderedDict()
         """Neither held nor with children: the first names to forget, oldest first."""
         self._num_held = 0
         self._num_opaque = 0
         self._num_orphans = 0
         self._has_lost_events = False
+        self._has_copies = False
+        """A held block was stored again."""
+        self._num_batches = 0
+        self._num_walked = 0
+        """Nodes that this batch has shown or hidden."""
 
     @property
     def matches_requests(self) -> bool:
         """`expect` says whose blocks are whose."""
         return self._claims is not None
+
+    @property
+    def num_batches(self) -> int:
+        """The batches applied so far, by which `contradict` tells old evidence from new."""
+        return self._num_batches
 
     @property
     def num_held_blocks(self) -> int:
@@ -109,11 +103,15 @@ class EngineBlocks:
     def apply(self, events: Iterable[Event]) -> Applied:
         """Apply a batch. A batch that the engine sent after a gap needs `forget_presence` first."""
         cleared = False
+        self._num_batches += 1
+        self._num_walked = 0
+        walked_too_far = False
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.clear()
                 cleared = True
-            elif self.problem is not None or event.medium not in (None, GPU):
+                walked_too_far = False
+            elif walked_too_far or self.problem is not None or event.medium not in (None, GPU):
                 continue
             elif event.group_idx or not _keeps_whole_prefixes(event):
                 self._give_up(event)
@@ -121,6 +119,10 @@ class EngineBlocks:
                 self._store(event)
             else:
                 self._remove(event)
+            if self._num_walked > MIN_WALKED + WALKS_PER_NODE * len(self._nodes):
+                # No engine evicts and stores the same chains over and over in a step: the batch counts as lost.
+                walked_too_far = True
+                self._forget_presence()
         self._forget_names()
         return Applied(self._take_events(), cleared)
 
@@ -135,13 +137,31 @@ class EngineBlocks:
 
     def forget_presence(self) -> list[BlockEvent]:
         """Count no block as held, since events were lost. Names stay, so that later events prove what is there."""
-        self._withdraw_all()
-        for node in self._nodes.values():
-            node.copies = 0
-            node.is_visible = False
-        self._idle = OrderedDict.fromkeys(node for node in self._nodes.values() if not node.children)
-        self._num_held = self._num_opaque = self._num_orphans = 0
-        self._has_lost_events = True
+        self._forget_presence()
+        self._forget_names()
+        return self._take_events()
+
+    def contradict(
+        self, root: BlockHash, prompt_ids: Sequence[int], num_found: int, promised_at: int
+    ) -> list[BlockEvent]:
+        """Withdraw what an engine has not found of a prompt, and all behind it.
+
+        `num_found`: the prompt's tokens that it found. `promised_at` is `num_batches` of when it was promised more:
+        what a later batch has stored, or proves, is there.
+        """
+        key_root = root if self._claims is None else UNSALTED_ROOT
+        end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
+        hashes = hash_chain(key_root, prompt_ids[: end - end % self._block_size], self._block_size)
+        if self.problem is not None or not hashes or len(hashes) * self._block_size <= num_found:
+            return []
+        for node in self._nodes_of(hashes[-1]):
+            behind = [node]
+            for each in behind:
+                behind += each.children or ()
+            if all(each.stored_at <= promised_at for each in behind):
+                self._hide(node)
+                for each in behind:
+                    self._set_held(each, False)
         self._forget_names()
         return self._take_events()
 
@@ -153,6 +173,7 @@ class EngineBlocks:
         self._idle = OrderedDict()
         self._num_held = self._num_opaque = self._num_orphans = 0
         self._has_lost_events = False
+        self._num_walked = 0
         if self._claims is not None:
             self._claims.clear_held()
 
@@ -182,8 +203,8 @@ class EngineBlocks:
         return events
 
     def _store(self, event: BlockStored) -> None:
-        """Count a copy of each block, and name those that are new."""
-        parent: _Node | None = None
+        """Count each block as held, and name those that are new."""
+        parent: Node | None = None
         is_orphan = False
         if event.parent_block_hash is not None:
             parent = self._nodes.get(event.parent_block_hash)
@@ -191,74 +212,98 @@ class EngineBlocks:
             if parent is not None:
                 self._prove(parent)
         self.engine_block_size = max(self.engine_block_size, event.block_size)
-        names: _Names | None = None
+        names: Names | None = None
         for position, key in enumerate(event.block_hashes):
             node = self._nodes.get(key)
             if node is None:
-                node = self._nodes[key] = _Node(key, None, is_orphan)
-            if node.root is None:
+                node = self._nodes[key] = Node(key, is_orphan)
+            elif node.root is not None and (node.parent is not parent or is_orphan):
+                self._make_ambiguous(node)
+            if node.root is None and not node.is_ambiguous:
                 if names is None:
-                    names = _Names(event, position, parent, is_orphan, self._block_size, self._claims is not None)
+                    names = Names(event, position, parent, is_orphan, self._block_size, self._claims is not None)
                 self._name(node, parent, is_orphan, names, position)
-            self._set_copies(node, node.copies + 1)
+            node.stored_at = self._num_batches
+            self._has_copies = self._has_copies or node.is_held
+            self._set_held(node, True)
             if not node.is_visible:
                 self._show(node)
             parent = node
             is_orphan = node.is_orphan
 
-    def _name(self, node: _Node, parent: _Node | None, is_orphan: bool, names: _Names, position: int) -> None:
+    def _name(self, node: Node, parent: Node | None, is_orphan: bool, names: Names, position: int) -> None:
         """Give a node its place and its hashes, if its root is known. One that had no root may get one here."""
-        copies = node.copies
-        if copies:
+        was_held = node.is_held
+        if was_held:
             self._hide(node)
-            self._set_copies(node, 0)
+            self._set_held(node, False)
         if node.parent is not parent:
             self._unlink(node)
-        if parent is not None:
-            node.parent = parent
-            if parent.children is None:
-                parent.children = set()
-            parent.children.add(node)
+            if parent is not None and parent.root is not None:
+                node.parent = parent
+                if parent.children is None:
+                    parent.children = set()
+                parent.children.add(node)
         node.is_orphan = is_orphan
         names.give(node, position)
-        self._set_copies(node, copies)
+        self._set_held(node, was_held)
+
+    def _make_ambiguous(self, node: Node) -> None:
+        """Make a node opaque for good, and forget the names of all behind it."""
+        self._hide(node)
+        behind = [node]
+        for each in behind:
+            behind += each.children or ()
+        self._num_walked += len(behind)
+        node.is_ambiguous = True
+        for each in reversed(behind):
+            was_held = each.is_held
+            self._set_held(each, False)
+            self._unlink(each)
+            each.is_orphan = each is not node
+            each.root = each.last = None
+            each.hashes = each.tail = ()
+            self._set_held(each, was_held)
 
     def _remove(self, event: BlockRemoved) -> None:
-        for key in event.block_hashes:
+        counts = event.remaining_copy_counts
+        if counts is None or len(counts) != len(event.block_hashes):
+            counts = (0,) * len(event.block_hashes)
+        for key, num_left in zip(event.block_hashes, counts, strict=True):
             node = self._nodes.get(key)
-            if node is None or not node.copies:
-                continue
-            self._set_copies(node, node.copies - 1)
-            if not node.copies:
+            if node is not None and node.is_held and not num_left:
+                self._set_held(node, False)
                 self._hide(node)
 
-    def _set_copies(self, node: _Node, copies: int) -> None:
-        """Change a node's count, and with it the totals."""
-        if bool(copies) is not bool(node.copies):
-            step = 1 if copies else -1
-            self._num_held += step
-            if node.is_orphan:
-                self._num_orphans += step
-            elif node.root is None:
-                self._num_opaque += step
-            if copies:
-                self._idle.pop(node, None)
-            elif not node.children:
-                self._idle[node] = None
-        node.copies = copies
+    def _set_held(self, node: Node, is_held: bool) -> None:
+        """Count a node as held or not, and keep the totals."""
+        if is_held is node.is_held:
+            return
+        step = 1 if is_held else -1
+        self._num_held += step
+        if node.is_orphan:
+            self._num_orphans += step
+        elif node.root is None:
+            self._num_opaque += step
+        if is_held:
+            self._idle.pop(node, None)
+        elif not node.children:
+            self._idle[node] = None
+        node.is_held = is_held
 
-    def _prove(self, node: _Node) -> None:
+    def _prove(self, node: Node) -> None:
         """Count a node and all its ancestors as held: the engine has stored a block behind it."""
-        highest: _Node | None = None
-        ancestor: _Node | None = node
+        highest: Node | None = None
+        ancestor: Node | None = node
+        node.stored_at = self._num_batches
         while ancestor is not None and not ancestor.is_visible:
-            if not ancestor.copies:
-                self._set_copies(ancestor, 1)
+            self._set_held(ancestor, True)
             highest, ancestor = ancestor, ancestor.parent
+            self._num_walked += 1
         if highest is not None:
             self._show(highest)
 
-    def _show(self, node: _Node) -> None:
+    def _show(self, node: Node) -> None:
         """Make a held node visible, and the held nodes behind it, unless a block before it is missing."""
         if node.parent is not None and not node.parent.is_visible:
             return
@@ -266,12 +311,14 @@ class EngineBlocks:
         while shown:
             node = shown.pop()
             node.is_visible = True
+            self._num_walked += 1
             for block_hash in node.hashes:
-                self._provide(block_hash, node.root)
+                self._provide(block_hash, node)
             if node.children:
-                shown += [child for child in node.children if child.copies]
+                self._num_walked += len(node.children)
+                shown += [child for child in node.children if child.is_held]
 
-    def _hide(self, node: _Node) -> None:
+    def _hide(self, node: Node) -> None:
         """Make a node invisible, after the nodes behind it."""
         if not node.is_visible:
             return
@@ -279,31 +326,50 @@ class EngineBlocks:
         for node in hidden:
             node.is_visible = False
             if node.children:
+                self._num_walked += len(node.children)
                 hidden += [child for child in node.children if child.is_visible]
+        self._num_walked += len(hidden)
         for node in reversed(hidden):
             for block_hash in reversed(node.hashes):
-                self._withdraw(block_hash, node.root)
+                self._withdraw(block_hash, node)
 
-    def _provide(self, block_hash: BlockHash, root: BlockHash | None) -> None:
-        num_providers = self._providers.get(block_hash, 0)
-        self._providers[block_hash] = num_providers + 1
-        if num_providers:
-            return
-        if root is not UNSALTED_ROOT:
-            self._events.append(Stored(block_hash))
-        elif self._claims is not None:
-            self._events += self._claims.store(block_hash)
+    def _nodes_of(self, block_hash: BlockHash) -> list[Node]:
+        """Return the visible nodes that complete one of our blocks."""
+        found = self._providers.get(block_hash, ())
+        return [found] if isinstance(found, Node) else list(found)
 
-    def _withdraw(self, block_hash: BlockHash, root: BlockHash | None) -> None:
-        num_providers = self._providers[block_hash]
-        if num_providers > 1:
-            self._providers[block_hash] = num_providers - 1
+    def _provide(self, block_hash: BlockHash, node: Node) -> None:
+        found = self._providers.get(block_hash)
+        if isinstance(found, set):
+            found.add(node)
+        elif found is not None:
+            self._providers[block_hash] = {found, node}
+        else:
+            self._providers[block_hash] = node
+            if node.root is not UNSALTED_ROOT:
+                self._events.append(Stored(block_hash))
+            elif self._claims is not None:
+                self._events += self._claims.store(block_hash)
+
+    def _withdraw(self, block_hash: BlockHash, node: Node) -> None:
+        found = self._providers[block_hash]
+        if isinstance(found, set) and len(found) > 1:
+            found.remove(node)
             return
         del self._providers[block_hash]
-        if root is not UNSALTED_ROOT:
+        if node.root is not UNSALTED_ROOT:
             self._events.append(Removed(block_hash))
         elif self._claims is not None:
             self._events += self._claims.remove(block_hash)
+
+    def _forget_presence(self) -> None:
+        self._withdraw_all()
+        for node in self._nodes.values():
+            node.is_held = False
+            node.is_visible = False
+        self._idle = OrderedDict.fromkeys(node for node in self._nodes.values() if not node.children)
+        self._num_held = self._num_opaque = self._num_orphans = 0
+        self._has_lost_events = True
 
     def _withdraw_all(self) -> None:
         self._events += [Removed(block_hash) for block_hash in reversed(self._published())]
@@ -312,20 +378,20 @@ class EngineBlocks:
             self._claims.clear_held()
 
     def _forget_names(self) -> None:
-        """Drop the blocks that are not held. Only after lost events are their names of use, up to the bound."""
-        max_names = self._max_names if self._has_lost_events else 0
+        """Drop blocks that are not held. Names help after lost events, and where a copy may be left: up to a bound."""
+        max_names = self._max_names if self._has_lost_events or self._has_copies else 0
         while self._idle and len(self._nodes) - self._num_held > max_names:
             node, _ = self._idle.popitem(last=False)
             del self._nodes[node.key]
             self._unlink(node)
 
-    def _unlink(self, node: _Node) -> None:
+    def _unlink(self, node: Node) -> None:
         """Take a node from its parent, which may become idle."""
         parent = node.parent
         if parent is not None and parent.children is not None:
             node.parent = None
             parent.children.discard(node)
-            if not parent.children and not parent.copies:
+            if not parent.children and not parent.is_held:
                 self._idle[parent] = None
 
     def _give_up(self, event: BlockStored | BlockRemoved) -> None:
@@ -342,63 +408,3 @@ class EngineBlocks:
 
 def _keeps_whole_prefixes(event: BlockStored | BlockRemoved) -> bool:
     return isinstance(event, BlockRemoved) or event.kv_cache_spec_kind in _WHOLE_PREFIX_KINDS
-
-
-class _Names:
-    """The hashes of our blocks that end inside the blocks of one event, from the first one that has no name."""
-
-    def __init__(
-        self, event: BlockStored, first: int, parent: _Node | None, is_orphan: bool, block_size: int, unsalted: bool
-    ) -> None:
-        self._root: BlockHash | None = None
-        num_blocks = len(event.block_hashes)
-        keys = event.extra_keys or (None,) * num_blocks
-        if is_orphan or len(event.token_ids) != event.block_size * num_blocks or len(keys) != num_blocks:
-            return
-        if parent is None:
-            self._root = _salt(keys[first], event.lora_name)
-            if self._root is None and unsalted and _is_plain(keys[first], event.lora_name):
-                self._root = UNSALTED_ROOT
-            last: BlockHash | None = self._root
-        else:
-            self._root = parent.root if _is_plain(keys[first], event.lora_name) else None
-            last = parent.last
-        if self._root is None or last is None:
-            return
-        named = next(
-            (at for at in range(first + 1, num_blocks) if not _is_plain(keys[at], event.lora_name)), num_blocks
-        )
-        tail = () if parent is None else parent.tail
-        self._tokens = [*tail, *event.token_ids[first * event.block_size : named * event.block_size]]
-        self._hashes = [last, *hash_chain(last, self._tokens, block_size)]
-        self._first = first
-        self._end = named
-        self._num_tail = len(tail)
-        self._engine_block_size = event.block_size
-        self._block_size = block_size
-
-    def give(self, node: _Node, position: int) -> None:
-        """Name the node of the block at a position of the event, or leave it opaque."""
-        if self._root is None or position >= self._end:
-            return
-        begin = self._num_tail + (position - self._first) * self._engine_block_size
-        end = begin + self._engine_block_size
-        # The first block of an event completes what its parent's tail began; that tail is all before `begin`.
-        num_before, num_done = begin // self._block_size, end // self._block_size
-        node.root = self._root
-        node.hashes = self._hashes[num_before + 1 : num_done + 1]
-        node.last = self._hashes[num_done]
-        node.tail = self._tokens[num_done * self._block_size : end] if end % self._block_size else ()
-
-
-def _salt(keys: tuple[Any, ...] | None, lora_name: str | None) -> BlockHash | None:
-    """Return the root that stands as salt in a first block's keys, behind the LoRA name if there is one."""
-    names = () if lora_name is None else (lora_name,)
-    if not keys or keys[:-1] != names or not isinstance(keys[-1], str) or not _SALT.fullmatch(keys[-1]):
-        return None
-    return BlockHash(bytes.fromhex(keys[-1]))
-
-
-def _is_plain(keys: tuple[Any, ...] | None, lora_name: str | None) -> bool:
-    """Say whether the tokens and the LoRA name are all that went into a block's hash, besides its parent."""
-    return not keys or (lora_name is not None and keys == (lora_name,))

@@ -29,7 +29,7 @@ class _Claim:
         self.root = root
         self.block_hash = block_hash
         """The hash under `root`, as gateways know it."""
-        self.children: list[_Claim] = []
+        self.children: dict[_Claim, None] = {}
         self.is_ambiguous = False
         """Requests with another root have the block too."""
         self.is_published = False
@@ -59,7 +59,7 @@ class RequestClaims:
             if claim is None:
                 claim = _Claim(unsalted, parent, root, block_hash)
                 if parent is not None:
-                    parent.children.append(claim)
+                    parent.children[claim] = None
             elif claim.root != root:
                 claim.is_ambiguous = True
                 events += self._withdraw(claim)
@@ -119,7 +119,7 @@ class RequestClaims:
             if unsalted not in self._held and (num_spare > 0 or (parent is not None and parent.unsalted not in kept)):
                 num_spare -= 1
                 if parent is not None and parent.unsalted in kept:
-                    parent.children.remove(claim)
+                    parent.children.pop(claim)
             else:
                 kept[unsalted] = claim
         self._claims = kept

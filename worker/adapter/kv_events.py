@@ -47,11 +47,13 @@ class BlockStored(Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(Struct, frozen=True, tag=True):
-    """One copy of each block was evicted."""
+    """A copy of each block was evicted: in some versions any, in others the last one."""
 
     block_hashes: tuple[EngineHash, ...]
     medium: str | None = None
     group_idx: int | None = None
+    remaining_copy_counts: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
+    """The copies of each block that are left; None from versions that do not say."""
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True):
@@ -62,8 +64,12 @@ class _StoredArray(BlockStored, frozen=True, tag="BlockStored", array_like=True)
     pass
 
 
-class _RemovedArray(BlockRemoved, frozen=True, tag="BlockRemoved", array_like=True):
-    pass
+class _RemovedArray(Struct, frozen=True, tag="BlockRemoved", array_like=True):
+    """Not a BlockRemoved: what follows in the array differs between versions."""
+
+    block_hashes: tuple[EngineHash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
 
 
 class _ClearedArray(AllBlocksCleared, frozen=True, tag="AllBlocksCleared", array_like=True):
@@ -84,8 +90,17 @@ class EventBatch(Struct, frozen=True, array_like=True):
 
 class _ArrayEventBatch(Struct, array_like=True):
     ts: float
-    events: tuple[_StoredArray | _RemovedArray | _ClearedArray, ...]
+    array_events: tuple[_StoredArray | _RemovedArray | _ClearedArray, ...]
     rank: int | None = None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(
+            BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+            if isinstance(event, _RemovedArray)
+            else event
+            for event in self.array_events
+        )
 
 
 class _MapBatch(Struct):

@@ -174,7 +174,7 @@ class EngineRequests:
 
     async def _run(self, active: ActiveRequest) -> End:
         request = active.request
-        num_cached = self._num_matched_tokens(request)
+        num_cached, promised_at = self._num_matched_tokens(request), self._blocks.num_batches
         suspects = self._suspects if request.is_suspect else contextlib.nullcontext()
         async with contextlib.AsyncExitStack() as until_first_token:
             deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
@@ -193,6 +193,8 @@ class EngineRequests:
                     self._emit(active, PromptLogprobs(positions))
                 self._start_first()
                 await self._run_choices(active, prefill, num_cached, until_first_token)
+                if request.sampling.prompt_logprobs is None:  # such a request looks for no prefix
+                    self._heed(active, num_cached, promised_at)
             finally:
                 self.account.drop(prefill)
                 self._start_first()
@@ -202,6 +204,13 @@ class EngineRequests:
         return End(
             max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
         )
+
+    def _heed(self, active: ActiveRequest, num_promised: int, promised_at: int) -> None:
+        """Withdraw the blocks that the engine should have found, and has not."""
+        num_found, request = active.num_cached, active.request
+        if num_found is not None and num_found < num_promised:
+            root = BlockHash(request.root)
+            self._report(self._blocks.contradict(root, request.prompt_ids, num_found, promised_at))
 
     async def _run_choices(
         self, active: ActiveRequest, prefill: Prefill, num_cached: int, until_first_token: contextlib.AsyncExitStack

@@ -1,10 +1,11 @@
-"""The block pool of a simulated engine, and the events that it sends."""
+"""The block pool of a simulated engine, and the events that it sends: vLLM's, and those that changes to it propose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Literal
 
 from cache.hashing import hash_chain
 from cache.types import BlockHash
@@ -15,6 +16,9 @@ OTHER = BlockHash(b"B" * 16)
 ROOTS = (ROOT, OTHER, None)
 """None: the request came without a salt."""
 LORAS = (None, "adapter", "0" * 32)
+Removals = Literal["each", "last", "counted"]
+"""A removal is sent for each copy, as vLLM 0.32 does, for the last one alone, or with the number of those left."""
+REMOVALS: tuple[Removals, ...] = ("each", "last", "counted")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class FakeEngine:
     """The block pool of an engine, which counts copies and says what changes."""
 
     block_size: int
+    removals: Removals = "each"
     copies: dict[EngineHash, int] = field(default_factory=dict)
     blocks: dict[EngineHash, Block] = field(default_factory=dict)
     """All that were ever stored."""
@@ -47,7 +52,7 @@ class FakeEngine:
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             named = repr((key, tokens[end - self.block_size : end], root, lora)).encode()
             digest = blake2b(named, digest_size=8).digest()
-            block = Block(int.from_bytes(digest) if len(tokens) % 2 == 0 else digest, key, root, tuple(tokens[:end]))
+            block = Block(int.from_bytes(digest) if digest[0] % 2 else digest, key, root, tuple(tokens[:end]))
             chain.append(block)
             key = block.key
         return chain
@@ -57,6 +62,26 @@ class FakeEngine:
         chain = self.chain(tokens, root, lora)
         hits = next((at for at, block in enumerate(chain) if not self.copies.get(block.key)), len(chain))
         first = hits if copy_from is None else min(hits, copy_from)
+        stored = chain[first:]
+        self._say_stored(tokens, root, lora, chain, first)
+        for block in stored:
+            self.blocks[block.key] = block
+            self.copies[block.key] = self.copies.get(block.key, 0) + 1
+
+    def num_found(self, tokens: Sequence[int], root: BlockHash | None, lora: str | None) -> int:
+        """The prompt's tokens that it finds: whole blocks, and never the last token."""
+        chain = self.chain(tokens, root, lora)[: (len(tokens) - 1) // self.block_size]
+        hits = next((at for at, block in enumerate(chain) if not self.copies.get(block.key)), len(chain))
+        return hits * self.block_size
+
+    def report_reuse(self, tokens: Sequence[int], root: BlockHash | None, lora: str | None) -> None:
+        """Say again what a prompt reuses (`kv_cache_report_mode: full`)."""
+        num_blocks = self.num_found(tokens, root, lora) // self.block_size
+        self._say_stored(tokens, root, lora, self.chain(tokens, root, lora)[:num_blocks], 0)
+
+    def _say_stored(
+        self, tokens: Sequence[int], root: BlockHash | None, lora: str | None, chain: list[Block], first: int
+    ) -> None:
         stored = chain[first:]
         if not stored:
             return
@@ -78,15 +103,17 @@ class FakeEngine:
                 "full_attention",
             )
         )
-        for block in stored:
-            self.blocks[block.key] = block
-            self.copies[block.key] = self.copies.get(block.key, 0) + 1
 
-    def evict(self, key: EngineHash) -> None:
-        self.copies[key] -= 1
-        if not self.copies[key]:
+    def evict(self, key: EngineHash) -> int:
+        """Evict a copy, and return how many are left."""
+        num_left = self.copies[key] = self.copies[key] - 1
+        if not num_left:
             del self.copies[key]
-        self.events.append(BlockRemoved((key,), "GPU", 0))
+        if self.removals == "counted":
+            self.events.append(BlockRemoved((key,), "GPU", 0, (num_left,)))
+        elif self.removals == "each" or not num_left:
+            self.events.append(BlockRemoved((key,), "GPU", 0))
+        return num_left
 
     def leaves(self) -> list[EngineHash]:
         parents = {self.blocks[key].parent for key in self.copies}

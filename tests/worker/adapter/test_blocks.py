@@ -1,5 +1,7 @@
 """EngineBlocks against a simulated engine: copies, evictions in any order, lost batches, restarts, resets and salts.
 
+It removes as vLLM does, and as changes to vLLM propose; it may report what it reuses, and evict without a word.
+
 The engine keeps what it holds; the truth follows from that. Its block sizes map onto ours in every way, and a prompt is
 made of half blocks, so that blocks share their first halves.
 """
@@ -17,7 +19,16 @@ from cache.events import Removed, Stored
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from tests.block_events import replay
-from tests.worker.adapter.fake_blocks import LORAS, OTHER, ROOT, ROOTS, FakeEngine, stored
+from tests.worker.adapter.fake_blocks import (
+    LORAS,
+    OTHER,
+    REMOVALS,
+    ROOT,
+    ROOTS,
+    FakeEngine,
+    Removals,
+    stored,
+)
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, Event
 
@@ -32,15 +43,17 @@ class BlocksMachine(RuleBasedStateMachine):
     engine_block_size: ClassVar[int]
     block_size: ClassVar[int]
 
-    @initialize(max_names=st.sampled_from((0, 3, 1000)))
-    def begin(self, max_names: int) -> None:
-        self.engine = FakeEngine(self.engine_block_size)
+    @initialize(max_names=st.sampled_from((0, 3, 1000)), removals=st.sampled_from(REMOVALS))
+    def begin(self, max_names: int, removals: Removals) -> None:
+        self.engine = FakeEngine(self.engine_block_size, removals)
         self.blocks = EngineBlocks(self.block_size, max_names=max_names)
         self.prompts: list[tuple[list[int], BlockHash | None, str | None]] = []
         self.published: set[BlockHash] = set()
         self.parents: dict[BlockHash, BlockHash] = {}
         self.is_exact = True
-        """No batch was lost since the last reset."""
+        """No batch was lost since the last reset, and no removal was of one copy among others."""
+        self.is_honest = True
+        """The engine has reported every eviction."""
 
     @property
     def unit(self) -> int:
@@ -76,9 +89,43 @@ class BlocksMachine(RuleBasedStateMachine):
     def evict(self, data: st.DataObject, in_order: bool, count: int) -> None:
         """Evict blocks, mostly the leaves first."""
         for _ in range(min(count, sum(self.engine.copies.values()))):
-            self.engine.evict(
-                data.draw(st.sampled_from(self.engine.leaves() if in_order else list(self.engine.copies)))
-            )
+            keys = self.engine.leaves() if in_order else list(self.engine.copies)
+            num_left = self.engine.evict(data.draw(st.sampled_from(keys)))
+            if num_left and self.engine.removals == "each":
+                self.is_exact = False
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.prompts)
+    def report_reuse(self, data: st.DataObject) -> None:
+        self.engine.report_reuse(*data.draw(st.sampled_from(self.prompts)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.copies)
+    def evict_in_silence(self, data: st.DataObject) -> None:
+        """Whatever makes an entry wrong: the engine drops a block, and no event says so."""
+        self.publish()
+        del self.engine.copies[data.draw(st.sampled_from(list(self.engine.copies)))]
+        self.is_exact = self.is_honest = False
+
+    @rule(data=st.data(), computes_before=st.booleans())
+    @precondition(lambda self: self.prompts)
+    def answer(self, data: st.DataObject, computes_before: bool) -> None:
+        """An answer tells how much of its prompt was found: no more than that is promised from here on."""
+        tokens, root, lora = data.draw(st.sampled_from(self.prompts))
+        if root is None or lora is not None:
+            return
+        self.publish()
+        chain = hash_chain(root, tokens, self.block_size)
+        promised_at, num_promised = self.blocks.num_batches, self.blocks.num_matched_tokens(chain, len(tokens))
+        num_found = self.engine.num_found(tokens, root, lora)
+        if computes_before:
+            self.engine.serve(tokens, root, lora, None)
+            self.publish()
+        if num_found < num_promised:
+            assert not self.is_honest
+            replay(self.blocks.contradict(root, tokens, num_found, promised_at), self.published)
+        self.check()
+        assert self.blocks.num_matched_tokens(chain, len(tokens)) <= self.engine.num_found(tokens, root, lora)
 
     @rule()
     def publish(self) -> None:
@@ -86,7 +133,7 @@ class BlocksMachine(RuleBasedStateMachine):
         applied = self.blocks.apply(self.engine.take_events())
         if applied.cleared:
             self.published = set()
-            self.is_exact = True
+            self.is_exact = self.is_honest = True
         for event in applied.events:  # each says something new
             assert isinstance(event, Stored | Removed)
             assert (event.block_hash in self.published) is isinstance(event, Removed)
@@ -99,7 +146,7 @@ class BlocksMachine(RuleBasedStateMachine):
         events = self.engine.take_events()
         reset = any(isinstance(event, AllBlocksCleared) for event in events)
         kept = [] if reset else events[len(events) - num_events :]
-        self.is_exact = False
+        self.is_exact, self.is_honest = False, True
         replay(self.blocks.forget_presence(), self.published)
         assert not self.published
         assert self.blocks.num_held_blocks == 0
@@ -115,11 +162,13 @@ class BlocksMachine(RuleBasedStateMachine):
         self.engine.take_events()
         self.blocks.clear()
         self.published = set()
-        self.is_exact = True
+        self.is_exact = self.is_honest = True
 
     @rule()
     def replace_everything(self) -> None:
-        """Enough traffic: all that is held goes, so the counts are right again, and every prompt comes back."""
+        """Enough traffic: all that is held goes, so the mirror is right again, and every prompt comes back."""
+        if not self.is_honest:
+            self.restart()
         self.publish()
         for key, copies in list(self.engine.copies.items()):
             for _ in range(copies):
@@ -141,7 +190,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def check(self) -> None:
         held = self.engine.held(self.block_size)
-        assert self.published <= held
+        assert self.published <= held or not self.is_honest
         assert self.published == replay(self.blocks.visible_events())
         check_prefixes(self.published, self.parents)
         if self.is_exact:
@@ -162,7 +211,7 @@ def run_machine(engine_block_size: int, block_size: int, num_steps: int) -> None
 
 @pytest.mark.parametrize(("engine_block_size", "block_size"), SIZES)
 def test_published_is_what_the_engine_holds(engine_block_size: int, block_size: int) -> None:
-    run_machine(engine_block_size, block_size, 3000)
+    run_machine(engine_block_size, block_size, 1500)
 
 
 @pytest.mark.deep
@@ -245,8 +294,56 @@ def test_a_block_behind_an_unknown_one_is_an_orphan_until_it_is_stored_with_its_
     assert replay(blocks.apply([stored(1, 2, extra=(*SALTED, None))]).events) == set(chain[:2])
     assert replay(blocks.apply([stored(3, parent=2, tokens=(4, 5))]).events) == {chain[2]}
     assert blocks.num_orphans == 0
-    assert blocks.apply([BlockRemoved((3,))]).events == []
     assert blocks.apply([BlockRemoved((3,))]).events == [Removed(chain[2])]
+
+
+def test_a_removal_ends_presence_however_often_a_block_was_stored() -> None:
+    """Some engines send it for the last copy alone, and some store again what they reuse."""
+    blocks = EngineBlocks(2, max_names=100)
+    chain = hash_chain(ROOT, range(4), 2)
+    for _ in range(3):
+        blocks.apply([stored(1, 2, extra=(*SALTED, None))])
+    assert blocks.apply([BlockRemoved((2,)), BlockRemoved((1,))]).events == [Removed(chain[1]), Removed(chain[0])]
+    assert blocks.num_held_blocks == 0
+
+
+def test_a_removal_that_tells_of_other_copies_ends_nothing() -> None:
+    blocks = EngineBlocks(2, max_names=100)
+    blocks.apply([stored(1, 2, extra=(*SALTED, None))])
+    assert blocks.apply([BlockRemoved((1, 2), remaining_copy_counts=(2, 1))]).events == []
+    assert len(blocks.apply([BlockRemoved((1, 2), remaining_copy_counts=(1, 0))]).events) == 1
+    assert len(blocks.apply([BlockRemoved((1,), remaining_copy_counts=(0,))]).events) == 1
+
+
+def test_a_copy_that_outlives_a_removal_is_proved_by_the_next_block_behind_it() -> None:
+    blocks = EngineBlocks(2, max_names=100)
+    blocks.apply([stored(1, 2, extra=(*SALTED, None)), stored(1, 2, extra=(*SALTED, None))])
+    assert len(blocks.apply([BlockRemoved((2,))]).events) == 1
+    assert len(blocks.apply([stored(3, parent=2, tokens=(5, 6))]).events) == 2
+
+
+def test_an_answer_withdraws_what_it_has_not_found_and_what_was_not_stored_since() -> None:
+    blocks = EngineBlocks(2, max_names=100)
+    chain = hash_chain(ROOT, range(8), 2)
+    blocks.apply([stored(1, 2, 3, 4, extra=(*SALTED, None, None, None))])
+    promised_at = blocks.num_batches
+    assert blocks.contradict(OTHER, range(8), 2, promised_at) == []
+    withdrawn = blocks.contradict(ROOT, range(8), 2, promised_at)
+    assert withdrawn == [Removed(block_hash) for block_hash in reversed(chain[1:])]
+    assert blocks.num_held_blocks == 1
+    blocks.apply([stored(2, 3, 4, parent=1, tokens=range(2, 8))])
+    assert blocks.contradict(ROOT, range(8), 2, promised_at) == [], "stored since, by that very request"
+    assert replay(blocks.visible_events()) == set(chain)
+
+
+def test_a_name_behind_two_parents_is_published_for_neither() -> None:
+    """An engine that names a page by its own tokens does so."""
+    blocks = EngineBlocks(2, max_names=100)
+    blocks.apply([stored(1, 2, 3, extra=(*SALTED, None, None))])
+    events = blocks.apply([stored(2, parent=3, tokens=(2, 3))]).events
+    assert [type(event) for event in events] == [Removed, Removed]
+    assert replay(blocks.visible_events()) == set(hash_chain(ROOT, range(2), 2))
+    assert blocks.apply([stored(2, parent=1, tokens=(2, 3))]).events == []
 
 
 @pytest.mark.parametrize(

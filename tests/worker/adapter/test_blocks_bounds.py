@@ -1,0 +1,115 @@
+"""EngineBlocks under events that no engine should send: cycles, repeats, lost parents. None of them takes long."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cache.events import BlockEvent
+from cache.hashing import hash_chain
+from tests.block_events import replay
+from tests.worker.adapter.fake_blocks import OTHER, ROOT, stored
+from worker.adapter.blocks import EngineBlocks
+from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+MAX_BATCH_S = 0.05
+"""Processor time of this thread for one batch."""
+SALTED = ((ROOT.hex(),),)
+DEPTH = 100_000
+
+
+def chaotic_event(rng: random.Random, num_keys: int) -> Event:
+    def key() -> int:
+        return rng.randrange(num_keys)
+
+    kind = rng.random()
+    if kind < 0.02:
+        return AllBlocksCleared()
+    if kind < 0.25:
+        keys = tuple(key() for _ in range(rng.randrange(1, 6)))
+        return BlockRemoved(keys, remaining_copy_counts=rng.choice((None, tuple(rng.randrange(2) for _ in keys), ())))
+    keys = tuple(key() for _ in range(rng.randrange(1, 12)))
+    parent = rng.choice((None, key(), key(), keys[0], keys[-1]))
+    tokens = tuple(rng.randrange(2) for _ in range(2 * len(keys) - (rng.random() < 0.05)))
+    first = rng.choice((None, (ROOT.hex(),), (ROOT.hex(),), (OTHER.hex(),), ("image", 0)))
+    return BlockStored(keys, parent, tokens, 2, extra_keys=(first, *(None for _ in keys[1:])) if first else None)
+
+
+def chaotic_batches(seed: int, num_batches: int) -> Iterator[list[Event]]:
+    rng = random.Random(seed)
+    for _ in range(num_batches):
+        yield [chaotic_event(rng, rng.choice((2, 5, 40))) for _ in range(rng.randrange(1, 8))]
+
+
+def run_chaos(seed: int, num_batches: int, *, matches_requests: bool) -> None:
+    rng = random.Random(seed)
+    block_size = rng.choice((1, 2, 3))
+    blocks = EngineBlocks(block_size, max_names=20, matches_requests=matches_requests)
+    published: set[bytes] = set()
+
+    def take(events: list[BlockEvent]) -> None:
+        replay(events, published)  # type: ignore[arg-type]
+        assert published == replay(blocks.visible_events())
+
+    for number, batch in enumerate(chaotic_batches(seed, num_batches)):
+        prompt = [rng.randrange(2) for _ in range(20)]
+        if matches_requests and number % 3 == 0:
+            take(blocks.expect(rng.choice((ROOT, OTHER)), prompt))
+        if number % 50 == 0:
+            take(blocks.forget_presence())
+        begun_s = time.thread_time()
+        applied = blocks.apply(batch)
+        assert time.thread_time() - begun_s < MAX_BATCH_S, batch
+        if applied.cleared:
+            published.clear()
+        take(applied.events)
+        if number % 5 == 0:
+            num_matched = blocks.num_matched_tokens(hash_chain(ROOT, prompt, block_size), 20)
+            take(blocks.contradict(ROOT, prompt, rng.randrange(num_matched + 1), blocks.num_batches - rng.randrange(3)))
+
+
+@pytest.mark.parametrize("matches_requests", [False, True])
+def test_no_batch_takes_long(matches_requests: bool) -> None:
+    for seed in range(15):
+        run_chaos(seed, 100, matches_requests=matches_requests)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("matches_requests", [False, True])
+def test_none_of_many_batches_takes_long(matches_requests: bool) -> None:
+    for seed in range(500):
+        run_chaos(seed, 100, matches_requests=matches_requests)
+
+
+def deep_chain(blocks: EngineBlocks) -> None:
+    blocks.apply([stored(*range(DEPTH), size=1, extra=SALTED + (None,) * (DEPTH - 1))])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_block_that_is_its_own_parent(size: int) -> None:
+    blocks = EngineBlocks(2, max_names=100)
+    for _ in range(3):
+        blocks.apply([stored(7, parent=7, tokens=(1,) * size, size=size), stored(8, 7, 8, parent=8, size=size)])
+        blocks.apply([BlockRemoved((7, 8))])
+    assert blocks.visible_events() == []
+
+
+def test_a_batch_that_hides_and_shows_a_deep_chain_again_and_again_is_bounded() -> None:
+    """It costs a few walks over all the blocks, not one for each event."""
+    blocks = EngineBlocks(1, max_names=2 * DEPTH)
+    deep_chain(blocks)
+    toggles: list[Event] = []
+    for number in range(100):
+        toggles += [BlockRemoved((0,)), stored(DEPTH + number, parent=DEPTH - 1, tokens=(9,), size=1)]
+    begun_s = time.thread_time()
+    blocks.apply([BlockRemoved((0,)), stored(3 * DEPTH, parent=DEPTH - 1, tokens=(9,), size=1)])
+    once_s = time.thread_time() - begun_s
+    begun_s = time.thread_time()
+    blocks.apply(toggles)
+    assert time.thread_time() - begun_s < 20 * once_s
+    blocks.forget_presence()
+    blocks.apply([stored(2 * DEPTH, parent=DEPTH - 1, tokens=(9,), size=1)])
+    assert len(blocks.visible_events()) >= DEPTH
