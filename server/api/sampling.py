@@ -183,7 +183,7 @@ async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[in
     async for key, value in rested(bias.items()):
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             raise invalid(
-                "logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys, got {key!r:.40}"
+                "logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys, got {key[:40]!r}"
             )
         pairs.append((int(key), value))
     return tuple(pairs)

@@ -7,6 +7,7 @@ RequestFields            the fields of every route that runs a model
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
@@ -16,6 +17,7 @@ from server.schema.decoding import invalid, unsupported
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 128
 MAX_STOP_CHARS: Final = 1024
+MAX_KEY_CHARS: Final = 1024
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -207,6 +209,13 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+def short_key(key: str | None) -> str | None:
+    """Return a key as it is, or a digest of a long one, which is written and hashed for each request."""
+    if key is None or len(key) <= MAX_KEY_CHARS:
+        return key
+    return blake2b(key.encode("utf-8", "replace"), digest_size=32).hexdigest()
+
+
 class RequestFields(Struct, kw_only=True):
     """The fields of every route that runs a model, hints included."""
 
@@ -229,7 +238,7 @@ class RequestFields(Struct, kw_only=True):
     @property
     def affinity_key(self) -> str | None:
         """The body's name for what the request belongs to."""
-        return self.prompt_cache_key or self.user
+        return short_key(self.prompt_cache_key or self.user)
 
     def check(self) -> None:
         """Check what no single field's type can say. Raises InvalidRequestError."""

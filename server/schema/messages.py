@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability
+from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability, short_key
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 
 MessageRole = Literal["user", "assistant", "system"]
@@ -156,7 +156,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
 
     @property
     def affinity_key(self) -> str | None:
-        return self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user
+        return short_key(self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user)
 
     def check(self) -> None:
         if self.stop is not None:

@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.nodes
+import msgspec
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,7 +36,7 @@ MAX_HOLD_S: Final = 0.03
 MAX_PRODUCT: Final = 1 << 20
 """Characters or items in a product, bits in a power."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
-MAX_TEXT_BYTES: Final = 12 << 20
+MAX_TEXT_BYTES: Final = 8 << 20
 """The limit for the texts of a request in memory, of which a template makes several copies."""
 TEXT_BYTES_PER_TOKEN: Final = 24
 """The same for each token of a context, where that is more."""
@@ -202,7 +203,8 @@ class ChatTemplate:
         kwargs = _template_kwargs(request)
         mark = ""
         if self._marker is not None:
-            mark = yield from self._marker.mark_for(list(_texts(request)))
+            others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
+            mark = yield from self._marker.mark_for([*_texts(request), others])
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
