@@ -23,7 +23,7 @@ from typing import Any, Final
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import InvalidResponse, MovedError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
 
-from cache.redis_index.connection import ClientSettings, Endpoint
+from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings, Endpoint
 from cache.redis_index.schema import brief
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class _Call:
     future: asyncio.Future[list[Reply]]
     num_replies: int
     sent_at: float
+    max_reply_bytes: int
     replies: list[Reply] = field(default_factory=list)
 
 
@@ -85,21 +86,25 @@ class RedisClient:
     def up(self) -> bool:
         return self._connection is not None
 
-    def submit(self, packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
+    def submit(
+        self, packed: Sequence[bytes], num_replies: int, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> asyncio.Future[list[Reply]]:
         """Send a packed pipeline. The future gives one reply per command; it fails with RedisDownError."""
         if self._connection is None:
             raise RedisDownError(f"no connection to {self.label}")
         if len(self._pending) >= self._settings.max_pending:
             raise RedisDownError(f"{len(self._pending)} commands wait for {self.label}")
         future = asyncio.get_running_loop().create_future()
-        self._pending.append(_Call(future, num_replies, time.monotonic()))
+        self._pending.append(_Call(future, num_replies, time.monotonic(), max_reply_bytes))
         self._outbox.extend(packed)
         self._wake.set()
         return future
 
-    async def call(self, *commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
-        """Submit and wait. Raises RedisDownError, also when the reply is late."""
-        future = self.submit([pack(commands)], len(commands))
+    async def call(
+        self, *commands: Sequence[Argument], timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> list[Reply]:
+        """Submit and wait. Raises RedisDownError, also when the reply is late, or one is longer than the limit."""
+        future = self.submit([pack(commands)], len(commands), max_reply_bytes)
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -142,7 +147,7 @@ class RedisClient:
 
     async def _serve(self) -> None:
         async with asyncio.timeout(2 * self._settings.connect_timeout_s):
-            connection = await self._endpoint.open()
+            connection = await self._endpoint.open(self._reply_limit)
         self._connection = connection
         self._outbox.clear()
         self._wake.clear()
@@ -153,6 +158,9 @@ class RedisClient:
             group.create_task(self._read(connection))
             group.create_task(self._watch())
             raise ProtocolError(await self._reconnect_reason)
+
+    def _reply_limit(self) -> int:
+        return self._pending[0].max_reply_bytes if self._pending else MAX_REPLY_BYTES
 
     async def _write(self, connection: AbstractConnection) -> None:
         while True:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from asyncio import StreamReader
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -11,8 +15,9 @@ from redis.asyncio.connection import AbstractConnection, Connection, DefaultPars
 from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import ConnectionError, InvalidResponse
 
-MAX_REPLY_BYTES: Final = 64 << 20
-"""Twice a registry of 20,000 workers. It keeps other users of Redis from filling the memory of every reader."""
+MAX_REPLY_BYTES: Final = 8 << 20
+"""The limit for a reply, unless its call names another: other users of Redis must not fill any reader's memory."""
+_REST_BYTES: Final = 1 << 20
 _SHORT_BYTES: Final = 2048
 _MILLIONS: Final = re.compile(rb"[*~%>|][0-9]{7}")
 _DEFAULT_PORTS: Final = {"": 6379, "cluster": 6379, "sentinel": 26379}
@@ -45,32 +50,47 @@ class ClientSettings:
 
 
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
-    """Redis-py's parser with a limit on the size of a reply.
+    """Redis-py's parser with a limit on the size of a reply, which takes twice its size in memory.
 
     The parser below reserves memory for as many elements as a list announces, and takes seconds to free millions.
     So look for such headers, in short reads and at the start of long ones. A search of every read would slow a lookup
     among 64 workers by 3 %.
     """
 
-    __slots__ = ("_num_read",)
+    __slots__ = ("_limit", "_num_read", "_num_rests")
+
+    def __init__(self, limit: Callable[[], int] = lambda: MAX_REPLY_BYTES, *, socket_read_size: int) -> None:
+        """`limit` returns the most bytes of the reply that is read."""
+        super().__init__(socket_read_size=socket_read_size)
+        self._limit = limit
 
     async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
-        self._num_read = 0
+        self._num_read = self._num_rests = 0
         return await super().read_response(disable_decoding=disable_decoding, push_request=push_request)
 
     async def read_from_socket(self) -> bool:
-        """Raises ConnectionError at the end of the stream, InvalidResponse past MAX_REPLY_BYTES."""
-        data = await self._stream.read(self._read_size)
-        if not data:
+        """Raises ConnectionError at the end of the stream, InvalidResponse past the limit."""
+        if self._num_read // _REST_BYTES > self._num_rests:  # the stream may have more at once: others need their turn
+            self._num_rests += 1
+            await asyncio.sleep(0)
+        stream: StreamReader | None = self._stream
+        data = b"" if stream is None else await stream.read(self._read_size)
+        reader: Any = self._reader
+        if not data or reader is None:
             raise ConnectionError("connection closed by Redis")
         self._num_read += len(data)
-        if self._num_read > MAX_REPLY_BYTES:
-            raise InvalidResponse(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+        if self._num_read > (limit := self._limit()):
+            raise InvalidResponse(f"a reply of more than {limit} bytes")
         suspect = _MILLIONS.search(data) if len(data) <= _SHORT_BYTES else _MILLIONS.match(data)
-        if suspect and not self._reader.has_data() and _announces_millions(data):
+        if suspect and not reader.has_data() and _announces_millions(data):
             raise InvalidResponse("a reply of millions of elements")
-        self._reader.feed(data)
+        reader.feed(data)
         return True
+
+    def on_disconnect(self) -> None:
+        """Free what has come of a reply: the connection is in a cycle with its transport, and may stay for long."""
+        super().on_disconnect()
+        self._reader = self._stream = None  # type: ignore[misc]
 
 
 def _announces_millions(data: bytes) -> bool:
@@ -115,7 +135,6 @@ class Endpoint:
             "socket_timeout": None,
             "protocol": 2,
             "driver_info": None,
-            "parser_class": BoundedParser,
         }
         credentials = {"username": settings.username, "password": settings.password}
         self._options |= {name: value for name, value in credentials.items() if value}
@@ -136,9 +155,12 @@ class Endpoint:
             single += f"/{query.pop('db', '0')}"
         return single + "?" + "&".join(f"{name}={value}" for name, value in query.items())
 
-    async def open(self) -> AbstractConnection:
-        """Return a connected, authenticated connection. Raises RedisError, OSError or TimeoutError."""
-        options = dict(self._options)
+    async def open(self, limit: Callable[[], int] = lambda: MAX_REPLY_BYTES) -> AbstractConnection:
+        """Return a connected, authenticated connection. Raises RedisError, OSError or TimeoutError.
+
+        `limit` is that of `BoundedParser`.
+        """
+        options = {**self._options, "parser_class": partial(BoundedParser, limit)}
         if self._service:
             options["host"], options["port"] = await self._primary()
         elif self._nodes:
@@ -152,6 +174,8 @@ class Endpoint:
         if issubclass(self._kind, SSLConnection):
             options |= {name: value for name, value in self._options.items() if name.startswith("ssl_")} | {"ssl": True}
         sentinel = Sentinel(self._nodes, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        for client in sentinel.sentinels:
+            client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
         try:
             host, port = await sentinel.discover_master(self._service)
         finally:

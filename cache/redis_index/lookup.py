@@ -20,9 +20,10 @@ from cache.records import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply, pack
 from cache.redis_index.connection import ClientSettings, IndexSettings
+from cache.redis_index.hashes import HashReading, read_hashes, registry_hashes
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.schema import ReplyError, Signer, brief
-from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA
+from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA, SHORT_STATES
 from cache.types import HASH_BYTES, BlockHash
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class Shard:
         client_settings = ClientSettings(settings.username, settings.password, max_pending=1024)
         self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
         self._keys = schema.Keys(settings.prefix, number)
+        self._hashes = registry_hashes(self._keys)
         self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
         self._queries: dict[str | None, _Query] = {}
         self._evalsha = b"EVALSHA_RO"
@@ -233,7 +235,8 @@ class Shard:
         keys = [self._keys.states, self._keys.version, *sets]
         # A name costs more than a state of no use here. But foreign values may be of any size and number.
         by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
-        ids = [w.member.worker_id for w in workers] if by_name else [ALL_STATES]
+        guard = [SHORT_STATES] if self.registry.has_foreign_states else []
+        ids = [*guard, *(w.member.worker_id for w in workers)] if by_name else [ALL_STATES]
         packed_links = b"".join(link.to_bytes(2, "big") for link in links)
         command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, *ids]
         head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place of the hashes: no key has a zero byte
@@ -287,13 +290,16 @@ class Shard:
         Its version is the one that a lookup saw before: a change in between means one more refresh.
         """
         version = self._seen_version
-        members, states, now = await self.client.call(
-            ("HGETALL", self._keys.members), ("HGETALL", self._keys.states), ("TIME",), timeout_s=_TIMEOUT_S
-        )
+        names = [worker.member.worker_id.encode() for worker in self.registry.workers(None)]
+        try:
+            (members, states), now = await read_hashes(self.client, self._hashes, names, _TIMEOUT_S)
+        except ReplyError as error:
+            raise self._malformed("the registry", error) from error
         started_at = time.monotonic()
         try:
             self.registry.now_ms = schema.decode_time_ms(now)
-            self.registry.refresh(self._hash(members), self._hash(states))
+            pairs = self._pairs(members, b"members"), self._pairs(states, b"state")
+            self.registry.refresh(*pairs, has_whole_states=states.is_whole)
         except Exception as error:  # anything that such a reply may raise
             raise self._malformed("the registry", error) from error
         finally:
@@ -301,12 +307,13 @@ class Shard:
             self._pause_s = max(self._settings.refresh_interval_s, 10 * (self._refreshed_at - started_at))
         self._version = version
 
-    def _hash(self, reply: Reply) -> list[tuple[bytes, bytes]]:
-        """Return the pairs; none for a key of another type, until a worker has put it right. Raises ReplyError."""
-        if isinstance(reply, ResponseError):
-            self.registry.complain(b"type", f"the registry cannot be read: {reply}")
-            return []
-        return schema.decode_hash(reply)
+    def _pairs(self, reading: HashReading, kind: bytes) -> list[tuple[bytes, bytes]]:
+        """Return what was read, and complain of what was not."""
+        if reading.error is not None:
+            self.registry.complain(b"type", f"the registry cannot be read: {reading.error}")
+        if not reading.is_whole:
+            self.registry.complain(kind, "the registry holds values that are far too long: known workers are read")
+        return reading.pairs
 
     # --- breaker and probe ------------------------------------------------------------------------------------------
 

@@ -104,8 +104,14 @@ class Registry:
         """Return every worker with a state, lapsed ones included."""
         return [worker.entry(self.now_ms) for worker in self._workers.values() if worker.state is not _NO_STATE]
 
-    def refresh(self, members: Sequence[tuple[bytes, bytes]], states: Sequence[tuple[bytes, bytes]]) -> None:
-        """Take the pairs of both hashes."""
+    def refresh(
+        self,
+        members: Sequence[tuple[bytes, bytes]],
+        states: Sequence[tuple[bytes, bytes]],
+        *,
+        has_whole_states: bool = True,
+    ) -> None:
+        """Take the pairs of both hashes; without `has_whole_states`, the second holds more than was read."""
         known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
         self._unproven = []
         if len(members) > schema.MAX_MEMBERS:
@@ -116,7 +122,8 @@ class Registry:
         self._workers = {worker.member.worker_id: worker for worker in workers}
         self._by_epoch = {worker.member.epoch: worker for worker in workers}
         self._by_raw = {worker.raw: worker for worker in workers if worker.raw}
-        self.has_foreign_states = None in [self._read_state(raw) for _, raw in states]
+        read = [self._read_state(raw) for _, raw in states if raw or has_whole_states]
+        self.has_foreign_states = None in read or not has_whole_states
         self.has_changed = True
 
     def candidates(
@@ -175,7 +182,10 @@ class Registry:
         if known is not None and known.record == record:
             return known
         remembered = known if self._is_signed and known is not None and known.state.deadline_ms > self.now_ms else None
-        is_genuine = not self._is_signed or self._signer.verifies_member(field, record)
+        if not record:  # it was too long to be read
+            return remembered
+        is_short = len(record) <= schema.MAX_MEMBER_BYTES
+        is_genuine = not self._is_signed or (is_short and self._signer.verifies_member(field, record))
         if not is_genuine:
             self.complain(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
             if len(self._unproven) >= _MAX_UNSIGNED:

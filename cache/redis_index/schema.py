@@ -188,9 +188,11 @@ def encode_state(
 
 def decode_state(data: Any) -> State:
     """Return a state. Raises RegistryError."""
+    if isinstance(data, bytes) and len(data) > MAX_STATE_BYTES:
+        raise RegistryError(f"state of {len(data)} bytes")
     try:
         state: State = _decode_state(data)
-        is_ours = len(data) <= MAX_STATE_BYTES and state.format == _STATE_FORMAT
+        is_ours = state.format == _STATE_FORMAT
     except Exception as error:  # anything that a decoder raises at such bytes, or at another type
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if not is_ours:

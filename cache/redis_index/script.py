@@ -10,9 +10,12 @@ from __future__ import annotations
 from hashlib import sha1
 from typing import Final
 
+from cache.redis_index.schema import MAX_STATE_BYTES
+
 # KEYS: states, version, then the set of each worker's pool, then the sets of tiers. ARGV: the prompt's 16-byte block
 # hashes in one string (the first 8 bytes of each are its entry); for each set of a tier, in two bytes, the place in
 # `matched`, from 0 on, of the match that it continues; then ids of workers, or `*` for all: their states are returned.
+# After a `?`, only those that are not too long.
 #
 # A set is prefix-closed, so the match ends where membership flips from yes to no. The previous worker's answer is the
 # search hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block at the
@@ -113,15 +116,26 @@ end
 local states = {}
 if ARGV[3] == '*' then
   states = pcall('HVALS', KEYS[1])
+elseif ARGV[3] == '?' then
+  for i = 4, #ARGV do
+    local size = pcall('HSTRLEN', KEYS[1], ARGV[i])
+    if type(size) == 'table' then  -- another type, or a user without that right
+      states = pcall('HMGET', KEYS[1], unpack(ARGV, 4))
+      break
+    end
+    states[i - 3] = size <= %d and pcall('HMGET', KEYS[1], ARGV[i])[1]
+  end
 elseif #ARGV > 2 then
   states = pcall('HMGET', KEYS[1], unpack(ARGV, 3))
 end
 local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- of any size
 if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user without that right
 return {version, pcall('TIME'), matched, states}
-"""
+""".replace("%d", str(MAX_STATE_BYTES))
 
 LOOKUP_SHA: Final = sha1(LOOKUP.encode()).hexdigest()
 
 ALL_STATES: Final = "*"
 """In place of worker ids; no id is this."""
+SHORT_STATES: Final = "?"
+"""Before worker ids: foreign values may be of any size."""

@@ -24,6 +24,7 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
 from cache.redis_index.connection import ClientSettings, IndexSettings
+from cache.redis_index.hashes import HashLimit, is_too_large, read_hashes, registry_hashes, size_commands
 from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
 from cache.types import IndexEntry
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _Command = Sequence[Argument]
 _MIN_JUMP_MS: Final = 250.0
 """Jumps of Redis' clock below this are ignored: a late reply looks like one."""
+MAX_FOREIGN_BYTES: Final = 64 << 10
+"""Longer names and values are no worker's, whatever its version: they are removed."""
 _MAX_OLD_SETS: Final = 100
 """Sets to be unlinked at the next switch; those beyond end by their TTL."""
 
@@ -78,6 +81,9 @@ class IndexWriter:
         self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
         shard = schema.shard_of(member.worker_id, settings.num_shards)
         self._keys = schema.Keys(settings.prefix, shard)
+        self._hashes = registry_hashes(self._keys)
+        self._unreadable: set[bytes] = set()
+        """Hashes whose names did not come: they are too long, or the connection broke."""
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
         self._describe(member)
         self._generation = 0
@@ -212,48 +218,87 @@ class IndexWriter:
 
     async def workers(self) -> list[RegistryEntry]:
         """Return the registry of this worker's shard; empty when it cannot be read."""
-        replies = await self._ask(("HGETALL", self._keys.members), ("HGETALL", self._keys.states), ("TIME",))
-        if replies is None:
-            return []
         registry = Registry(self._count, self._signer)
         try:
-            registry.now_ms = schema.decode_time_ms(replies[2])
-            registry.refresh(schema.decode_hash(replies[0]), schema.decode_hash(replies[1]))
-        except ReplyError as error:
+            (members, states), now = await read_hashes(self.client, self._hashes, (), self._settings.timeout_s)
+            registry.now_ms = schema.decode_time_ms(now)
+            registry.refresh(members.pairs, states.pairs)
+        except (RedisDownError, ReplyError) as error:
             logger.debug("the registry cannot be read: %s", error)
         return registry.entries()
 
     async def prune(self) -> int:
         """Remove members with a lease that ended an hour ago. A revived worker writes a new entry."""
-        replies = await self._ask(("HGETALL", self._keys.states), ("TIME",))
-        if replies is None or isinstance(replies[0], ResponseError):  # a key of another type: the next publish heals it
-            return 0
         try:
-            entries, now_ms = schema.decode_hash(replies[0]), schema.decode_time_ms(replies[1])
+            (states,), now = await read_hashes(self.client, self._hashes[1:], (), self._settings.timeout_s)
+            now_ms = schema.decode_time_ms(now)
+        except RedisDownError as error:
+            logger.debug("not pruned: %s", error)
+            return 0
         except ReplyError as error:
             self.client.reconnect(str(error))
             return 0
         limit_ms = now_ms - int(self._settings.dead_after_s * 1000)
         own = self.member.worker_id.encode()
-        dead = [field for field, value in entries if field != own and _is_dead(value, limit_ms)][:1000]
+        dead = [field for field, value in states.pairs if field != own and _is_dead(value, limit_ms)][:1000]
         if dead:
             await self._transaction(self._removal(dead))
             logger.info("removed %d dead members from the registry", len(dead))
         return len(dead)
+
+    async def remove_oversized(self) -> int:
+        """Remove fields that are far too long from the registry. Return how many fields it has.
+
+        A hash whose names alone are too much to read is unlinked whole: each worker puts its own entry back.
+        """
+        sizes = await self._ask(*(command for limit in self._hashes for command in size_commands(limit)))
+        num_fields = 0
+        for at, limit in enumerate(self._hashes if sizes is not None else ()):
+            assert sizes is not None
+            num_fields += sizes[2 * at] if type(sizes[2 * at]) is int else 0
+            if is_too_large(limit, *sizes[2 * at : 2 * at + 2]):
+                await self._shorten(limit)
+        return num_fields
+
+    async def _shorten(self, limit: HashLimit) -> None:
+        key = limit.key
+        if key in self._unreadable:
+            self._unreadable.discard(key)
+            await self._transaction([("UNLINK", key), *self._news()])
+            logger.warning("removed %s: its names were too long to be read", key.decode())
+            return
+        self._unreadable.add(key)  # unless its names come
+        replies = await self._ask(("HKEYS", key))
+        if replies is None:
+            return
+        self._unreadable.discard(key)
+        names = [name for name in replies[0] if type(name) is bytes] if isinstance(replies[0], list) else []
+        lengths = await self._ask(*(("HSTRLEN", key, name) for name in names)) if names else None
+        if lengths is None:
+            return
+        sizes = [length if type(length) is int else 0 for length in lengths]
+        long = [name for name, size in zip(names, sizes, strict=True) if max(size, len(name)) > MAX_FOREIGN_BYTES]
+        if long:
+            await self._transaction([("HDEL", key, *long[:1000]), *self._news()])
+            logger.warning("removed %d fields that were far too long from %s", len(long), key.decode())
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _registration(self) -> list[_Command]:
         return [
             ("HSET", self._keys.members, self.member.worker_id, self._record),
-            ("SET", self._keys.version, secrets.token_hex(8)),
+            *self._news(),
         ]
+
+    def _news(self) -> list[_Command]:
+        """Return what makes readers read the registry again."""
+        return [("SET", self._keys.version, secrets.token_hex(8))]
 
     def _removal(self, worker_ids: Sequence[Argument]) -> list[_Command]:
         return [
             ("HDEL", self._keys.members, *worker_ids),
             ("HDEL", self._keys.states, *worker_ids),
-            ("SET", self._keys.version, secrets.token_hex(8)),
+            *self._news(),
         ]
 
     def _chunked(self, command: str, key: bytes, entries: Sequence[IndexEntry]) -> list[_Command]:

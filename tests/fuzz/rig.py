@@ -48,6 +48,7 @@ PUBLISHER: Final = PublisherSettings(
     heartbeat_s=1.0,
     retry_s=0.01,
     max_retry_s=0.1,
+    tidy_s=0.0,
     prune_s=0.0,
     rewrite_s=0.02,
 )

@@ -34,6 +34,7 @@ NUM_LANES: Final = 48
 """Many, because most of a case is waiting: for a reply that does not come, for a new connection."""
 GATEWAY_STATES: Final = {
     "startup": ("AUTH", "SELECT"),
+    "sizes": ("HLEN", "MEMORY"),
     "registry": ("HGETALL", "HGETALL", "TIME"),
     "lookup": ("EVALSHA_RO", "EVALSHA"),
     "script": ("SCRIPT",),
@@ -47,6 +48,7 @@ PUBLISHER_STATES: Final = {
     "publish": ("MULTI", "HGET", "HEXISTS", "SADD", "SREM", "PEXPIRE", "HSET", "SCARD", "TIME", "EXEC", "EXEC", "EXEC"),
     "rewrite": ("TIME", "SADD", "PEXPIRE", "MULTI", "HSET", "SET", "UNLINK", "SCARD", "EXEC", "EXEC"),
     "prune": ("HGETALL", "TIME"),
+    "tidy": ("HLEN", "MEMORY"),
     "retire": ("HGET", "MULTI", "HDEL", "EXEC"),
     "idle": (IDLE,),
     "any": ("*",),
@@ -157,7 +159,7 @@ class RepliesLane:
         gateway, held = self.gateway, self.worker.held
         if state == "startup":
             self.read.cut()
-        if state == "registry" or rng.random() < 0.3:
+        if state in ("sizes", "registry") or rng.random() < 0.3:
             self.store.set(self.keys.version, rng.randbytes(8))
         await asyncio.sleep(rng.choice([0, 0, 0.03]))
         self.read.act_idle()

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 _MAX_BATCH: Final = 20_000
 """Entries in one MULTI: more are published by several, in order."""
 
+TIDY_PER_FIELD_S: Final = 0.02
+"""All workers look for fields that are too long, each so much less often the more they are."""
+
 _Item = tuple[Tier | None, Sequence[BlockEvent], WorkerLoad | None] | WorkerMember
 """Events of the pool with the load, events of a tier, or a new epoch."""
 
@@ -49,6 +52,8 @@ class PublisherSettings:
     """The least time between two rewrites of the whole set."""
     silent_s: float = 5.0
     """The time without a publish after which `problem` reports it."""
+    tidy_s: float = 2.0
+    """How often to look for fields of the registry that are too long, in a small fleet."""
     prune_s: float = 600.0
 
 
@@ -124,6 +129,8 @@ class Publisher:
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pruned_s = 0.0
+        self._tidy_s = 0.0
+        """When to look for fields that are too long."""
         self._rewritten_s = -math.inf
         self._published_s = time.monotonic()
         self._failure = ""
@@ -200,6 +207,9 @@ class Publisher:
             if time.monotonic() - self._pruned_s >= self._settings.prune_s:
                 self._pruned_s = time.monotonic()
                 await self._writer.prune()
+            if time.monotonic() >= self._tidy_s:
+                num_fields = await self._writer.remove_oversized()
+                self._tidy_s = time.monotonic() + max(self._settings.tidy_s, TIDY_PER_FIELD_S * num_fields)
         except Exception as error:
             self._count("failed")
             if not self._failure:

@@ -31,10 +31,11 @@ GATEWAY_RIGHTS = (
     "+smismember",
     "+hmget",
     "+hvals",
+    *("+hlen", "+hstrlen", "+memory|usage"),
 )
 WORKER_RIGHTS = (
     *("+multi", "+exec", "+time", "+get", "+set", "+sadd", "+srem", "+scard", "+pexpire", "+unlink"),
-    *("+hset", "+hget", "+hexists", "+hdel", "+hgetall"),
+    *("+hset", "+hget", "+hexists", "+hdel", "+hgetall", "+hlen", "+hkeys", "+hstrlen", "+memory|usage"),
 )
 
 
@@ -155,7 +156,7 @@ async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, tmp
 
 
 @needs_redis_7
-@pytest.mark.parametrize("denied", [(), ("-hvals",)])
+@pytest.mark.parametrize("denied", [(), ("-hvals",), ("-hlen", "-hstrlen", "-memory")])
 async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, denied: tuple[str, ...]) -> None:
     """The gateway may read and run read-only scripts; the worker may write its keys and run none."""
     own_redis.command("ACL", "SETUSER", "gateway", "on", ">g", "~{headstart:*", *GATEWAY_RIGHTS, *denied)
@@ -179,5 +180,6 @@ async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, den
         assert await writer.publish([], [index_entry(hashes[3])], WorkerLoad(), 3)
         await until(seen)
         assert await writer.prune() == 0
+        assert await writer.remove_oversized() == 2
         await writer.retire()
         assert own_redis.command("HLEN", "{headstart:0}:members") == b":0\r\n"

@@ -258,10 +258,10 @@ async def test_one_publish_changes_the_sets_of_the_pool_and_of_tiers(redis_serve
         num_sent = 0
         real = writer.client.submit
 
-        def submit(packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
+        def submit(packed: Sequence[bytes], num_replies: int, max_reply_bytes: int) -> asyncio.Future[list[Reply]]:
             nonlocal num_sent
             num_sent += 1
-            return real(packed, num_replies)
+            return real(packed, num_replies, max_reply_bytes)
 
         writer.client.submit = submit  # type: ignore[method-assign]
         moved = SetChange(held[4:6], [], 2), SetChange(held[2:], held[:1], 9)

@@ -163,8 +163,8 @@ async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
                 await asyncio.sleep(0)
             redis_server.command("CLIENT", "KILL", "TYPE", "normal")
 
-        def submit(packed: Sequence[bytes], num_replies: int) -> asyncio.Future[list[Reply]]:
-            future = real(packed, num_replies)
+        def submit(packed: Sequence[bytes], num_replies: int, max_reply_bytes: int) -> asyncio.Future[list[Reply]]:
+            future = real(packed, num_replies, max_reply_bytes)
             if b"SADD" in b"".join(packed) and not killed:
                 killed.append(asyncio.create_task(kill()))
             return future
