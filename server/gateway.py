@@ -57,6 +57,7 @@ from server.workers.networks import WorkerNetworks
 from worker.common.logs import configure_logging
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
+from worker.common.watchdog import watched
 from worker.wire import gateway_token
 
 log = logging.getLogger(__name__)
@@ -250,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ports = {"port": public.getsockname()[1], "ops_port": ops.getsockname()[1]}
             with suppress(OSError):
                 print(json.dumps({"event": "listening", **ports}), flush=True)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+            with watched(runner.get_loop(), "gateway"):
                 runner.run(_serve(config, public, ops))
     except (ValueError, OSError) as error:
         print(f"headstart gateway: {error}", file=sys.stderr)

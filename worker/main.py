@@ -29,6 +29,7 @@ from worker.common.logs import configure_logging
 from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
+from worker.common.watchdog import watched
 from worker.config import WorkerConfig, parse
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import Engine, EngineDeadError
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
+        with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):
             status = runner.run(Worker(config, tracing, certificate, ca).run())
     finally:
         if tracing is not None:

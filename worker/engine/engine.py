@@ -26,7 +26,7 @@ from cache.types import Epoch
 from worker.common.logs import about
 from worker.embedding import Pooling
 from worker.engine.inflight import InFlightBatches
-from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog
+from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog, exit_on_silence
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import (
     EngineDeadError,
@@ -144,7 +144,9 @@ class EngineCore:
         self._thread.start()
 
     async def supervise(self) -> None:
-        await self.watchdog.exit_on_hang(self._max_step_s)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.watchdog.exit_on_hang(self._max_step_s))
+            group.create_task(exit_on_silence(self.mailbox, self.watchdog, self._max_step_s))
 
     async def close(self) -> None:
         await asyncio.to_thread(self.stop)

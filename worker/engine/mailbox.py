@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineOutput
 
 logger = logging.getLogger(__name__)
+
+PING_TICKS: Final = 30
+"""Ticks between two questions to the engine thread, which wake it."""
 
 T = TypeVar("T")
 Refuse = Callable[[BaseException], None]
@@ -149,4 +152,17 @@ class StepWatchdog:
             step_started_s = self.started_s
             if num_ticks * tick_s > max_step_s:
                 logger.critical("a step has been running for %.0f s: the worker ends", num_ticks * tick_s)
+                os._exit(1)
+
+
+async def exit_on_silence(mailbox: Mailbox, watchdog: StepWatchdog, max_s: float, tick_s: float = 1.0) -> None:
+    """End the process when the engine thread is in no step and runs no command for `max_s`, counted in ticks too."""
+    while True:
+        await asyncio.sleep(PING_TICKS * tick_s)
+        ping, num_ticks = mailbox.call(lambda: None), 0
+        while not ping.done():
+            await asyncio.sleep(tick_s)
+            num_ticks = num_ticks + 1 if watchdog.started_s is None else 0
+            if num_ticks * tick_s > max_s:
+                logger.critical("the engine thread has not answered for %.0f s: the worker ends", num_ticks * tick_s)
                 os._exit(1)
