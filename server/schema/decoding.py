@@ -38,8 +38,8 @@ _NOT_FOUR_BYTES: Final = bytes(range(0xF0))
 _ONE_BYTE: Final = bytes(range(0xC4))
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB]")
 _WIDE_ESCAPE: Final = re.compile(rb"\\u(?!00)")
-MAX_MORE_BYTES: Final = 48 << 20
-"""The most that a body's strings may take beyond its bytes: one wide character makes all of its string wide."""
+MAX_WIDE_BYTES: Final = 40 << 20
+"""The most that strings may take in memory, if more than the body: one wide character makes all of its string wide."""
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
@@ -124,7 +124,7 @@ async def read_json(
     if is_large:
         shape = await paced(measure(body))
         num_bytes = shape.num_text_bytes
-        if shape.char_bytes * shape.num_text_chars > len(body) + MAX_MORE_BYTES:
+        if shape.char_bytes * shape.num_text_chars > max(len(body), MAX_WIDE_BYTES):
             message = f"the body's strings take up to {shape.char_bytes * shape.num_text_chars} bytes in memory"
             raise ContextLengthError(f"{message}: send less text at once", None, param=param)
         limit = None if max_text_bytes is None else max_text_bytes()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from server.event_loop import Steps, at_once
 from server.text.detokenizer import BYTE_ALPHABET
 
 NFC_SHRINK: Final = 4
@@ -36,11 +37,16 @@ class LengthBound:
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that the text has at least."""
+        return at_once(self.counting(text))
+
+    def counting(self, text: str) -> Steps[int]:
+        """Return `least_tokens` in steps."""
         total = 0
         for start in range(0, len(text), _WINDOW_CHARS):
             part = text[start : start + _WINDOW_CHARS]
             part = part if self.counts_space else "".join(part.split())
             total += len(part.encode("utf-8", "replace").translate(None, self.lost))
+            yield
         return -(-total // self.token_bytes)
 
 
