@@ -20,8 +20,10 @@ from server.workers.connection import WorkerLost
 from server.workers.networks import WorkerNetworks
 from tests.certificates import Authority
 from tests.waiting import HANG_S, until
+from worker.common.proof import PROVE_PATH, new_instance, prove
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.config import WorkerConfig
+from worker.wire import pack
 
 LIMITS = HttpLimits(65536, 0.5, 0.5, 100, 1.0)
 
@@ -34,6 +36,17 @@ def authority(tmp_path: Path) -> Authority:
 async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": scope["scheme"][:2].encode()})
+
+
+async def worker(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+    """Prove itself to whoever asks, and answer every other call with its scheme."""
+    body = b'{"scheme": "%s"}' % scope["scheme"].encode()
+    if scope["path"] == PROVE_PATH:
+        url = f"https://127.0.0.1:{scope['server'][1]}"
+        body = pack(prove("token", (await receive())["body"], url, new_instance()))
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class Port:
@@ -123,13 +136,13 @@ async def test_worker_certificates_are_checked(
     networks = WorkerNetworks(tls_only=True)
     client = WorkerClient("token", networks, worker_ca.context)
     try:
-        async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+        async with Port(ServerCertificate(str(cert), str(key)).context, app=worker) as port:
             url = f"https://127.0.0.1:{port.port}"
             assert await client.is_alive(url) == works
             if works:
                 connection = await client.send(url, b"POST /generate", b"x")
                 assert await connection.head() == 200
-                assert await connection.read() == b"ht"
+                assert await connection.read() == b'{"scheme": "https"}'
                 connection.close()
             else:
                 with pytest.raises(WorkerLost, match="SSLCertVerificationError"):
@@ -144,7 +157,7 @@ async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_p
     ca = WorkerCa(str(authority.path))
     client = WorkerClient(tls=ca.context)
     try:
-        async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+        async with Port(ServerCertificate(str(cert), str(key)).context, app=worker) as port:
             url = f"https://127.0.0.1:{port.port}"
             assert not await client.is_alive(url)
             authority.path.write_bytes(authority.path.read_bytes() + other.path.read_bytes())
