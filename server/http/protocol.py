@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import ApiError, HeaderTooLargeError, HttpVersionError, InvalidRequestError
+from server.event_loop import ByteCollector
 from server.http.middleware import new_request_id
 from server.http.stream import CLIENT, ClientConnection
 
@@ -148,8 +149,11 @@ class GatewayProtocol(HttpToolsProtocol):
     _refusal: ApiError | None = None
     """The error that a callback has refused the input for."""
 
-    def __init__(self, limits: HttpLimits, connections: ConnectionLimit, *arguments: Any) -> None:
+    def __init__(
+        self, limits: HttpLimits, connections: ConnectionLimit, collector: ByteCollector, *arguments: Any
+    ) -> None:
         super().__init__(*arguments)
+        self._collector = collector
         self._limits = limits
         self._connections = connections
         self._ahead = bytearray()
@@ -274,6 +278,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._new_body_bytes += len(body)
         self._body_bytes += len(body)
         self._num_chunks += 1
+        self._collector.count(len(body))
         if self._num_chunks > MAX_CHUNKS and self._body_bytes < MIN_CHUNK_BYTES * self._num_chunks:
             self._refuse()
         super().on_body(body)

@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from server.event_loop import ByteCollector
 from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Listener(uvicorn.Server):
         self._socket = sock
         self._limits = limits
         self._connections = ConnectionLimit(limits.max_connections)
+        self._collector = ByteCollector()
         config = uvicorn.Config(
             app,
             interface="asgi3",
@@ -68,7 +70,7 @@ class Listener(uvicorn.Server):
         limits, tls = self._limits, self.config.ssl
 
         def protocol() -> asyncio.Protocol:
-            return GatewayProtocol(limits, self._connections, self.config, self.server_state, {}, loop)
+            return GatewayProtocol(limits, self._connections, self._collector, self.config, self.server_state, {}, loop)
 
         handshake_s = None if tls is None else limits.header_timeout_s
         self.servers = [

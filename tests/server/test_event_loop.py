@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import pytest
 
-from server.event_loop import keep_running
+from server.event_loop import ByteCollector, keep_running
 
 
 async def test_task_restarts_after_an_exception(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,3 +30,20 @@ async def test_task_ends_when_cancelled() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_bytes_of_bodies_bring_a_collection() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    gc.collect()
+    gc.disable()
+    try:
+        collector, lost = ByteCollector(max_bytes=1000), weakref.ref(Cycle())
+        collector.count(999)
+        assert lost() is not None
+        collector.count(1)
+        assert lost() is None
+    finally:
+        gc.enable()
