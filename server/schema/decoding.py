@@ -30,7 +30,8 @@ _STEPS: Final = bytes(1 if byte in b"[{" else 255 if byte in b"]}" else 0 for by
 """The change of depth at each byte, as signed bytes."""
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _LONE_SURROGATE: Final = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u)[dD][c-fC-F][0-9a-fA-F]{2})"
 )
 """In a body that does not decode: the decoder takes whole pairs."""
 _CONTINUATIONS: Final = bytes(range(0x80, 0xC0))
