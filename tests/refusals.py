@@ -25,6 +25,8 @@ MESSAGES: Final = [{"role": "user", "content": "Hi"}]
 
 Port = Literal["public", "ops", "empty"]
 """`empty` is the public port of a gateway without workers."""
+Body = Callable[[int], bytes]
+"""Makes a body of about so many bytes."""
 Leaves = Literal["never", "in the body", "in the answer"]
 
 
@@ -34,8 +36,7 @@ class Case:
     reason: str
     statuses: tuple[int, ...]
     """One of these answers it; none for a client that leaves."""
-    body: Callable[[int], bytes]
-    """Makes a body of about so many bytes."""
+    body: Body
     method: str = "POST"
     key: str = GOOD_KEY
     port: Port = "public"
@@ -152,6 +153,14 @@ OPS_ROUTES: Final = (
 )
 
 
+def _cut(body: Body, num_bytes: int) -> bytes:
+    return body(num_bytes)[:-3]
+
+
+def _tripled(body: Body, num_bytes: int) -> bytes:
+    return body(3 * num_bytes)
+
+
 def cases() -> list[Case]:
     return [*_json_cases(), *_other_cases()]
 
@@ -159,15 +168,15 @@ def cases() -> list[Case]:
 def _json_cases() -> Iterator[Case]:
     for route in JSON_ROUTES:
         path, text, padded = route.path, route.text, route.padded
-        yield Case(path, "broken JSON", (400,), lambda size, text=text: text(size)[:-3])  # type: ignore[misc]
-        yield Case(path, "wrong type", (400,), partial(text, **route.wrong_type))
-        yield Case(path, "unknown value", (400,), partial(text, **route.wrong_value))
+        yield Case(path, "broken JSON", (400,), partial(_cut, padded))
+        yield Case(path, "wrong type", (400,), partial(padded, **route.wrong_type))
+        yield Case(path, "unknown value", (400,), partial(padded, **route.wrong_value))
         if path != "/detokenize":
             yield Case(path, "too long", (400,), text)
         yield Case(path, "no key", (401, 429), text, key="")
         yield Case(path, "no model", (404,), partial(padded, model="none"))
-        yield Case(path, "too large", (413,), lambda size, text=text: text(3 * size))  # type: ignore[misc]
-        yield Case(path, "over the key's limit", (429,), text, key=SLOW_KEY)
+        yield Case(path, "too large", (413,), partial(_tripled, text))
+        yield Case(path, "over the key's limit", (429, 400), text, key=SLOW_KEY)
         yield Case(path, "no worker", (404, 503, 529), padded, port="empty")
         yield Case(path, "no JSON", (415,), lambda size: b"")
         yield Case(path, "client leaves in the body", (), text, leaves="in the body")
@@ -189,23 +198,22 @@ def _other_cases() -> Iterator[Case]:
     chat = JSON_ROUTES[0]
     for path in ("/route/explain", "/chat/api/v1/chat/completions"):
         yield Case(path, "too long", (400,), body, port="ops")
-        yield Case(path, "broken JSON", (400,), lambda size: body(size)[:-3], port="ops")
+        yield Case(path, "broken JSON", (400,), partial(_cut, body), port="ops")
         yield Case(path, "no model", (404,), partial(chat.padded, model="none"), port="ops")
         yield Case(path, "client leaves in the body", (), body, port="ops", leaves="in the body")
 
 
 @asynccontextmanager
-async def sent(case: Case, port: int, num_bytes: int) -> AsyncIterator[int]:
+async def sent(case: Case, port: int, make_body: Callable[[], bytes]) -> AsyncIterator[int]:
     """Send one request. Yield its status, 0 for a client that leaves; the connection stays open until the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        yield await _answered(case, num_bytes, reader, writer)
+        yield await _answered(case, make_body(), reader, writer)
     finally:
         writer.transport.abort()
 
 
-async def _answered(case: Case, num_bytes: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    body = case.body(num_bytes)
+async def _answered(case: Case, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
     kind = b"text/plain" if case.reason == "no JSON" else b"application/json"
     head = f"{case.method} {case.route} HTTP/1.1\r\nhost: 127.0.0.1\r\n"
     head += f"authorization: Bearer {case.key}\r\n" if case.key else ""
@@ -216,7 +224,6 @@ async def _answered(case: Case, num_bytes: int, reader: asyncio.StreamReader, wr
         writer.transport.abort()
         return 0
     writer.write(body)
-    del body
     answer = await reader.readuntil(b"\r\n\r\n")
     if case.leaves == "in the answer":
         await reader.readuntil(b"data: ")

@@ -44,6 +44,10 @@ def bundle_of(tokenizer: Tokenizer, **changes: Any) -> TokenizerBundle:
 
 @pytest.fixture(scope="session")
 def raw_tokenizer() -> Tokenizer:
+    return trained_tokenizer()
+
+
+def trained_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -126,17 +127,17 @@ async def test_nothing_of_a_request_outlives_its_answer(tmp_path: Path, worker: 
     async with ports(tmp_path, worker) as target, AsyncExitStack() as connections:
         before = large_objects()
         for case in cases():
-            async with sent(case, target.numbers[case.port], BODY_BYTES):
+            async with sent(case, target.numbers[case.port], partial(case.body, BODY_BYTES)):
                 await target.idle()  # the first one fills caches
             with no_collections():
-                one = sent(case, target.numbers[case.port], BODY_BYTES)
+                one = sent(case, target.numbers[case.port], partial(case.body, BODY_BYTES))
                 status = await connections.enter_async_context(one)  # it stays open
                 await target.idle()
                 if (cycles := garbage()) or status not in (case.statuses or (0,)):
                     wrong[str(case)] = status, cycles
         left = [f"{type(each).__name__} {each!r:.80}" for at, each in large_objects().items() if at not in before]
     assert not wrong, "\n".join(f"{case}: {what}" for case, what in wrong.items())
-    assert not left, "\n".join(left)
+    assert not left, "\n".join([f"{len(left)} large objects, among them:", *left[:10]])
 
 
 async def fails_late(asked: GenerateRequest) -> AsyncIterator[Frame]:
@@ -184,10 +185,10 @@ async def test_nothing_of_a_request_outlives_the_failure_of_its_worker(
     async with ports(tmp_path, worker) as target:
         for body in bodies:
             case = Case("/v1/completions", name, (), lambda size, body=body: json.dumps(body).encode())  # type: ignore[misc]
-            async with sent(case, target.numbers["public"], 0):
+            async with sent(case, target.numbers["public"], partial(case.body, 0)):
                 await target.idle()
             with no_collections():
-                async with sent(case, target.numbers["public"], 0):
+                async with sent(case, target.numbers["public"], partial(case.body, 0)):
                     await target.idle()
                     alive = any(type(each) is Generation for each in gc.get_objects())
                     assert (alive, garbage()) == (False, [])
