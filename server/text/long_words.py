@@ -34,6 +34,7 @@ WINDOW_CHARS: Final = 8192
 _SEARCH_CHARS: Final = 1 << 17
 _BACK_CHARS: Final = 256
 """A window begins at most so much earlier, to begin with no combining character."""
+_MAX_RUN_CHARS: Final = 1 << 16
 _SPACES: Final = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 _TO_ALPHABET: Final = {byte: ord(char) for char, byte in BYTE_ALPHABET.items()}
 
@@ -105,12 +106,23 @@ class Windows:
         char = text[at]
         return not self._composes or (unicodedata.category(char)[0] != "M" and not "\u1160" <= char <= "\u11ff")
 
-    def _before(self, text: str, start: int, at: int) -> int:
-        """Return the last place up to `at` where a window may begin."""
-        for place in range(at, max(start, at - _BACK_CHARS), -1):
+    def _before(self, text: str, at: int) -> int:
+        """Return the last place up to `at` where a window may begin; `at` if there is none in half a window."""
+        for place in range(at, at - min(_BACK_CHARS, self._num_chars // 2), -1):
             if self._may_begin(text, place):
                 return place
         return at
+
+    def _apart(self, text: str, at: int, end: int) -> int:
+        """Return a place near `at`, or the first behind it, on each side of which a normalizer works alone.
+
+        A run of more than `_MAX_RUN_CHARS` combining characters is cut: to compose it whole would hold the loop.
+        """
+        place = self._before(text, at)
+        end = min(end, place + _MAX_RUN_CHARS)
+        while place < end and not self._may_begin(text, place):
+            place += 1
+        return place
 
     def _word_end(self, text: str, start: int, end: int) -> Generator[list[int], None, int]:
         """Return where the word ends that fills a window from `start` on; yield nothing's ids while it looks."""
@@ -124,7 +136,7 @@ class Windows:
                 return line + 1
             at = stop - size  # its end alone tells where it is split
         while True:
-            at = self._before(text, start, at + size - size // 8)
+            at = self._before(text, at + size - size // 8)
             encoding = self._tokenizer.encode(text[at : min(end, at + size)], add_special_tokens=False)
             starts = self._word_starts(text[at : min(end, at + size)], encoding)
             if len(starts) > 1 and self._may_begin(text, stop := at + starts[1]):
@@ -140,7 +152,7 @@ class Windows:
         written = []
         at = start
         while at < end:
-            stop = end if end - at <= size else self._before(text, at, at + size)
+            stop = end if end - at <= size else self._apart(text, at + size, end)
             part = text[at:stop]
             yield []
             if normalizer is not None and not part.isascii():

@@ -7,7 +7,6 @@ import json
 import random
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +14,7 @@ import pytest
 import redis
 from tokenizers import Tokenizer
 
-from cache.records import WorkerLoad, WorkerMember, signed
+from cache.records import WorkerLoad
 from cache.redis_index import WriterSettings
 from tests.fuzz.garbage import attack
 from tests.fuzz.harness import SEED
@@ -23,7 +22,7 @@ from tests.fuzz.redis_proxy import Proxy, random_fault
 from tests.fuzz.rig import PUBLISHER, SECRET, Parts, keys_of
 from tests.redis_server import RedisServer, redis_binaries, until
 from tests.server.conftest import ANSWER
-from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.scripted_worker import ProvenWorker, listening
 from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from worker.engine.publisher import Publisher
@@ -33,15 +32,9 @@ NUM_ROUNDS: Final = 150
 NUM_DEEP_ROUNDS: Final = 5_000
 
 
-@dataclass(eq=False)
-class SignedWorker(ScriptedWorker):
-    def member(self) -> WorkerMember:
-        return signed(SECRET, super().member())
-
-
 async def _besiege(bundle: TokenizerBundle, reply: list[int], folder: Path, num_rounds: int) -> None:
     rng = random.Random(SEED)
-    workers = [SignedWorker(bundle, f"w{number}", reply=reply) for number in range(2)]
+    workers = [ProvenWorker(bundle, f"w{number}", reply=reply, secret=SECRET) for number in range(2)]
     secret = folder / "secret"
     secret.write_bytes(SECRET)
     binary = next(iter(redis_binaries().values()))

@@ -20,9 +20,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from cache.hashing import Namespace
-from cache.records import WorkerLoad, WorkerMember, WorkerState
+from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import Epoch, WorkerId
 from tests.waiting import until as until
+from worker.common.proof import PROVE_PATH, new_instance, prove
 from worker.wire import (
     PROTOCOL_VERSION,
     End,
@@ -35,6 +36,7 @@ from worker.wire import (
     TokenizerBundle,
     TokenLogprobs,
     Tokens,
+    gateway_token,
     pack,
     pack_frame,
     unpack_request,
@@ -175,6 +177,26 @@ class ScriptedWorker:
 
     async def _bundle(self, http: Request) -> Response:
         return Response(pack(self.bundle))
+
+
+@dataclass(eq=False)
+class ProvenWorker(ScriptedWorker):
+    """A scripted worker that has the cluster secret."""
+
+    secret: bytes = b""
+
+    def member(self) -> WorkerMember:
+        return signed(self.secret, super().member())
+
+    def app(self) -> Starlette:
+        app, instance = super().app(), new_instance()
+
+        async def answer(request: Request) -> Response:
+            token = gateway_token(self.secret)
+            return Response(pack(prove(token, await request.body(), self.url, instance)))
+
+        app.router.routes.append(Route(PROVE_PATH, answer, methods=["POST"]))
+        return app
 
 
 class QuietServer(uvicorn.Server):

@@ -15,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cache.records import WorkerMember, signed
 from tests.running import listening as listening_socket
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker
-from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.scripted_worker import ProvenWorker, ScriptedWorker, listening
 from tests.server.test_app import chat, post
 from worker.common.proof import PROVE_PATH, new_challenge, new_instance, prove
 from worker.http.app import STATUS_OF
@@ -162,28 +161,14 @@ async def test_many_strangers_cost_no_answer(make: MakeWorker) -> None:
 # --- with a cluster secret -----------------------------------------------------------------------------------------
 
 
-class ProvenWorker(ScriptedWorker):
-    """A scripted worker that has the cluster secret."""
-
-    def member(self) -> WorkerMember:
-        return signed(SECRET, super().member())
-
-    def app(self) -> Starlette:
-        app, instance = super().app(), new_instance()
-
-        async def answer(request: Request) -> Response:
-            return Response(pack(prove(TOKEN, await request.body(), self.url, instance)))
-
-        app.router.routes.append(Route(PROVE_PATH, answer, methods=["POST"]))
-        return app
-
-
 @pytest.fixture
 def proven(worker: ScriptedWorker, tmp_path: Path) -> tuple[ProvenWorker, ProvenWorker, str]:
     """A worker that will be lost, a healthy one, and the file of their secret."""
     file = tmp_path / "secret"
     file.write_bytes(SECRET)
-    lost, healthy = (ProvenWorker(worker.bundle, worker_id=name, reply=worker.reply) for name in ("lost", "healthy"))
+    lost, healthy = (
+        ProvenWorker(worker.bundle, worker_id=name, reply=worker.reply, secret=SECRET) for name in ("lost", "healthy")
+    )
     return lost, healthy, str(file)
 
 

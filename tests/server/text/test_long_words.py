@@ -78,6 +78,15 @@ def test_windows_give_the_ids_of_the_whole(name: str, composes: bool, text: str,
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize("num_chars", [81, 100, 300])
+@pytest.mark.parametrize("marks", ["\u0301", "\u0323\u0307", "\u0307\u0323\u0315", "\u1161"])
+def test_runs_of_combining_characters_longer_than_a_window(marks: str, num_chars: int) -> None:
+    tokenizer, _ = tokenizer_of("smollm2", composes=True)
+    text = "\u1f97&q" + marks * 700 + "&e" + marks * 90 + " end"
+    ids = list(chain.from_iterable(_windows("smollm2", True, num_chars).ids(text, 0, len(text))))
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
 @cache
 def _windows(name: str, composes: bool, num_chars: int) -> Any:
     return long_words(*tokenizer_of(name, composes=composes), num_chars)

@@ -109,7 +109,7 @@ async def test_two_hundred_streams_at_once(worker: LiveWorker) -> None:
         ({"prompt_ids": []}, 400, "invalid_request"),
         ({"prompt_ids": [1] * 600}, 400, "invalid_request"),
         ({"prompt_ids": [1 << 20]}, 400, "invalid_request"),
-        ({"protocol": 999}, 400, "invalid_request"),
+        ({"protocol": 999}, 409, "wrong_protocol"),
         ({"root": b""}, 400, "invalid_request"),
     ],
 )

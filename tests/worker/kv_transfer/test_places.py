@@ -15,7 +15,7 @@ import pytest
 from tests.tiny_model import write_tiny_model
 from tests.worker.scheduler.engine import generate
 from worker.config import parse
-from worker.engine.engine import EngineCore
+from worker.engine.engine import EngineCore, PreparedRequest
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import EngineOutput, RequestKey
 from worker.loader import build_engine
@@ -48,7 +48,7 @@ class Engine:
     def ask(self, prompt_ids: Sequence[int], max_tokens: int = 12) -> Answered:
         wire = generate(prompt_ids, max_tokens, temperature=0.0, logprobs=0, ignore_eos=True)
         answered = Answered()
-        self.core.submit(RequestKey(next(_keys)), wire, {})
+        self.core.submit(RequestKey(next(_keys)), wire, PreparedRequest())
         while True:
             match self._outputs.get(timeout=60).frame:
                 case Started(num_cached, loaded):
