@@ -304,7 +304,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._connections.end(self)
         if self._phase == "body":
             self.loop.call_later(LINGER_S, self._close_unread, cycle)
-        elif self._ahead:
+        elif self._ahead or self._is_ahead_full:
             self.loop.call_soon(self._parse_ahead)  # behind the turns of other connections
 
     def _close_unread(self, cycle: object) -> None:

@@ -137,20 +137,27 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         writer.close()
 
 
-async def test_endless_pipelining_gets_due_answers_then_a_close(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ahead", [0, 7], ids=["parts end with a request", "parts end within one"])
+async def test_endless_pipelining_gets_due_answers_then_a_close(
+    monkeypatch: pytest.MonkeyPatch, num_ahead: int
+) -> None:
+    """What came last is dropped, so the connection ends at once and never by being idle."""
+    idle: list[object] = []
     monkeypatch.setattr(protocol, "MAX_AHEAD_BYTES", 100_000)
-    desk = Desk()
+    monkeypatch.setattr(protocol.GatewayProtocol, "timeout_keep_alive_handler", idle.append)
+    desk, request = Desk(), post(b"x" * 50_000)
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        writer.write(post(b"first", path="/wait") + post(b"second"))
+        writer.write(post(b"first", path="/wait") + post(b"second") + request[:num_ahead])
         await until(lambda: desk.sizes, HANG_S)
         for _ in range(100):
-            writer.write(post(b"x" * 50_000))
+            writer.write(request[num_ahead:] + request[:num_ahead])
             await writer.drain()
         desk.go.set()
         async with asyncio.timeout(HANG_S):
             data = await reader.read()
         writer.close()
+        assert not idle
         assert 2 <= data.count(b"HTTP/1.1 200 OK") < 10
         assert data.endswith(b"\r\n0\r\n\r\n"), "none is cut"
 
