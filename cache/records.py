@@ -1,6 +1,9 @@
 """The records that workers publish and gateways read, and the protocol of the prefix index.
 
 The index is a hint. A stale or poisoned one costs speed, never a token: a worker trusts only its own pool.
+
+A field with a list of values is an `Annotated[str, Literal[...]]`, here and in `worker.wire`: a newer peer may send
+another value. It costs what the field is about, never the peer. A plain Literal would refuse the whole message.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from cache.types import BlockHash, Epoch, GatewayId, Tier, WorkerId
+from cache.types import BlockHash, Epoch, GatewayId, TierName, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -66,16 +69,19 @@ class WorkerMember:
     """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: unknown."""
     oldest_protocol: int = 0
     """The oldest wire protocol that the worker still speaks; 0: `protocol` alone."""
-    prefill_order: Literal["shared", "fifo"] = "shared"
-    """How prefills share a step: half goes to the oldest and half to the shortest; or first come, first served."""
+    prefill_order: Annotated[str, Literal["shared", "fifo"]] = "shared"
+    """How prefills share a step: half goes to the oldest and half to the shortest; or first come, first served.
+
+    Another order counts as the first.
+    """
     unsupported: tuple[str, ...] = ()
     """Features of requests that it cannot serve (`worker.wire.required_features`); none at our own engine."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it serves, by name."""
     layout: str = ""
     """`RecordFormat.fingerprint`: blocks move only between workers that have the same. Empty: it moves none."""
-    tiers: tuple[Tier, ...] = ()
-    """Its stores below the pool, the fastest first."""
+    tiers: tuple[TierName, ...] = ()
+    """Its stores below the pool, the fastest first. One of an unknown name keeps its place and holds nothing."""
     embedding_size: Count = 0
     """Numbers in an embedding: it makes embeddings alone. 0: it generates text alone."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NewType
+from typing import Annotated, Final, Literal, NewType, get_args
 
 BlockId = NewType("BlockId", int)
 """Index of a physical block in the KV pool. Block 0 is the null block and is never handed out."""
@@ -24,6 +24,9 @@ GatewayId = NewType("GatewayId", str)
 
 Tier = Literal["host", "disk"]
 """A store of blocks below the pool: pinned host memory, or files."""
+TierName = Annotated[str, Tier]
+"""A tier as its worker names it, which may be of a newer version. See `cache.records` for such values."""
+TIERS: Final = frozenset(get_args(Tier))
 
 NULL_BLOCK: Final = BlockId(0)
 HASH_BYTES: Final = 16

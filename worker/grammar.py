@@ -196,6 +196,8 @@ def to_llguidance(grammar: Grammar) -> str:
             return str(LLMatcher.grammar_from_lark(_choice_rule(json.loads(grammar.text))))
         case "grammar":
             return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
+        case kind:
+            raise ValueError(f"there is no kind {kind!r:.80}")
 
 
 def _from_schema(schema: object, *, compact: bool) -> str:

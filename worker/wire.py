@@ -19,14 +19,14 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
 from cache.records import WorkerMember
-from cache.types import HASH_BYTES
+from cache.types import HASH_BYTES, Tier
 
 PROTOCOL_VERSION: Final = 1
 """The newest protocol that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
@@ -40,6 +40,8 @@ MAX_LISTED_IDS: Final = 1 << 26
 """Ids in a request's lists times its choices: a vocabulary of 262,144 tokens, allowed and biased, for 128 choices."""
 
 FinishReason = Literal["stop", "length", "abort"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+GRAMMAR_KINDS: Final = frozenset(get_args(GrammarKind))
 _U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 """A number outside of its bounds, or a NaN, would fail the step of every request in the batch."""
 _Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -72,7 +74,7 @@ class ProtocolError(WireError):
 class Grammar(Struct, frozen=True):
     """A constraint on the output. `text` is a JSON schema, a regex, a grammar or a JSON list of choices."""
 
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    kind: Annotated[str, GrammarKind]
     text: str
     compact: bool = False
     """JSON without any white space."""
@@ -223,7 +225,10 @@ class GenerateRequest(Struct, frozen=True):
 
 
 class _Frame(Struct, frozen=True, array_like=True):
-    """A msgpack array of a tag and the fields; a newer worker may append fields."""
+    """A msgpack array of a tag and the fields. A newer worker may append fields.
+
+    It may also send other tags, which are ignored: only what an answer is whole without, or what the request asks for.
+    """
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -239,8 +244,8 @@ class Started(_Frame, frozen=True, tag=0):
     """The request left the queue and its prefill begins. Sent once, first."""
 
     num_cached_tokens: int
-    loaded_tokens: dict[str, int] | None = None
-    """Those of the cached tokens that came into the pool for this request, by place: host, disk, peer."""
+    loaded_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
+    """Those of the cached tokens that came into the pool for this request, by place."""
 
 
 class Tokens(_Frame, frozen=True, tag=1):
@@ -255,7 +260,8 @@ class Finished(_Frame, frozen=True, tag=2):
     """One choice has ended. `stop_token_id` is the token that ended it, also in the last Tokens."""
 
     choice: int
-    reason: FinishReason
+    reason: Annotated[str, FinishReason]
+    """Another one is of a newer version: the choice has no answer that an older gateway can give."""
     stop_token_id: int | None = None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.types import BlockHash, IndexEntry, Tier, WorkerId
+from cache.types import BlockHash, IndexEntry, TierName, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class MemoryIndex:
         member: WorkerMember,
         held: Iterable[BlockHash] = (),
         load: WorkerLoad | None = None,
-        held_in_tiers: Mapping[Tier, Iterable[BlockHash]] | None = None,
+        held_in_tiers: Mapping[TierName, Iterable[BlockHash]] | None = None,
     ) -> None:
         """Begin an epoch or a generation of a worker, which holds `held` and nothing from before."""
         now = self._clock()

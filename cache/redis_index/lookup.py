@@ -24,7 +24,7 @@ from cache.redis_index.hashes import HashReading, read_hashes, registry_hashes
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.schema import ReplyError, Signer, brief
 from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA, SHORT_STATES
-from cache.types import HASH_BYTES, BlockHash
+from cache.types import HASH_BYTES, TIERS, BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +229,9 @@ class Shard:
         for depth in range(max((len(w.member.tiers) for w in workers), default=0)):
             for w, own in zip(workers, places, strict=True):
                 for tier in w.member.tiers[depth : depth + 1]:
+                    if tier not in TIERS:
+                        own.append(own[-1])
+                        continue
                     links.append(own[-1])
                     own.append(len(sets))
                     sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.generation, tier))

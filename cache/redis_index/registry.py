@@ -17,7 +17,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Reply
 from cache.redis_index.schema import RegistryError, Signer, State, verifies_state
-from cache.types import Tier, WorkerId
+from cache.types import TIERS, TierName, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class KnownWorker:
             self.member,
             state.load,
             state.num_entries,
-            dict(zip(self.member.tiers, in_tiers, strict=False)),
+            {tier: num for tier, num in zip(self.member.tiers, in_tiers, strict=False) if tier in TIERS},
             state.generation,
             lease_left_s,
             age_s,
@@ -62,7 +62,7 @@ class RegistryEntry:
     member: WorkerMember
     load: WorkerLoad
     num_entries: int
-    num_tier_entries: dict[Tier, int]
+    num_tier_entries: dict[TierName, int]
     generation: int
     lease_left_s: float
     age_s: float

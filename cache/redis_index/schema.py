@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from dataclasses import replace
 from hashlib import blake2s
 from hmac import compare_digest
 from typing import Annotated, Any, Final
@@ -15,11 +16,13 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from cache.records import Count, WorkerLoad, WorkerMember
-from cache.types import Tier, WorkerId
+from cache.types import TIERS, TierName, WorkerId
 
 MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
 MAX_MEMBERS: Final = 20_000
+MAX_TIERS: Final = 8
+"""Those behind are ignored."""
 _STATE_FORMAT: Final = 1
 _KEY_PART: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _MAC_BYTES: Final = 16
@@ -77,7 +80,7 @@ class Keys:
         self.states = f"{self._tag}:states".encode()
         self.version = f"{self._tag}:version".encode()
 
-    def blocks(self, worker_id: str, epoch: str, generation: int, tier: Tier | None = None) -> bytes:
+    def blocks(self, worker_id: str, epoch: str, generation: int, tier: TierName | None = None) -> bytes:
         """Return the key of the pool's set, or of a tier's."""
         end = "" if tier is None else f":{tier}"
         return f"{self._tag}:b:{worker_id}:{epoch}:{generation}{end}".encode()
@@ -169,7 +172,9 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if member.worker_id.encode() != worker_id:
         raise RegistryError(f"member calls itself {member.worker_id!r}")
-    if len(set(member.tiers)) < len(member.tiers):
+    if len(member.tiers) > MAX_TIERS:
+        member = replace(member, tiers=member.tiers[:MAX_TIERS])
+    if any(member.tiers.count(tier) > 1 for tier in TIERS):
         raise RegistryError(f"member names a tier twice: {member.tiers!s:.80}")
     is_sized = 0 < member.block_size < 2**31 and 0 < member.max_model_len < 2**31
     if not is_sized or not member.url.startswith(("http://", "https://")):

@@ -316,11 +316,12 @@ class Generation:
             case Finished():
                 choice = self._choice(frame.choice)
                 if choice.finish_reason is None:
-                    if self.spec.embed is not None and not (self.embedding or frame.reason == "abort"):
+                    if frame.reason not in ("stop", "length"):
+                        message = f"the worker ended the choice with {frame.reason!r:.80}"
+                        raise WorkerFailed(Failed("aborted", message, retryable=True))
+                    if self.spec.embed is not None and not self.embedding:
                         raise WorkerLost(f"{stream.url}: Finished without the embedding")
-                    if frame.reason == "abort":
-                        raise WorkerFailed(Failed("aborted", "the worker gave the request up", retryable=True))
-                    choice.finish(frame.reason, frame.stop_token_id)
+                    choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
                 self._history.stage = Stage.PREFILLING
                 placement.prefill_started(frame.num_cached_tokens)

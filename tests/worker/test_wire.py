@@ -81,8 +81,9 @@ def test_a_frame_without_end_is_refused() -> None:
     "data",
     [
         b"\x05",
-        b"\x91\x63",
         b"\x91\xff",
+        b"\x91\xa1x",
+        b"\x90",
         b"\x92\x00\xa1x",
         b"\xc1",
         wire.pack((1, "0", (5,), None)),
@@ -112,6 +113,14 @@ def test_fields_of_a_newer_peer_are_ignored() -> None:
     for frame in FRAMES:
         longer = [*msgpack.unpackb(wire.pack_frame(frame)), *([None] * 4)]
         assert FrameReader().feed(msgpack.packb(longer)) == [frame], frame
+
+
+@pytest.mark.parametrize("message", [[len(wire.FRAMES)], [99, 1], [2**63, {"a": [None]}]])
+def test_frames_of_a_newer_worker_are_passed_over(message: list[object]) -> None:
+    newer = msgpack.packb(message)
+    stream = newer + newer.join(map(wire.pack_frame, FRAMES)) + newer
+    for size in (1, 3, len(stream)):
+        assert read(stream, size) == FRAMES
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, 1 << 20])

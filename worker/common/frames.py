@@ -87,7 +87,8 @@ class FrameReader:
             unpacker.feed(data)
             self._num_fed += len(data)
             for message in unpacker:
-                frames.append(_frame(message))
+                if (frame := _frame(message)) is not None:
+                    frames.append(frame)
                 end = unpacker.tell()
             begun = data[len(data) - (self._num_fed - end) :] if self._num_fed - end <= len(data) else b""
             if begun.startswith(_POSITIONS_HEAD):
@@ -111,7 +112,8 @@ def _new_unpacker() -> msgpack.Unpacker:
     return msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=_BUFFER_BYTES, use_list=False)
 
 
-def _frame(message: Any) -> Frame:
+def _frame(message: Any) -> Frame | None:
+    """Return the frame; None for one of a newer version. Raises WireError, and what a conversion raises."""
     if type(message) is tuple and len(message) == 4 and message[0] == 1 and message[3] is None:  # the most frequent
         _, choice, token_ids, _ = message
         if type(choice) is int and type(token_ids) is tuple:
@@ -120,4 +122,6 @@ def _frame(message: Any) -> Frame:
         case (int(tag), *_) if 0 <= tag < len(FRAMES):
             frame = msgspec.convert(message, FRAMES[tag])
             return PromptLogprobs(PackedPositions(frame.positions)) if type(frame) is PromptLogprobs else frame
+        case (int(tag), *_) if tag > 0:
+            return None
     raise WireError(f"not a frame: {message!r:.80}")

@@ -26,7 +26,7 @@ from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
-from cache.types import IndexEntry, Tier
+from cache.types import IndexEntry, Tier, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +275,6 @@ class Publisher:
                     await self._wake.wait()
 
 
-def _changes_of(member: WorkerMember) -> dict[Tier | None, Changes]:
+def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:
     """Return empty `Changes` for the pool (None), then for each tier, in the order of the index."""
     return {tier: Changes() for tier in (None, *member.tiers)}

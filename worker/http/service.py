@@ -17,7 +17,7 @@ from worker.engine.metrics import WorkerMetrics
 from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey
 from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
-from worker.wire import End, Failed, GenerateRequest, Started
+from worker.wire import GRAMMAR_KINDS, End, Failed, GenerateRequest, Started
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,9 @@ class WorkerService:
             failed = Failed("wrong_epoch", message, retryable=True)
         elif self.draining:
             failed = Failed("draining", "the worker is draining", retryable=True)
+        elif request.sampling.grammar is not None and request.sampling.grammar.kind not in GRAMMAR_KINDS:
+            message = f"grammar: this version knows no kind {request.sampling.grammar.kind!r:.80}"
+            failed = Failed("unsupported", message, retryable=True)
         else:
             failed = engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):

@@ -19,7 +19,7 @@ from cache.redis_index.connection import ClientSettings
 from cache.redis_index.lookup import Shard
 from cache.redis_index.registry import Registry
 from cache.redis_index.schema import RegistryError, Signer
-from cache.types import BlockHash, Tier
+from cache.types import BlockHash, Tier, TierName
 from tests.cache.redis_index.index_parts import (
     EAGER,
     LASTING,
@@ -37,7 +37,7 @@ POOL_KEY = "{headstart:0}:b:w0:epoch-of-w0:1"
 Ends = dict[str, tuple[int, ...]]
 
 
-def tiered(name: str = "w0", tiers: tuple[Tier, ...] = ("disk",), epoch: str | None = None) -> WorkerMember:
+def tiered(name: str = "w0", tiers: tuple[TierName, ...] = ("disk",), epoch: str | None = None) -> WorkerMember:
     return replace(member(name, epoch), tiers=tiers)
 
 
@@ -170,6 +170,42 @@ async def test_a_key_of_another_type_costs_its_tier_alone_and_is_repaired(
 
 
 @pytest.mark.parametrize(
+    ("tiers", "ends_in_tiers"),
+    [
+        (("tape", "disk"), (2, 10)),
+        (("disk", "tape"), (10, 10)),
+        (("host", "tape", "disk"), (5, 5, 10)),
+        (("tape", "", "é\n\0" * 50, "host"), (2, 2, 2, 5)),
+    ],
+)
+async def test_a_tier_of_a_newer_version_costs_itself_alone(
+    redis_server: RedisServer, tiers: tuple[str, ...], ends_in_tiers: tuple[int, ...]
+) -> None:
+    hashes, held = chain(10), {"host": 5, "disk": 10}
+    writer = IndexWriter(redis_server.url, tiered(tiers=tiers), LASTING)
+    index = RedisIndex(redis_server.url, EAGER)
+    async with linked(writer, index):
+        in_tiers = [entries(hashes[: held.get(tier, 7)]) for tier in tiers]
+        assert await writer.rewrite(entries(hashes[:2]), WorkerLoad(), in_tiers)
+        await until(end(index, hashes, {"w0": (2, *ends_in_tiers)}))
+        (entry,) = await index.entries()
+        assert entry.num_tier_entries == {tier: held[tier] for tier in tiers if tier in held}
+
+
+@pytest.mark.parametrize("names", [["tape", "disk"], [f"tape{number}" for number in range(700)]])
+def test_a_member_with_many_tiers_costs_few_keys(names: list[str]) -> None:
+    """However many it names: anybody may write an unsigned member."""
+    shard = Shard("redis://h:1", 0, EAGER, lambda event: None)
+    own = tiered(tiers=("host", *names))
+    record = schema.encode_member(own)
+    assert len(record) < schema.MAX_MEMBER_BYTES
+    shard.registry.refresh([(b"w0", record)], [])
+    query = shard._query(None)
+    assert len(query.links) == 1 + ("disk" in names)
+    assert len(query.places[0]) == min(1 + len(names), schema.MAX_TIERS)
+
+
+@pytest.mark.parametrize(
     "matches",
     [
         *([], [3, 0], [3, 0, 3], [3, 0, 3, 3, 3], [3, 0, 2, 3], [3, 0, 3, 2], [3, 0, 3, 5], [3, 0, -1, 3]),
@@ -189,7 +225,7 @@ def test_a_forged_match_reaches_no_router(matches: object) -> None:
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tiers", [["disk", "disk"], ["tape"], "disk", [1]])
+@pytest.mark.parametrize("tiers", [["disk", "disk"], ["tape", "disk", "disk"], "disk", [1]])
 def test_a_member_with_other_tiers_than_ours_is_refused(tiers: object) -> None:
     record = msgspec.json.encode({**msgspec.to_builtins(member()), "tiers": tiers})
     with pytest.raises(RegistryError):
