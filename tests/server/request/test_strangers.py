@@ -27,6 +27,7 @@ from worker.wire import End, Failed, Finished, Started, Tokens, gateway_token, p
 SECRET: Final = b"of this fleet"
 TOKEN: Final = gateway_token(SECRET)
 NUM_REQUESTS: Final = 20
+MANY_REQUESTS: Final = 200
 STATUSES: Final = (*range(100, 104), *range(200, 209), *range(300, 309), *range(400, 432), 451, *range(500, 512), 999)
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -111,15 +112,20 @@ async def stranger(answer: Answer) -> AsyncIterator[Stranger]:
 
 
 async def all_answered(
-    there: Stranger, lost: ScriptedWorker, healthy: ScriptedWorker, num: int, **options: Any
+    there: Stranger,
+    lost: ScriptedWorker,
+    healthy: ScriptedWorker,
+    num: int,
+    *,
+    num_at_once: int | None = None,
+    **options: Any,
 ) -> None:
-    """The router sends each request to the lost worker first."""
+    """Send the requests one by one, then `num_at_once` (half) together. The router sends each to the lost one first."""
+    num_at_once = num // 2 if num_at_once is None else num_at_once
     async with gateway(lost, healthy, **options) as target:
         target.router.members[0] = replace(target.router.members[0], url=there.url)
-        statuses = [(await post(target.url, chat()))[0] for _ in range(num // 2)]
-        statuses += [
-            each[0] for each in await asyncio.gather(*(post(target.url, chat()) for _ in range(num - num // 2)))
-        ]
+        statuses = [(await post(target.url, chat()))[0] for _ in range(num - num_at_once)]
+        statuses += [each[0] for each in await asyncio.gather(*(post(target.url, chat()) for _ in range(num_at_once)))]
         assert statuses == [200] * num
         assert len(healthy.received) == num
 
@@ -143,10 +149,29 @@ async def test_whatever_its_status(make: MakeWorker, body: bytes) -> None:
         await all_answered(there, make(), make(), len(STATUSES))
 
 
-@pytest.mark.parametrize("kind", SLOW)
-async def test_one_that_is_slow_is_left(make: MakeWorker, kind: str) -> None:
+async def left_in_time(make: MakeWorker, kind: str, num: int) -> None:
     async with stranger(SLOW[kind]) as there:
-        await all_answered(there, make(), make(), 4, silent_s=0.2, no_successor_timeout_s=0.2)
+        await all_answered(there, make(), make(), num, num_at_once=num, silent_s=0.2, no_successor_timeout_s=0.2)
+
+
+async def test_those_that_are_slow_are_left(make: MakeWorker) -> None:
+    """All at once: each takes the time of two probes."""
+    async with asyncio.TaskGroup() as group:
+        for kind in SLOW:
+            group.create_task(left_in_time(make, kind, 4), name=kind)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", PLAIN)
+async def test_hundreds_of_requests_are_answered_elsewhere(make: MakeWorker, kind: str) -> None:
+    async with stranger(PLAIN[kind]) as there:
+        await all_answered(there, make(), make(), MANY_REQUESTS)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", SLOW)
+async def test_hundreds_of_requests_leave_one_that_is_slow(make: MakeWorker, kind: str) -> None:
+    await left_in_time(make, kind, MANY_REQUESTS)
 
 
 async def test_many_strangers_cost_no_answer(make: MakeWorker) -> None:
