@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -38,6 +39,11 @@ OTHER_TEXT_BYTES: Final = 12 << 20
 """Room for strings outside prompts: schemas, grammars, bad words, thoughts that a template drops."""
 UNPIN_AFTER_S: Final = 10.0
 MAX_ROOTS: Final = 10_000
+MAX_LEARNING: Final = 4
+"""Bundles that are fetched at a time, each of up to `MAX_BUNDLE_BYTES`."""
+MAX_LEARNING_OF_ONE: Final = 2
+"""Those of one model: the first may drip."""
+MAX_ASKED: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +117,10 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
 
 def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:
     return lru_cache(MAX_ROOTS)(lambda salt: namespace.root(salt=salt, adapter=adapter))
+
+
+def _place(member: WorkerMember) -> tuple[str, str]:
+    return member.url, member.epoch
 
 
 class Models:
@@ -195,16 +205,9 @@ class Models:
 
     async def admit(self, member: WorkerMember) -> ServedModel | None:
         """Learn a worker's model unless it is known; None when the worker's bundle cannot be used."""
-        known = self._by_name.get(member.model)
-        now_s = time.monotonic()
-        if known is not None and known.fingerprint == member.namespace:
-            self._seen_s[member.model] = now_s
-            return known
-        if known is not None and member.model in self.namespaces():
-            return None
-        key = (member.url, member.epoch)
-        if self._failed_until_s.get(key, 0.0) > now_s:
-            return None
+        if not self._is_new(member):
+            known = self._by_name.get(member.model)
+            return known if known is not None and known.fingerprint == member.namespace else None
         try:
             bundle = await self._client.bundle(member.url)
             if namespace_of(bundle).fingerprint != member.namespace:
@@ -213,26 +216,57 @@ class Models:
                 self._executor, build_model, bundle, self._executor, self._config
             )
         except Exception as error:  # also what a strange bundle makes a library raise
+            key, now_s = _place(member), time.monotonic()
             kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}
             self._failed_until_s = kept | {key: now_s + 5.0}
             cause = None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error
             message = "worker %s at %s: its model %s is not usable: %s"
             log.error(message, member.worker_id, member.url, member.model, error, exc_info=cause)
             return None
+        if not self._is_new(member):  # another worker has defined it meanwhile
+            return await self.admit(member)
         self._by_name[member.model] = model
-        self._seen_s[member.model] = now_s
+        self._seen_s[member.model] = time.monotonic()
         log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
         return model
 
+    def _is_new(self, member: WorkerMember) -> bool:
+        """Return whether the worker's model is to be learnt from it now; note that a known one was seen."""
+        known = self._by_name.get(member.model)
+        now_s = time.monotonic()
+        if known is not None and known.fingerprint == member.namespace:
+            self._seen_s[member.model] = now_s
+            return False
+        if known is not None and member.model in self.namespaces():
+            return False
+        return self._failed_until_s.get(_place(member), 0.0) <= now_s
+
     async def follow(self, workers: Callable[[], Sequence[WorkerMember]], interval_s: float) -> None:
-        """Learn the models of all workers. Never returns."""
-        while True:
-            members = workers()
-            self._learn_tasks(members)
-            for member in members:
-                await self.admit(member)
-            self._learn_adapters(members)
-            await asyncio.sleep(interval_s)
+        """Learn the models of all workers, a few at a time, first from those not asked lately. Never returns."""
+        learning: dict[asyncio.Task[ServedModel | None], WorkerMember] = {}
+        asked_s: dict[tuple[str, str], float] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                members = workers()
+                self._learn_tasks(members)
+                learning = {task: member for task, member in learning.items() if not task.done()}
+                busy = {_place(member) for member in learning.values()}
+                num_of = Counter(member.model for member in learning.values())
+                new = [member for member in members if self._is_new(member) and _place(member) not in busy]
+                begun: set[str] = set()
+                for member in sorted(new, key=lambda each: asked_s.get(_place(each), 0.0)):
+                    if len(learning) == MAX_LEARNING:
+                        break
+                    # One of a model in a round: mostly it answers before the next.
+                    if member.model not in begun and num_of[member.model] < MAX_LEARNING_OF_ONE:
+                        begun.add(member.model)
+                        learning[group.create_task(self.admit(member))] = member
+                        asked_s.pop(_place(member), None)
+                        asked_s[_place(member)] = time.monotonic()
+                        if len(asked_s) > MAX_ASKED:
+                            del asked_s[next(iter(asked_s))]
+                self._learn_adapters(members)
+                await asyncio.sleep(interval_s)
 
     def _learn_adapters(self, members: Sequence[WorkerMember]) -> None:
         """Serve the adapters that the workers list now. A model's own name comes before an adapter's."""

@@ -177,24 +177,9 @@ class ValuesLane:
         strangers = [m for m in self.gateway.fleet.workers() if m.worker_id not in ("w0", "w1")][:4]
         if not strangers:
             return
-        rounds = asyncio.Event()
-        waiting = [strangers]
-
-        def workers() -> Sequence[WorkerMember]:
-            if not waiting:
-                rounds.set()
-            return waiting.pop() if waiting else []
-
-        following = asyncio.create_task(self.gateway.models.follow(workers, 0.0))
-        ended = asyncio.create_task(rounds.wait())
-        await asyncio.wait((following, ended), timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            following.result()
-        assert rounds.is_set(), "models are not followed any more"
-        following.cancel()
-        ended.cancel()
-        await asyncio.gather(following, ended, return_exceptions=True)
         for stranger in strangers:
+            async with asyncio.timeout(HANG_S):
+                await self.gateway.models.admit(stranger)
             if stranger.url.rstrip("/") == self.ghost.url:
                 continue
             await self.client.is_alive(stranger.url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from server.config import GatewayConfig
 from server.models import Models, namespace_of
 from server.workers.connection import WorkerError
 from tests.server.scripted_worker import ScriptedWorker
+from tests.waiting import until
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 
@@ -64,6 +67,66 @@ async def test_an_unusable_bundle_costs_only_its_worker(bundle: TokenizerBundle,
         for member in members:
             await models.admit(member)
     assert [name for name, _ in models.names()] == [bundle.model]
+
+
+@pytest.mark.parametrize(
+    ("num_dripping", "others"),
+    [
+        (1, [("slow", "another")]),
+        (1, [("slow", "tiny")]),
+        (3, [("slow1", "tiny"), ("slow2", "x"), ("slow3", "y")]),
+        (0, [(f"slow{number}", f"m{number}") for number in range(20)]),
+    ],
+)
+async def test_workers_that_drip_their_bundles_delay_no_other(
+    bundle: TokenizerBundle, num_dripping: int, others: list[tuple[str, str]]
+) -> None:
+    """Of the same model or of others. Those that have failed are asked again after those that have not."""
+    asked: list[str] = []
+
+    class Client:
+        async def bundle(self, url: str) -> TokenizerBundle:
+            asked.append(url)
+            if "slow" not in url:
+                return bundle
+            if len(asked) <= num_dripping:
+                await asyncio.Event().wait()
+            raise WorkerError("it has dripped for too long")
+
+    good = replace(ScriptedWorker(bundle).member(), url="http://good")
+    assert good.model == "tiny"
+    members = [replace(good, url=f"http://{name}", model=model) for name, model in others] + [good]
+    with ThreadPoolExecutor(1) as executor:
+        models = Models(Client(), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
+        following = asyncio.create_task(models.follow(lambda: members, 0.0))
+        await until(lambda: [name for name, _ in models.names()] == ["tiny"])
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_few_bundles_are_fetched_at_a_time_and_one_of_a_model(bundle: TokenizerBundle) -> None:
+    open_now: Counter[str] = Counter()
+    seen: list[tuple[int, int]] = []
+
+    class Client:
+        async def bundle(self, url: str) -> TokenizerBundle:
+            model = url.partition("//")[2].partition(".")[0]
+            open_now[model] += 1
+            seen.append((open_now.total(), max(open_now.values())))
+            await asyncio.sleep(0.01)
+            open_now[model] -= 1
+            raise WorkerError("no")
+
+    good = ScriptedWorker(bundle).member()
+    members = [replace(good, url=f"http://m{n % 9}.{n}", model=f"m{n % 9}") for n in range(50)]
+    with ThreadPoolExecutor(1) as executor:
+        models = Models(Client(), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
+        following = asyncio.create_task(models.follow(lambda: members, 0.0))
+        await until(lambda: len(seen) == len(members))
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert max(seen)[0] == models_module.MAX_LEARNING
+    assert max(num for _, num in seen) <= models_module.MAX_LEARNING_OF_ONE
 
 
 async def test_failed_bundles_are_forgotten(bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch) -> None:
