@@ -223,7 +223,7 @@ class Models:
             message = "worker %s at %s: its model %s is not usable: %s"
             log.error(message, member.worker_id, member.url, member.model, error, exc_info=cause)
             return None
-        if not self._is_new(member):  # another worker has defined it meanwhile
+        if not self._is_new(member):  # while this ran, another worker has defined it
             return await self.admit(member)
         self._by_name[member.model] = model
         self._seen_s[member.model] = time.monotonic()

@@ -81,7 +81,7 @@ async def test_an_unusable_bundle_costs_only_its_worker(bundle: TokenizerBundle,
 async def test_workers_that_drip_their_bundles_delay_no_other(
     bundle: TokenizerBundle, num_dripping: int, others: list[tuple[str, str]]
 ) -> None:
-    """Of the same model or of others. Those that have failed are asked again after those that have not."""
+    """They may be of the same model. Those that have failed are asked again after those that have not."""
     asked: list[str] = []
 
     class Client:
