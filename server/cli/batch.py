@@ -30,11 +30,12 @@ from msgspec import Meta, Raw, Struct
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from server.cli.common import CommandError, between, reason, secret_file
+from server.cli.common import CommandError, RedirectError, between, read_answer, reason, secret_file
 
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""
 CHUNK_BYTES: Final = 64
+MAX_ANSWER_BYTES: Final = 256 << 20
 MAX_WAIT_S: Final = 30.0
 REPORT_S: Final = 10.0
 ID_START: Final = b'{"id":"batch_req_'
@@ -207,8 +208,14 @@ class Batch:
         while True:
             asked_wait_s = 0.0
             try:
-                async with session.post(self._base + line.url, data=body) as response:
-                    status, raw, headers = response.status, await response.read(), response.headers
+                async with session.post(self._base + line.url, data=body, allow_redirects=False) as response:
+                    status, headers = response.status, response.headers
+                    raw = await read_answer(response, MAX_ANSWER_BYTES)
+            except RedirectError as error:
+                raise CommandError(f"{self._base}{line.url}: {error} as --url") from None
+            except ValueError as error:
+                self._tally.failures.append(f"{line.custom_id}: {error}")
+                return
             except (aiohttp.ClientError, TimeoutError) as error:
                 status, failure = 0, f"{self._base}: {reason(error)}"
             else:
@@ -229,7 +236,7 @@ class Batch:
         """Append an answer. Raises CommandError for one that no other line would fare better with."""
         try:
             answer = msgspec.json.decode(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if status == 401 or not isinstance(answer, dict):
             where = f"{self._base}{line.url}"

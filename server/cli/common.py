@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import ssl
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from rich.console import Console
 
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""The longest list of workers: 20,000 take some 10 MiB."""
 REFUSED: Final = 2
 """Exit code for options that cannot work: a restart would not help."""
 
@@ -23,6 +26,10 @@ class CommandError(Exception):
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
         self.status = status
+
+
+class RedirectError(ValueError):
+    """The answer sends us elsewhere. Keys and requests are for the address that was given."""
 
 
 def between(least: float, most: float = float("inf"), kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -74,16 +81,33 @@ async def fetch_json(
     params: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, Any]:
-    """Return the status and body of one answer. `tls` False: any certificate will do. Raises OSError, ValueError."""
+    """Return the status and body of one answer. `tls` False: any certificate will do. Raises OSError, ValueError.
+
+    An answer that is too long or too deep, and one that sends us elsewhere, raises ValueError.
+    """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.request(method, url, params=params, headers=headers, ssl=tls) as response,
+            session.request(method, url, params=params, headers=headers, ssl=tls, allow_redirects=False) as response,
         ):
-            return response.status, await response.json(content_type=None)
+            return response.status, json.loads(await read_answer(response, MAX_ANSWER_BYTES))
     except (aiohttp.ClientError, TimeoutError) as error:
         raise OSError(reason(error)) from None
+    except RecursionError:
+        raise ValueError("its answer is nested too deep") from None
+
+
+async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Return the body of an answer. Raises RedirectError, or ValueError for a longer one."""
+    if 300 <= response.status < 400:
+        raise RedirectError(f"it redirects to {response.headers.get('location', '')!r:.200}: give that address")
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > max_bytes:
+            raise ValueError(f"its answer is longer than {max_bytes >> 20} MiB")
+    return bytes(body)
 
 
 def reason(error: Exception) -> str:

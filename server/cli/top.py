@@ -13,6 +13,7 @@ from contextlib import aclosing, nullcontext, suppress
 from typing import Any, Final
 
 import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
@@ -60,7 +61,7 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, read_bufsize=MAX_EVENT_BYTES) as session,
-            session.get(f"{url}/events", headers={"accept": "text/event-stream"}) as response,
+            session.get(f"{url}/events", headers={"accept": "text/event-stream"}, allow_redirects=False) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":
                 raise CommandError(f"{url} answered {response.status}, no feed: is it a gateway's ops port (8001)?")
@@ -69,8 +70,15 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
                 if line.startswith(b"event: "):
                     name = line[7:].strip().decode()
                 elif line.startswith(b"data: "):
-                    yield name, json.loads(line[6:])
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+                    data = json.loads(line[6:])
+                    if not isinstance(data, dict):
+                        raise ValueError("an event that is no object")
+                    yield name, data
+    except LineTooLong:
+        raise CommandError(
+            f"{url}: an event is longer than {MAX_EVENT_BYTES >> 20} MiB, so it is no gateway's"
+        ) from None
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{url}: {reason(error)}; is a gateway running?") from None
     raise CommandError(f"{url} has closed the feed: the gateway stopped")
 
