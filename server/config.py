@@ -57,7 +57,10 @@ class GatewayConfig(SharedConfig):
     body_timeout_s: float = _net(30.0, "time for each 30 KiB of a body (default 30)")
     max_connections: int = _net(8192, "open connections of each port (default 8192)")
     ops_key_file: str | None = _net(
-        None, "key that drain and purge ask for (default: none; then only a loopback ops port allows them)", "FILE"
+        None,
+        "key that drain, purge and explanations for a tenant ask for, on loopback too"
+        " (default: none; then only a loopback ops port allows them)",
+        "FILE",
     )
     request_timeout_s: float = _net(3600.0, "longest time of a request (default 3600)")
     keepalive_s: float = _net(15.0, "silence after which a stream gets a keep-alive comment (default 15)")
