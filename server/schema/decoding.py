@@ -83,7 +83,8 @@ def measure(body: bytes) -> Steps[Shape]:
         start += len(part)
         if start < len(body) and (len(part) - len(part.rstrip(b"\\"))) % 2:  # it ends within an escape
             part, start = part[:-1], start - 1
-        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        has_escapes = b"\\" in part
+        pieces = (part.replace(b"\\\\", b"").replace(b'\\"', b"") if has_escapes else part).split(b'"')
         structure = b"".join(pieces[inside::2])
         shape.num_strings += len(pieces) // 2
         inside ^= len(pieces) % 2 == 0
@@ -97,7 +98,7 @@ def measure(body: bytes) -> Steps[Shape]:
         num_text_bytes = len(part) - len(structure)
         shape.num_text_bytes += num_text_bytes
         shape.num_text_chars += num_text_bytes
-        if not part.isascii() or b"\\u" in part:
+        if not part.isascii() or (has_escapes and b"\\u" in part):
             shape.num_text_chars -= len(part) - len(part.translate(None, _CONTINUATIONS)) + 5 * part.count(b"\\u")
             shape.char_bytes = max(shape.char_bytes, _char_bytes(part))
         shape.check()
