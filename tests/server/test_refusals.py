@@ -34,18 +34,27 @@ PRODUCT = str(Path(__file__).parents[2] / "server")
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
-    """Keep what only the collector would free in `gc.garbage`."""
+def frozen() -> Iterator[None]:
+    """Let collections begin by hand alone, and pass over what was there before: the modules, and earlier tests'."""
     gc.collect()
     gc.freeze()
     gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep what only the collector would free in `gc.garbage`."""
+    gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         yield
     finally:
         gc.set_debug(0)
-        gc.unfreeze()
-        gc.enable()
         gc.garbage.clear()
 
 
@@ -126,15 +135,16 @@ async def test_nothing_of_a_request_outlives_its_answer(tmp_path: Path, worker: 
     wrong: dict[str, Any] = {}
     async with ports(tmp_path, worker) as target, AsyncExitStack() as connections:
         before = large_objects()
-        for case in cases():
-            async with sent(case, target.numbers[case.port], partial(case.body, BODY_BYTES)):
-                await target.idle()  # the first one fills caches
-            with no_collections():
-                one = sent(case, target.numbers[case.port], partial(case.body, BODY_BYTES))
-                status = await connections.enter_async_context(one)  # it stays open
-                await target.idle()
-                if (cycles := garbage()) or status not in (case.statuses or (0,)):
-                    wrong[str(case)] = status, cycles
+        with frozen():
+            for case in cases():
+                async with sent(case, target.numbers[case.port], partial(case.body, BODY_BYTES)):
+                    await target.idle()  # the first one fills caches
+                with no_collections():
+                    one = sent(case, target.numbers[case.port], partial(case.body, BODY_BYTES))
+                    status = await connections.enter_async_context(one)  # it stays open
+                    await target.idle()
+                    if (cycles := garbage()) or status not in (case.statuses or (0,)):
+                        wrong[str(case)] = status, cycles
         left = [f"{type(each).__name__} {each!r:.80}" for at, each in large_objects().items() if at not in before]
     assert not wrong, "\n".join(f"{case}: {what}" for case, what in wrong.items())
     assert not left, "\n".join([f"{len(left)} large objects, among them:", *left[:10]])
@@ -183,12 +193,13 @@ async def test_nothing_of_a_request_outlives_the_failure_of_its_worker(
     one, two = {"prompt": "Hi"}, {"prompt": ["Hi", "There"]}
     bodies = [{"model": "tiny", **prompt, "stream": stream} for prompt in (one, two) for stream in (False, True)]
     async with ports(tmp_path, worker) as target:
-        for body in bodies:
-            case = Case("/v1/completions", name, (), lambda size, body=body: json.dumps(body).encode())  # type: ignore[misc]
-            async with sent(case, target.numbers["public"], partial(case.body, 0)):
-                await target.idle()
-            with no_collections():
+        with frozen():
+            for body in bodies:
+                case = Case("/v1/completions", name, (), lambda size, body=body: json.dumps(body).encode())  # type: ignore[misc]
                 async with sent(case, target.numbers["public"], partial(case.body, 0)):
                     await target.idle()
-                    alive = any(type(each) is Generation for each in gc.get_objects())
-                    assert (alive, garbage()) == (False, [])
+                with no_collections():
+                    async with sent(case, target.numbers["public"], partial(case.body, 0)):
+                        await target.idle()
+                        alive = any(type(each) is Generation for each in gc.get_objects())
+                        assert (alive, garbage()) == (False, [])
