@@ -250,6 +250,13 @@ def _seen(candidates: Iterable[Candidate]) -> set[Seen]:
     }
 
 
+@pytest.fixture
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients whose connections are cut connect again soon, however often that happens."""
+    monkeypatch.setattr("cache.redis_index.client.random", SimpleNamespace(uniform=lambda low, high: 0.01))
+
+
+@pytest.mark.usefixtures("no_backoff")
 def test_the_redis_index_equals_the_model(redis_server: RedisServer) -> None:
     machine = type("Machine", (IndexMachine,), {"server": redis_server})
     run_state_machine_as_test(
@@ -261,6 +268,7 @@ def test_the_redis_index_equals_the_model(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.usefixtures("no_backoff")
 def test_the_redis_index_equals_the_model_for_long(redis_server: RedisServer) -> None:
     machine = type("Machine", (IndexMachine,), {"server": redis_server})
     run_state_machine_as_test(

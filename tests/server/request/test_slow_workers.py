@@ -7,7 +7,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
+import pytest
 
+from server.workers import client
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, stalls_after
@@ -26,7 +28,7 @@ async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -
         assert len(healthy.received[0].choices[0].output_ids) == 4
 
 
-async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker) -> None:
+async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = [make(), make()]
     pause, num_paused = asyncio.Event(), 0
 
@@ -49,8 +51,10 @@ async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker) -> N
         worker.behave = behaviour(worker)
     async with gateway(*workers, silent_s=0.1) as target:
         asked = asyncio.create_task(post(target.url, chat(stream=True)))
-        await until(lambda: num_paused, 20.0)
-        await until(lambda: workers[0].num_probed >= 4 and workers[1].num_probed >= 2, 20.0)
+        await until(lambda: num_paused)
+        with monkeypatch.context() as during:
+            during.setattr(client, "PROBE_TIMEOUT_S", 0.05)
+            await until(lambda: workers[0].num_probed >= 4 and workers[1].num_probed >= 2)
         assert not asked.done()
         for worker in workers:
             worker.hung = False
@@ -60,7 +64,8 @@ async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker) -> N
         assert [len(worker.received) for worker in workers] == [1, 0], "it was never taken elsewhere"
 
 
-async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker) -> None:
+async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PROBE_TIMEOUT_S", 0.05)
     worker = make()
     worker.behave = stalls_after(worker, 4, hangs=True)
     async with gateway(worker, silent_s=0.1, no_successor_timeout_s=0.5) as target:
