@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 
@@ -22,10 +23,14 @@ def checkpoint() -> GGUFCheckpoint:
 @functools.cache
 def reference_model() -> Any:
     """float32, evaluation mode."""
+    import gguf
     from transformers import AutoModelForCausalLM
 
     path = checkpoint().path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):  # transformers asks thrice for one, 398 times for the other
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @functools.cache
