@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -111,19 +111,32 @@ async def test_an_engine_that_is_not_there() -> None:
         ([], ["--events", "none"], {"events": "warn"}, "--kv-events-config"),
         (["--events", "tcp://*:E", *EVENTS[2:]], [], {"events": "fail"}, "tcp://127.0.0.1"),
         (EVENTS[:2], [], {"replay": "warn"}, "replay_endpoint"),
-        ([*EVENTS, "--said-events", "tcp://127.0.0.1:1999"], [], {"events": "fail"}, "network namespace"),
-        (EVENTS, ["--events", "tcp://127.0.0.1:1999"], {"events": "fail", "replay": "warn"}, "leave out --events"),
-        (EVENTS, ["--events-exposed", "--events", "tcp://*:1999"], {"events": "fail", "replay": "warn"}, "leave out"),
     ],
 )
 async def test_what_is_set_up_wrong_is_named(
     folder: Path, options: list[str], asked: list[str], wrong: dict[str, str], mend: str
+) -> None:
+    await check_is_named(folder, options, asked, wrong, mend)
+
+
+async def check_is_named(
+    folder: Path, options: Sequence[str], asked: list[str], wrong: dict[str, str], mend: str
 ) -> None:
     async with engine(folder, *options) as url:
         checks = await checks_of(url, *asked)
     assert {name: check.status for name, check in checks.items() if check.status != "ok"} == wrong, checks
     assert mend in checks[next(iter(wrong))].mend
     assert verdict([*checks.values()])[0] == ("fail" in wrong.values())
+
+
+async def test_events_that_never_come_are_missed(folder: Path) -> None:
+    """All at once: each listens for seconds."""
+    silent, both = {"events": "fail"}, {"events": "fail", "replay": "warn"}
+    await asyncio.gather(
+        check_is_named(folder, [*EVENTS, "--said-events", "tcp://127.0.0.1:1997"], [], silent, "network namespace"),
+        check_is_named(folder, EVENTS, ["--events", "tcp://127.0.0.1:1998"], both, "leave out --events"),
+        check_is_named(folder, EVENTS, ["--events-exposed", "--events", "tcp://*:1999"], both, "leave out"),
+    )
 
 
 async def test_a_port_that_a_worker_has_leaves_the_replay_to_be_checked(folder: Path) -> None:
