@@ -20,7 +20,7 @@ from cache.stores.folder import parent_problem
 from worker.common.checks import Check, judge, print_check
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
-from worker.kernels.cpu import products_for
+from worker.kernels.cpu import NO_COMPILER, problem, products_for
 from worker.model.base import Checkpoint
 from worker.model.config import DTYPES, ModelConfig
 from worker.model.dtype import CHOICES, choose_dtype
@@ -76,11 +76,11 @@ def find_kernels(device: torch.device) -> Check:
     """Check the compiled kernels, by compiling them where that was not done before."""
     if products_for(torch.float32, device) is not None:
         return Check("kernels", "ok", "compiled for this processor")
-    mend = "install g++ (apt-get install g++); a C compiler alone is not enough"
-    if shutil.which("g++") is None:
-        return Check("kernels", "warn", "there is no g++: the model runs in torch, slower", mend)
-    found = "the model runs in torch, slower: the line of a worker's log with `cpu.cpp` or `kernels` says why"
-    return Check("kernels", "warn", found, "nothing on a processor without AVX2; else mend what that line says")
+    reason = problem() or ""
+    mend = "nothing on a processor without AVX2; else mend what that says"
+    if reason.startswith(NO_COMPILER):
+        mend = "install g++ (apt-get install g++); a C compiler alone is not enough"
+    return Check("kernels", "warn", f"the model runs in torch, slower: {reason}", mend)
 
 
 def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | None]:

@@ -1,7 +1,8 @@
 """The worker process: listen at once, load the model, serve, drain on SIGTERM.
 
 Progress goes to stderr, one line a step. Stdout has one JSON object a line, for the process that started the worker:
-{"event": "listening", "url": ...} and {"event": "ready", "url": ..., "worker_id": ..., "epoch": ..., "model": ...}.
+{"event": "listening", "url": ...} and {"event": "ready", "url": ..., "worker_id": ..., "epoch": ..., "model": ...,
+"slower": why it runs without compiled kernels, or ""}.
 Exit status: 0 after a drain, 1 when the engine died, 2 when the worker cannot serve with these options.
 """
 
@@ -173,7 +174,8 @@ class Worker:
         self._service.start(engine, self._on_engine_death, self._publisher)
         member = engine.member
         _say(f"ready: {member.model} on {url}, {member.numerics}")
-        _announce(event="ready", url=url, worker_id=worker_id, epoch=member.epoch, model=member.model)
+        facts = {"worker_id": worker_id, "epoch": member.epoch, "model": member.model}
+        _announce(event="ready", url=url, **facts, slower=_slower(self._config))
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.supervise())
             if self._publisher is not None:
@@ -270,6 +272,15 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"headstart worker: {text}", file=sys.stderr, flush=True)
+
+
+def _slower(config: WorkerConfig) -> str:
+    """Return why the model, which is loaded, runs slower than it could on this processor."""
+    if config.engine != "headstart":
+        return ""
+    from worker.kernels.cpu import problem  # imports torch, which is loaded by now
+
+    return problem() or ""
 
 
 def _announce(**fields: str) -> None:

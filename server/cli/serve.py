@@ -400,11 +400,13 @@ class Supervisor:
         counts = {"worker": args.num_workers, "engine": len(args.engine_urls)}
         fleet = " and ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n)
         curl = f"curl{' --insecure' if args.tls_cert else ''} {public}/v1/chat/completions"
+        reasons = dict.fromkeys(self._said[name].get("slower") for name in self._workers)
+        slower = "".join(f"  slower      {reason}\n" for reason in reasons if reason)
         self._screen.say(
             f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {fleet}\n\n"
             f"  OpenAI API  {public}/v1\n"
             f"  chat page   {ops}/chat\n"
-            f"  dashboard   {ops}/dashboard{others}\n\n"
+            f"  dashboard   {ops}/dashboard{others}\n{slower}\n"
             f"  {curl} -H 'content-type: application/json' -d '{body}'\n\n"
             f"Ctrl-C ends them all{', and leaves the engines alone' if args.engine_urls else ''}."
         )

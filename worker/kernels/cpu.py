@@ -47,6 +47,7 @@ _FLAGS: Final = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast"),
     *("-fno-trapping-math", "-fno-math-errno"),
 )
+NO_COMPILER: Final = "there is no g++"
 _BUILD_ERRORS: Final = (OSError, subprocess.SubprocessError)
 
 
@@ -357,18 +358,39 @@ def products_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     return _load() if (dtype, device.type) == (torch.float32, "cpu") else None
 
 
-@cache
+def problem() -> str | None:
+    """Return in a line why a model that asked for the kernels runs without them, or None."""
+    if not _loaded.cache_info().currsize:
+        return None
+    found = _loaded()
+    return found if isinstance(found, str) else None
+
+
 def _load() -> Kernels | None:
+    found = _loaded()
+    return None if isinstance(found, str) else found
+
+
+@cache
+def _loaded() -> Kernels | str:
+    """Load the kernels, or return why there are none, which is logged once."""
+    found = _kernels_or_problem()
+    if isinstance(found, str):
+        logger.warning("the model runs in torch, slower: %s", found)
+    return found
+
+
+def _kernels_or_problem() -> Kernels | str:
     capability = torch.backends.cpu.get_cpu_capability()
     if (march := _MARCH.get(capability)) is None:
-        logger.warning("the model runs in torch, slower: no compiled kernels for a CPU with %s", capability)
-        return None
+        return f"there are no compiled kernels for a CPU with {capability}"
     ready = _SOURCE.parent / _file_name(march, "")
+    if not ready.is_file() and shutil.which("g++") is None:
+        return f"{NO_COMPILER}: apt-get install g++, and start again"
     try:
         return Kernels(ready) if ready.is_file() else _load_or_build(march)
     except _BUILD_ERRORS as error:
-        logger.warning("the model runs in torch, slower: cpu.cpp is not compiled (is g++ installed?): %s", error)
-        return None
+        return f"cpu.cpp is not compiled: {' '.join(str(error).split())}"
 
 
 def _load_or_build(march: str) -> Kernels:
@@ -405,7 +427,7 @@ def build(march: str, file: Path) -> None:
 
 def _compiler() -> str:
     if (compiler := shutil.which("g++")) is None:
-        raise OSError("there is no g++")
+        raise OSError(NO_COMPILER)
     return compiler
 
 

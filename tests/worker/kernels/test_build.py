@@ -107,11 +107,13 @@ def test_without_kernels_torch_serves_and_the_log_says_so_once(
     log: str,
 ) -> None:
     monkeypatch.setattr(cpu, name, replacement)
-    monkeypatch.setattr(cpu, "_load", cpu.cache(cpu._load.__wrapped__))
+    monkeypatch.setattr(cpu, "_loaded", cpu.cache(cpu._loaded.__wrapped__))
+    assert cpu.problem() is None
     for _ in range(2):
         assert cpu.kernels_for(torch.bfloat16, CPU, deterministic=False) is None
         assert cpu.products_for(torch.float32, CPU) is None
     assert caplog.text.count(log) == 1
+    assert log in (cpu.problem() or "")
 
 
 def test_without_libgomp_of_torch_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_a_ready_built_file_needs_no_compiler(
     monkeypatch.setattr(cpu, "_SOURCE", source)
     monkeypatch.setattr(cpu, "_compiler", lambda: "/nowhere/g++")
     (tmp_path / cpu._file_name(MARCH, "")).write_bytes(library)
-    assert cpu._load.__wrapped__() is not None
+    assert isinstance(cpu._loaded.__wrapped__(), cpu.Kernels)
 
 
 def test_the_threads_are_those_of_torch(library: bytes, tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""The start screen of `headstart serve`: the lines from "ready" on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.serving import READY, Serve
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_missing_compiler_is_one_line_with_its_remedy(tmp_path: Path) -> None:
+    """However many workers miss it."""
+    nothing = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    with Serve("--num-workers", "2", "--worker-args", "--num-blocks 64", env=nothing) as serving:
+        serving.wait_for_line(re.compile("Ctrl-C ends them all"))
+        first = next(number for number, line in enumerate(serving.lines) if READY.search(line))
+        (line,) = [line for line in serving.lines[first:] if "g++" in line]
+    assert "there is no g++: apt-get install g++" in line
