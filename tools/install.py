@@ -75,6 +75,9 @@ UNREACHABLE = re.compile(
     r"|ProxyError|SSLError|CERTIFICATE_VERIFY_FAILED|problem confirming the ssl certificate|NewConnectionError"
 )
 
+NOTHING_THERE = re.compile(r"satisfies the requirement (\S+) \(from versions: none\)")
+OTHER_INDEX = "mend the network (HTTPS_PROXY, PIP_CERT), or name another index with PIP_INDEX_URL; then run it again"
+
 
 class InstallError(Exception):
     """The installation cannot go on. The text is one line for the person at the terminal."""
@@ -197,10 +200,9 @@ def explained(printed: str) -> str:
     if found := UNREACHABLE.search(printed):
         host = re.search(r"host='([^']+)'|https?://([^/\s'\"]+)", printed)
         where = f" at {host[1] or host[2]}" if host else ""
-        return (
-            f"the package index{where} cannot be reached ({found[0]}): mend the network (HTTPS_PROXY, PIP_CERT), "
-            "or name another index with PIP_INDEX_URL; then run it again"
-        )
+        return f"the package index{where} cannot be reached ({found[0]}): {OTHER_INDEX}"
+    if found := NOTHING_THERE.search(printed):  # pip hides why it has read no page of an index, unless it tries again
+        return f"the package index cannot be reached, or has no {found[1]} for this Python: {OTHER_INDEX}"
     errors = [line for line in printed.splitlines() if line.startswith("ERROR: ")]
     reason = errors[0].removeprefix("ERROR: ") if errors else _last_line(printed)
     return f"pip: {reason} (all of it: {LOG}); mend that, and run it again"
