@@ -91,7 +91,8 @@ def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | Non
         name, _, revision = source.partition("@")
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision or None), str):
             return Check("model", "ok", f"{source} is in the cache of Hugging Face"), None
-        return Check("model", "warn", f"{source} is not here yet", f"fetch it first: hf download {name}"), None
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+        return Check("model", "warn", f"{source} is not here yet", f"fetch it first: {command}"), None
     try:
         checkpoint = find_checkpoint(source)
         config = checkpoint.config(find_family(checkpoint.model_type))

@@ -158,8 +158,10 @@ def open_files() -> Check:
     if soft == resource.RLIM_INFINITY:
         return Check("files", "ok", "any number of open files allowed")
     limit = hard if hard != resource.RLIM_INFINITY else 65536
-    found = f"{soft} open files allowed: enough for about {soft // 2} streams at a time"
     mend = f"run `ulimit -n {limit}` before, or raise LimitNOFILE of the service"
+    if limit < MIN_OPEN_FILES:
+        mend = f"raise the hard limit to {MIN_OPEN_FILES}: in /etc/security/limits.conf, or LimitNOFILE of the service"
+    found = f"{soft} open files allowed: enough for about {soft // 2} streams at a time"
     return judge("files", found, (soft < MIN_OPEN_FILES, "warn", mend))
 
 

