@@ -54,6 +54,7 @@ MAX_HELD_LINES: Final = 20
 MAX_LINE_BYTES: Final = 1 << 20
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 _FOR_PROGRAMS: Final = '{"event": '
+_READY: Final = b'{"event": "ready"'
 
 
 def parser() -> ArgumentParser:
@@ -175,16 +176,21 @@ class Child:
         self._on_line = on_line
         self._quiet = quiet
         self._stopping = False
+        self._was_ready = False
 
     async def run(self, report: Callable[[str], None]) -> None:
-        """Start the child, and restart it whenever it dies, until `stop`. Raises CommandError for exit code 2."""
+        """Start the child, and restart it whenever it dies, until `stop`.
+
+        Raises CommandError for exit code 2, unless the child was ready before: then what it serves has changed, and may
+        change again.
+        """
         delay_s = FIRST_DELAY_S
         while True:
             started_s = time.monotonic()
             code = await self.run_once()
             if self._stopping:
                 return
-            if code == REFUSED:
+            if code == REFUSED and not self._was_ready:
                 raise CommandError(f"{self.name} cannot start; its lines above say why", REFUSED)
             if time.monotonic() - started_s > STABLE_AFTER_S:
                 delay_s = FIRST_DELAY_S
@@ -221,6 +227,7 @@ class Child:
         held: deque[str] = deque(maxlen=MAX_HELD_LINES)
         on_line = held.append if self._quiet else self._on_line
         while line := await process.stdout.readline():
+            self._was_ready = self._was_ready or line.startswith(_READY)
             on_line(line.decode(errors="replace").rstrip())
         code = await process.wait()
         for text in () if self._stopping else held:

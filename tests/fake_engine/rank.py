@@ -104,7 +104,7 @@ class Rank:
         return [*self.args.tokenizer.encode(text, add_special_tokens=False).ids, self.args.eos[0]]
 
     def _next(self, context: list[int], params: dict[str, Any], number: int) -> int:
-        message = repr(context[-8:]).encode()
+        message = repr(context[-8:]).encode() + f"{self.args.weights}{self.args.dtype}{self.args.quantization}".encode()
         if params.get("temperature", 1.0):
             message += f"{params.get('seed')} {number}".encode()
         value = zlib.crc32(message)

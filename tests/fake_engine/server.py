@@ -40,6 +40,7 @@ class FakeEngine:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/fake/loss", self.loss, methods=["POST"]),
                 Route("/fake/loras", self.loras, methods=["POST"]),
+                *([Route("/server_info", self.server_info)] if args.dev_mode else []),
                 *([] if args.no_token_api else [Route("/inference/v1/generate", self.tokens, methods=["POST"])]),
             ],
         )
@@ -66,12 +67,17 @@ class FakeEngine:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self.args.version})
 
+    async def server_info(self, request: Request) -> Response:
+        config = {"dtype": f"torch.{self.args.dtype or 'float32'}", "quantization": self.args.quantization or None}
+        return JSONResponse({"vllm_config": {"model_config": config}})
+
     async def models(self, request: Request) -> Response:
         if (refused := self.refused(request)) is not None:
             return refused
-        base = {"id": self.args.model, "root": str(self.args.folder), "max_model_len": self.args.max_model_len}
+        about = {"root": str(self.args.folder), "max_model_len": self.args.max_model_len}
+        base = [{"id": name, **about} for name in (self.args.model, *self.args.alias)]
         loras = [{"id": name, "root": name, "parent": self.args.model} for name in self.args.lora]
-        return JSONResponse({"object": "list", "data": [base, *loras]})
+        return JSONResponse({"object": "list", "data": [*base, *loras]})
 
     async def sources(self, request: Request) -> Response:
         found = {
@@ -151,7 +157,7 @@ class FakeEngine:
             return refused
         model = body.get("model")
         lora = model if model in self.args.lora else None
-        if model not in (None, self.args.model, *self.args.lora):
+        if model not in (None, self.args.model, *self.args.alias, *self.args.lora):
             return JSONResponse({"error": {"message": f"The model `{model}` does not exist."}}, 404)
         if len(token_ids) > self.args.max_model_len:
             error = {"error": {"message": "This model's maximum context length is exceeded", "code": 400}}
@@ -198,6 +204,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="with tokenizer.json, as tests.tiny_model writes it")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--alias", action="append", default=[], help="another name that it is served under")
     parser.add_argument("--version", default="0.32.0")
     parser.add_argument("--events", default="")
     parser.add_argument("--replay")
@@ -219,6 +226,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chat-template", help="another one than its folder has")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--ignore-salt", action="store_true")
+    parser.add_argument("--dev-mode", action="store_true", help="says its dtype and quantisation")
+    parser.add_argument("--dtype", default="")
+    parser.add_argument("--quantization", default="")
+    parser.add_argument("--weights", default="", help="other weights give other tokens")
     parser.add_argument("--tokenizer-shift", type=int, default=0, help="another tokenizer")
     args = parser.parse_args(argv)
     args.tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))

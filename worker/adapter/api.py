@@ -38,6 +38,8 @@ class EngineModel:
     max_model_len: int
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it serves, sorted."""
+    aliases: tuple[str, ...] = ()
+    """Its other names, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class EngineLoad:
     """The engine's own counts, of one data-parallel rank."""
 
     started_s: float
-    """When its process started: another value means another cache."""
+    """When its process started: another value means another process. 0.0: it does not say."""
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -86,6 +88,10 @@ class EngineApi(Protocol):
     kind: str
     unsupported: tuple[str, ...]
     """Features of requests that this engine cannot serve (see `worker.wire.required_features`)."""
+
+    @property
+    def connected_s(self) -> float:
+        """When the latest connection to it was made, on the monotonic clock."""
 
     async def version(self) -> str:
         """Return the engine's version, and learn what this version has. Call it first."""

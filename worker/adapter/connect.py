@@ -10,6 +10,8 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -20,6 +22,7 @@ from cache.types import WorkerId
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
+from worker.adapter.facts import PROBE_TEXTS, EngineIdentity, FactsReader
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
@@ -31,10 +34,6 @@ from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
 RETRY_S: Final = 1.0
 NAMES_PER_BLOCK: Final = 4
 """Names of blocks that are kept after a gap, per block of the engine's pool."""
-PROBE_TEXTS: Final = (
-    "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
-    "  Größe: naïve café, 日本語のテキスト, emoji 🙂🙃\n\tdef f(x):\n\t\treturn x ** 2  # 100_000\r\n",
-)
 
 
 async def connect(
@@ -70,10 +69,16 @@ async def _connect(
     metrics: WorkerMetrics,
     report: Callable[[str], None],
 ) -> AdapterEngine:
-    version, model = await wait_for(api, config, report)
-    load = await api.load()
-    bundle = await asyncio.to_thread(make_bundle, config, model)
-    await check_tokenizer(api, bundle)
+    while True:
+        _, model = await wait_for(api, config, report)
+        begun_s = (await api.load()).started_s
+        bundle, folder = await asyncio.to_thread(make_bundle, config, model)
+        await check_tokenizer(api, bundle)
+        reader = FactsReader(api, folder, digests_weights=config.revision is None)
+        facts, load = await reader.read()
+        if load.started_s == begun_s and facts.model == replace(model, adapters=()):
+            break
+        report("the engine has started again meanwhile: it is asked again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
     blocks = EngineBlocks(config.block_size, max_names=max_names, matches_requests=api.kind == "sglang")
     source = await event_source(api, config)
@@ -83,7 +88,7 @@ async def _connect(
         url=url,
         model=bundle.model,
         namespace=Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint,
-        numerics=f"{api.kind}-{version}/{await api.number_format() or 'unknown'}",
+        numerics=f"{api.kind}-{facts.version}/{facts.number_format or 'unknown'}",
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
         protocol=PROTOCOL_VERSION,
@@ -94,9 +99,12 @@ async def _connect(
         adapters=model.adapters,
     )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
-    report(f"{api.kind} {version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
+    report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
     member = signed(config.cluster_secret(), member)
-    return AdapterEngine(api, blocks, source, bundle, member, metrics, events_exposed=config.events_exposed)
+    identity = EngineIdentity(reader, facts, load)
+    return AdapterEngine(
+        api, blocks, source, bundle, member, metrics, events_exposed=config.events_exposed, identity=identity
+    )
 
 
 async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> tuple[str, EngineModel]:
@@ -118,17 +126,21 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
         await asyncio.sleep(RETRY_S)
 
 
-def make_bundle(config: WorkerConfig, model: EngineModel) -> TokenizerBundle:
-    """Build the tokenizer bundle from --tokenizer, by default from what the engine was started with."""
+def make_bundle(config: WorkerConfig, model: EngineModel) -> tuple[TokenizerBundle, Path]:
+    """Build the tokenizer bundle from --tokenizer, by default from what the engine was started with.
+
+    Return the folder of its files, too.
+    """
     source = config.tokenizer or model.source or model.name
     folder, revision = tokenizer_folder(source, config.revision)
-    return bundle_of_folder(
+    bundle = bundle_of_folder(
         folder,
         model=config.served_model_name or model.name,
         revision=revision,
         block_size=config.block_size,
         max_model_len=min(model.max_model_len, config.max_model_len or model.max_model_len),
     )
+    return bundle, folder
 
 
 async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:

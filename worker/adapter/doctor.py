@@ -22,7 +22,8 @@ from typing import Final, NamedTuple
 from cache.types import HASH_BYTES, BlockHash
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
-from worker.adapter.connect import PROBE_TEXTS, check_tokenizer, make_bundle, open_api
+from worker.adapter.connect import check_tokenizer, make_bundle, open_api
+from worker.adapter.facts import PROBE_TEXTS
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
 from worker.common.checks import Check, judge, print_check
@@ -78,11 +79,11 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
         ids = [token_id for text in PROBE_TEXTS for token_id in await api.tokenize(text)]
         bundle: TokenizerBundle | None = None
         try:
-            bundle = await asyncio.to_thread(make_bundle, config, model)
-            await check_tokenizer(api, bundle)
+            made, _ = await asyncio.to_thread(make_bundle, config, model)
+            await check_tokenizer(api, made)
+            bundle = made
             yield Check("tokenizer", "ok", f"the engine and {config.tokenizer or model.source} give the same ids")
         except ValueError as error:
-            bundle = None
             yield Check("tokenizer", "fail", str(error), "give the engine's own tokenizer: --tokenizer FOLDER-OR-ID")
         if engine.status == "fail":
             return

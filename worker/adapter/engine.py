@@ -2,7 +2,7 @@
 
     HTTP side: submit, abort --> EngineRequests --> EngineApi --> frames --> HTTP side
     EventSubscriber --> EngineBlocks --> publisher --> Redis
-    watch: the engine's counts, start time and adapters, once a second
+    watch: the engine's counts, start time and models; in doubt, all that makes it this engine (`facts.py`)
 
 Everything runs on the worker's event loop. The engine owns its blocks; `EngineBlocks` is a mirror of its events, and
 whatever puts that in doubt (a restart, a reset, a lost connection) begins a new epoch.
@@ -11,7 +11,9 @@ whatever puts that in doubt (a restart, a reset, a lost connection) begins a new
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -24,11 +26,12 @@ from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
+from worker.adapter.facts import EngineIdentity
 from worker.adapter.kv_events import EventBatch
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
 from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, EventPublisher, RequestKey, StepLog
+from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher, RequestKey, StepLog
 from worker.validation import refusal
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, required_features
 
@@ -36,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 1.0
 """How often the engine is asked for its counts: a restart is known within twice that."""
-LIST_ADAPTERS_S: Final = 5.0
+LIST_ADAPTERS_S: Final = 2.0
+"""How often it is asked for its models, with their adapters."""
 LOST_AFTER: Final = 3
 """Calls in a row that fail before the engine counts as lost. One whose port is closed is lost at once."""
 STRANGERS_AFTER: Final = 3
@@ -63,8 +67,12 @@ class AdapterEngine:
         metrics: WorkerMetrics,
         *,
         events_exposed: bool = False,
+        identity: EngineIdentity | None = None,
     ) -> None:
-        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError."""
+        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError.
+
+        `identity`: what `member` and `bundle` were made from; None: the engine is not asked again what it is.
+        """
         self.member = member
         self.bundle = bundle
         self._api = api
@@ -83,13 +91,25 @@ class AdapterEngine:
             )
             self._subscriber.open()
         self._metrics = metrics
-        self._requests = EngineRequests(api, blocks, member.block_size, member.worker_id, metrics, self._report)
-        self._counts: EngineLoad | None = None
+        self._requests = EngineRequests(
+            api, blocks, member.block_size, member.worker_id, metrics, self._report, self._confirm
+        )
+        self._counts = None if identity is None else identity.counts
         self._listener: EventPublisher | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._problem: str | None = None
         """Why the engine cannot serve, or None."""
+        self._identity = identity
+        self._num_doubts = 0
+        self._is_sure = asyncio.Event()
+        """The engine is the one of `identity`, as far as anything has shown."""
+        self._is_sure.set()
+        self._confirmed_s = -1.0
+        """Connections made before this time lead to that engine."""
+        self._counting = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._on_death: Callable[[BaseException], object] = lambda error: None
         self._num_strange = 0
         self._warned_s = 0.0
         self._load = WorkerLoad()
@@ -119,7 +139,7 @@ class AdapterEngine:
         on_death: Callable[[BaseException], object],
         listener: EventPublisher | None = None,
     ) -> None:
-        self._requests.deliver, self._listener = deliver, listener
+        self._requests.deliver, self._listener, self._on_death = deliver, listener, on_death
         self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
         if self._subscriber is not None:
             self._tasks.append(asyncio.create_task(self._subscriber.run(), name="events"))
@@ -224,6 +244,9 @@ class AdapterEngine:
     def _on_restart(self) -> None:
         logger.warning("the engine has restarted: a new epoch begins")
         self._begin_epoch()
+        if self._identity is not None:
+            self._doubt("the engine has restarted")
+            self._requests.fail_all(Failed("worker_lost", "the engine has restarted", retryable=True))
 
     def _begin_epoch(self, held: Sequence[Stored] | None = None) -> None:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""
@@ -258,36 +281,102 @@ class AdapterEngine:
     # --- watch --------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Ask the engine for its counts and its adapters, for ever."""
+        """Ask the engine for its counts, its models and, in doubt, what it is, for ever."""
         listed_s = 0.0
         num_failed = 0
         while True:
+            self._wake.clear()
             try:
                 await self._count()
-                num_failed = 0
                 if time.monotonic() - listed_s >= LIST_ADAPTERS_S:
                     listed_s = time.monotonic()
-                    await self._list_adapters()
+                    await self._list_models()
+                if not self._is_sure.is_set():
+                    await self._settle()
+                num_failed = 0
             except (EngineLostError, EngineRefusedError) as error:
                 num_failed += 1
                 is_gone = isinstance(error, EngineLostError) and error.gone
                 if is_gone or num_failed >= LOST_AFTER:
                     self._lose(str(error), is_gone)
-            await asyncio.sleep(WATCH_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), WATCH_S)
 
-    async def _count(self) -> None:
-        counts = await self._api.load()
-        before, self._counts = self._counts, counts
-        if before is not None and counts.started_s != before.started_s:
-            self._on_restart()
-            if self._subscriber is not None:
-                self._subscriber.resync()
-        if self._problem is not None:
-            logger.warning("the engine answers again")
-            self._problem = None
+    async def _count(self, needed_s: float = math.inf) -> None:
+        """Ask the engine for its counts, unless it was confirmed after `needed_s`. Notice a restart."""
+        async with self._counting:
+            if self._confirmed_s >= needed_s:
+                return
+            begun_s = time.monotonic()
+            counts = await self._api.load()
+            before, self._counts = self._counts, counts
+            if before is not None and _has_restarted(before, counts):
+                self._on_restart()
+                if self._subscriber is not None:
+                    self._subscriber.resync()
+            if self._is_sure.is_set():
+                self._confirmed_s = begun_s
+                self._recover()
         self._requests.account.seed_rate(counts)
         self._look_for_strangers(counts)
         self._report()
+
+    async def _confirm(self) -> None:
+        """Wait until the engine at the end of each connection so far is known to be the same. Raises EngineLostError.
+
+        A process keeps its connections. So one that was made before a confirmed time needs no question.
+        """
+        if self._identity is None:
+            return
+        needed_s = self._api.connected_s
+        while self._confirmed_s < needed_s or not self._is_sure.is_set():
+            await self._is_sure.wait()
+            if self._identity.counts.started_s != 0.0:
+                await self._count(needed_s)
+            else:  # counts do not tell its processes apart
+                await self._settle(needed_s)
+
+    def _doubt(self, why: str) -> None:
+        """Give out no token of a new connection, and take no request, until the engine has said again what it is."""
+        if self._identity is None:
+            return
+        self._num_doubts += 1
+        self._problem = self._problem or f"{why}: it is asked what it is"
+        if self._is_sure.is_set():
+            self._is_sure.clear()
+            self._wake.set()
+        self._report()
+
+    async def _settle(self, needed_s: float = math.inf) -> None:
+        """Ask the engine what it is, unless it was confirmed after `needed_s`. Another one ends this worker."""
+        assert self._identity is not None
+        async with self._counting:
+            if self._confirmed_s >= needed_s:
+                return
+            num_doubts, begun_s = self._num_doubts, time.monotonic()
+            facts, counts = await self._identity.read(is_suspect=not self._is_sure.is_set())
+            if changes := self._identity.facts.changes(facts):
+                await self._end(changes)
+            self._identity = replace(self._identity, counts=counts)
+            if self._num_doubts == num_doubts and (self._counts is None or not _has_restarted(self._counts, counts)):
+                self._confirmed_s = begun_s
+                self._is_sure.set()
+                self._recover()
+
+    async def _end(self, changes: Sequence[str]) -> None:
+        """Report the death of the engine that this worker was started for, and wait until it is closed."""
+        self._problem = f"the engine is another one than this worker was started for: {'; '.join(changes)}"
+        self._is_sure.clear()
+        logger.critical("%s. This worker ends, to be started again for what is there", self._problem)
+        self._publish()
+        self._on_death(EngineDeadError(self._problem))
+        await asyncio.get_running_loop().create_future()
+
+    def _recover(self) -> None:
+        if self._problem is not None:
+            logger.warning("the engine answers again")
+            self._problem = None
+            self._report()
 
     def _look_for_strangers(self, counts: EngineLoad) -> None:
         """Say loudly that requests reach the engine by other ways: they are in no gateway's books."""
@@ -301,11 +390,13 @@ class AdapterEngine:
                 num_strange,
             )
 
-    async def _list_adapters(self) -> None:
-        adapters = (await self._api.model()).adapters
-        if adapters != self.member.adapters:
-            logger.info("the engine serves the adapters %s", ", ".join(adapters) or "none")
-            self.member = replace(self.member, adapters=adapters)
+    async def _list_models(self) -> None:
+        model = await self._api.model()
+        if self._identity is not None and replace(model, adapters=()) != self._identity.facts.model:
+            self._doubt("the engine lists another model")
+        elif model.adapters != self.member.adapters:
+            logger.info("the engine serves the adapters %s", ", ".join(model.adapters) or "none")
+            self.member = replace(self.member, adapters=model.adapters)
             self._begin_epoch(self._blocks.visible_events())
 
     def _lose(self, why: str, is_gone: bool) -> None:
@@ -318,7 +409,17 @@ class AdapterEngine:
             if self._subscriber is not None:
                 self._subscriber.resync()
         self._problem = why
+        self._doubt("the engine was lost")
         self._publish()
+
+
+def _has_restarted(before: EngineLoad, now: EngineLoad) -> bool:
+    """Say whether these are counts of two processes: another start, another pool, or totals that went back."""
+
+    def process(counts: EngineLoad) -> tuple[float, int, int]:
+        return counts.started_s, counts.num_blocks, counts.block_size
+
+    return process(before) != process(now) or now.prefill_tokens < before.prefill_tokens
 
 
 def _as_future(work: Coroutine[Any, Any, T]) -> Future[T]:

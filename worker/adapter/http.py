@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -16,6 +18,9 @@ CALL_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
 KEEPALIVE_S: Final = 3.0
 """An engine closes idle connections (vLLM after 5 s): this side does it first, so no request meets the close."""
+MAX_ANSWER_BYTES: Final = 16 << 20
+_MAX_EVENT_BYTES: Final = 4 << 20
+_MAX_ERROR_BYTES: Final = 64 << 10
 _READ_BYTES: Final = 1 << 20
 _JSON: Final = {"content-type": "application/json"}
 
@@ -29,35 +34,64 @@ class EngineServer:
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
         """`headers` are sent with every request, `key` as a bearer token."""
         self._url = url.rstrip("/")
+        self._connected_s = 0.0
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_create_end.append(self._on_connected)
         self._headers = dict(headers) | ({"authorization": f"Bearer {key}"} if key else {})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[tracing],
         )
 
+    @property
+    def connected_s(self) -> float:
+        """When the latest connection was made, on the monotonic clock."""
+        return self._connected_s
+
+    async def _on_connected(self, *_: object) -> None:
+        self._connected_s = time.monotonic()
+
     async def call(
-        self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout_s: float | None = CALL_TIMEOUT_S,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> tuple[int, bytes]:
-        """Return the status and the body of an answer."""
+        """Return the status and the body of an answer; of an error, its beginning."""
         data, headers = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._session.request(
-                method, self._url + path, data=data, headers=self._headers | headers, timeout=timeout
+                method,
+                self._url + path,
+                data=data,
+                headers=self._headers | headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
-                return response.status, await response.read()
+                return response.status, await _body(response, max_bytes)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error) from error
 
-    async def json(self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
+    async def json(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout_s: float | None = CALL_TIMEOUT_S,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> Any:
         """Return the parsed body; None for an empty one."""
-        status, answer = await self.call(method, path, body, timeout_s)
+        status, answer = await self.call(method, path, body, timeout_s, max_bytes)
         if status != 200:
             raise EngineRefusedError(status, _message(answer))
         try:
             return json.loads(answer) if answer else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineLostError(f"{self._url}{path} did not answer in JSON") from error
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
@@ -70,12 +104,15 @@ class EngineServer:
                 headers=self._headers | _JSON,
                 timeout=timeout,
                 read_bufsize=_READ_BYTES,
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
-                    raise EngineRefusedError(response.status, _message(await response.read()))
+                    raise EngineRefusedError(response.status, _message(await _body(response, _MAX_ERROR_BYTES)))
                 rest, is_done = b"", False
                 async for part in response.content.iter_any():  # to its very end, so that the connection is kept
                     *lines, rest = (rest + part).split(b"\n")
+                    if len(rest) > _MAX_EVENT_BYTES:
+                        raise _too_long(_MAX_EVENT_BYTES)
                     for line in lines:
                         if line.startswith(b"data:") and not is_done:
                             data = line[5:].strip()
@@ -91,12 +128,16 @@ class EngineServer:
 
     async def model(self) -> EngineModel:
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
-        listed = (await self.json("GET", "/v1/models"))["data"]
-        base = [model for model in listed if not model.get("parent")]
-        if not base:
-            raise EngineRefusedError(404, "it lists no model")
-        adapters = tuple(sorted(model["id"] for model in listed if model.get("parent")))
-        return EngineModel(base[0]["id"], str(base[0].get("root") or ""), int(base[0]["max_model_len"]), adapters)
+        answer = await self.json("GET", "/v1/models")
+        with understood("/v1/models"):
+            listed = answer["data"]
+            names = [str(model["id"]) for model in listed if not model.get("parent")]
+            adapters = tuple(sorted(str(model["id"]) for model in listed if model.get("parent")))
+            if names:
+                base = next(model for model in listed if not model.get("parent"))
+                source, max_model_len = str(base.get("root") or ""), int(base["max_model_len"])
+                return EngineModel(names[0], source, max_model_len, adapters, tuple(sorted(names[1:])))
+        raise EngineRefusedError(404, "it lists no model")
 
     async def is_healthy(self) -> bool:
         status, _ = await self.call("GET", "/health")
@@ -104,7 +145,8 @@ class EngineServer:
 
     async def tokenize(self, text: str) -> list[int]:
         answer = await self.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        return [int(token_id) for token_id in answer["tokens"]]
+        with understood("/tokenize"):
+            return [int(token_id) for token_id in answer["tokens"]]
 
     async def close(self) -> None:
         """Close every connection."""
@@ -115,11 +157,37 @@ class EngineServer:
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone)
 
 
+@contextlib.contextmanager
+def understood(path: str) -> Iterator[None]:
+    """Raise EngineLostError for an answer of another form: something else may listen there."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise EngineLostError(f"{path} answers as no engine does: {type(error).__name__}: {error!s:.200}") from error
+
+
+async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Read the whole body of an answer, or the beginning of an error. Raises EngineLostError for a longer answer."""
+    parts, num_bytes = [], 0
+    async for part in response.content.iter_any():
+        num_bytes += len(part)
+        if num_bytes > (max_bytes if response.status == 200 else _MAX_ERROR_BYTES):
+            if response.status != 200:
+                break
+            raise _too_long(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_long(max_bytes: int) -> EngineLostError:
+    return EngineLostError(f"the engine's answer has more than {max_bytes >> 20} MiB")
+
+
 def _message(body: bytes) -> str:
     """Return the engine's own words from the body of an error."""
     try:
         answer = json.loads(body)
         error = answer.get("error", answer)
         return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return body[:300].decode(errors="replace")

@@ -77,8 +77,12 @@ class EngineRequests:
         name: str,
         metrics: WorkerMetrics,
         report: Callable[[Sequence[BlockEvent]], None],
+        confirm: Callable[[], Awaitable[None]],
     ) -> None:
-        """`name` begins the ids of requests at the engine. `report` takes events of blocks, and reads the load."""
+        """`name` begins the ids of requests at the engine. `report` takes events of blocks, and reads the load.
+
+        `confirm` waits, before the first token of each answer, until the engine is known to be the same.
+        """
         self.account = LoadAccount()
         self.active: dict[RequestKey, ActiveRequest] = {}
         self.deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
@@ -92,6 +96,7 @@ class EngineRequests:
         self._name = name
         self._metrics = metrics
         self._report = report
+        self._confirm = confirm
         self._suspects = asyncio.Lock()
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
@@ -189,6 +194,7 @@ class EngineRequests:
             try:
                 if request.sampling.prompt_logprobs is not None:
                     positions = await self._api.prompt_logprobs(request)
+                    await self._confirm()
                     self._start(active, num_cached)
                     self._emit(active, PromptLogprobs(positions))
                 self._start_first()
@@ -273,12 +279,15 @@ class EngineRequests:
 
     async def _chunks(self, active: ActiveRequest, choice: ChoiceState) -> AsyncIterator[Chunk]:
         """Yield the chunks of one choice up to its reason. Raises EngineLostError without one."""
-        reason = None
+        reason, is_confirmed = None, False
         request_id = f"{self._name}-{active.key}-{choice.index}"
         stream = self._api.generate(active.request, choice, request_id)
         try:
             async with contextlib.aclosing(stream):  # type: ignore[type-var]
                 async for chunk in stream:
+                    if not is_confirmed:
+                        await self._confirm()
+                        is_confirmed = True
                     self.output_s = time.monotonic()
                     if chunk.num_cached_tokens is not None and choice is active.request.choices[0]:
                         # Of a resumed choice, the output so far is a part of the engine's prompt.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import ssl
+import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -24,7 +25,7 @@ from worker.adapter.api import (
     resumed_seed,
     stream_error,
 )
-from worker.adapter.http import EngineServer
+from worker.adapter.http import EngineServer, understood
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
 UNSUPPORTED: Final = (
@@ -38,7 +39,21 @@ UNSUPPORTED: Final = (
     "typical_p",
 )
 _SAMPLE: Final = re.compile(
-    r"^sglang:(num_running_reqs|num_queue_reqs|token_usage)(?:\{([^}]*)\})? (\S+)", re.MULTILINE
+    r"^sglang:(num_running_reqs|num_queue_reqs|token_usage|prompt_tokens_total)(?:\{([^}]*)\})? (\S+)", re.MULTILINE
+)
+_OF_A_START: Final = frozenset(
+    {
+        "random_seed",
+        "version",
+        "model_path",
+        "tokenizer_path",
+        "served_model_name",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "context_length",
+        "max_total_num_tokens",
+    }
 )
 
 _Logprob = tuple[float | None, int, Any]
@@ -81,7 +96,9 @@ class SglangApi(EngineServer):
 
     async def model(self) -> EngineModel:
         info = await self.json("GET", "/get_model_info")
-        return replace(await super().model(), source=str(info.get("tokenizer_path") or info.get("model_path") or ""))
+        with understood("/get_model_info"):
+            source = str(info.get("tokenizer_path") or info.get("model_path") or "")
+        return replace(await super().model(), source=source)
 
     async def number_format(self) -> str:
         info = await self._info()
@@ -89,38 +106,42 @@ class SglangApi(EngineServer):
 
     async def load(self) -> EngineLoad:
         info = await self._info()
-        block_size = int(info.get("page_size") or 1)
         status, text = await self.call("GET", "/metrics")
-        values = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0, "token_usage": 0.0}
-        if status == 200:  # with --enable-metrics
-            for name, labels, value in _SAMPLE.findall(text.decode(errors="replace")):
-                if f'dp_rank="{self._rank or 0}"' in labels or "dp_rank=" not in labels:
-                    values[name] = float(value)
-        return EngineLoad(
-            started_s=0.0,
-            num_running=int(values["num_running_reqs"]),
-            num_waiting=int(values["num_queue_reqs"]),
-            num_blocks=int(info.get("max_total_num_tokens") or 0) // block_size,
-            block_size=block_size,
-            usage=values["token_usage"],
-        )
+        values = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0, "token_usage": 0.0, "prompt_tokens_total": 0.0}
+        with understood("/get_server_info"):
+            block_size = int(info.get("page_size") or 1)
+            if status == 200:  # with --enable-metrics
+                for name, labels, value in _SAMPLE.findall(text.decode(errors="replace")):
+                    if f'dp_rank="{self._rank or 0}"' in labels or "dp_rank=" not in labels:
+                        values[name] = float(value)
+            return EngineLoad(
+                started_s=_start_of(info),
+                num_running=int(values["num_running_reqs"]),
+                num_waiting=int(values["num_queue_reqs"]),
+                num_blocks=int(info.get("max_total_num_tokens") or 0) // block_size,
+                block_size=block_size,
+                usage=values["token_usage"],
+                prefill_tokens=values["prompt_tokens_total"],
+            )
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise EngineRefusedError(404, "SGLang's /tokenize takes no messages")
 
     async def ranks(self) -> tuple[int, ...]:
-        return tuple(range(int((await self._info()).get("dp_size") or 1)))
+        info = await self._info()
+        with understood("/get_server_info"):
+            return tuple(range(int(info.get("dp_size") or 1)))
 
     async def event_source(self) -> EventSource | None:
-        config = (await self._info()).get("kv_events_config")
-        source = json.loads(config) if isinstance(config, str) and config else config
-        if not source or source.get("publisher", "zmq") != "zmq" or "endpoint" not in source:
-            return None
-        rank = self._rank or 0
-        replay = source.get("replay_endpoint")
-        return EventSource(
-            _of_rank(source["endpoint"], rank), replay and _of_rank(replay, rank), source.get("topic") or ""
-        )
+        config, rank = (await self._info()).get("kv_events_config"), self._rank or 0
+        with understood("/get_server_info"):
+            source = json.loads(config) if isinstance(config, str) and config else config
+            if not source or source.get("publisher", "zmq") != "zmq" or "endpoint" not in source:
+                return None
+            replay = source.get("replay_endpoint")
+            return EventSource(
+                _of_rank(source["endpoint"], rank), replay and _of_rank(replay, rank), source.get("topic") or ""
+            )
 
     async def reset(self) -> None:
         status, answer = await self.call("POST", "/flush_cache", timeout_s=30.0)
@@ -215,6 +236,12 @@ def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, in
     if reason is not None and reason.type == "stop":
         stop_token_id = reason.matched if isinstance(reason.matched, int) else (token_ids or (None,))[-1]
     return Chunk(token_ids, logprobs, None if reason is None else reason.type, stop_token_id), num_seen + num_new
+
+
+def _start_of(info: dict[str, Any]) -> float:
+    """Return a number for this start of the server: it draws a seed unless it is given one, and says no time."""
+    said = {name: info[name] for name in sorted(_OF_A_START) if name in info}
+    return float(zlib.crc32(json.dumps(said).encode())) if said else 0.0
 
 
 def _of_rank(endpoint: str, rank: int) -> str:

@@ -23,13 +23,15 @@ from worker.adapter.api import (
     resumed_seed,
     stream_error,
 )
-from worker.adapter.http import EngineServer
+from worker.adapter.http import MAX_ANSWER_BYTES, EngineServer, understood
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
 UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
 """Bad words are texts there, and the grammar's dialect is the engine's. A grammar or penalty is lost on resume."""
 MAX_LOGPROBS: Final = 20
 """--max-logprobs of vLLM, unless the operator has raised it."""
+_LOGPROB_BYTES: Final = 256
+"""The most that one log probability takes in JSON, apart from long texts of tokens."""
 _SLOW_TIMEOUT_S: Final = 30.0
 """For calls that wait for the engine's core, or collect much."""
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
@@ -93,7 +95,9 @@ class VllmApi(EngineServer):
         status, _ = await self.call("GET", "/inference/v1/generate")
         self._has_token_api = status == 405
         self.unsupported = UNSUPPORTED if self._has_token_api else (*UNSUPPORTED, "logprobs", "prompt_logprobs")
-        return str((await self.json("GET", "/version"))["version"])
+        answer = await self.json("GET", "/version")
+        with understood("/version"):
+            return str(answer["version"])
 
     async def number_format(self) -> str:
         status, body = await self.call("GET", "/server_info?config_format=json", timeout_s=_SLOW_TIMEOUT_S)
@@ -102,7 +106,7 @@ class VllmApi(EngineServer):
         try:
             config = json.loads(body)["vllm_config"]["model_config"]
             return f"{config['dtype'].removeprefix('torch.')}/{config['quantization'] or 'dense'}"
-        except (ValueError, KeyError, TypeError, AttributeError):  # a version that says it otherwise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a version that says it otherwise
             return ""
 
     async def load(self) -> EngineLoad:
@@ -111,16 +115,21 @@ class VllmApi(EngineServer):
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         answer = await self.json("POST", "/tokenize", {"messages": messages, "add_generation_prompt": True})
-        return [int(token_id) for token_id in answer["tokens"]]
+        with understood("/tokenize"):
+            return [int(token_id) for token_id in answer["tokens"]]
 
     async def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(map(int, await self._event_sources())))
+        sources = await self._event_sources()
+        with understood("/kv_event_sources"):
+            return tuple(sorted(map(int, sources)))
 
     async def event_source(self) -> EventSource | None:
-        source = (await self._event_sources()).get(str(self._rank))
-        if source is None or source.get("publisher") != "zmq":
-            return None
-        return EventSource(source["endpoint"], source.get("replay_endpoint"), source.get("topic") or "")
+        sources = await self._event_sources()
+        with understood("/kv_event_sources"):
+            source = sources.get(str(self._rank))
+            if source is None or source.get("publisher") != "zmq":
+                return None
+            return EventSource(source["endpoint"], source.get("replay_endpoint"), source.get("topic") or "")
 
     async def _event_sources(self) -> dict[str, Any]:
         """Return what each rank says of its events; nothing from a version without this call."""
@@ -161,7 +170,8 @@ class VllmApi(EngineServer):
         sampling = {"max_tokens": 1, "prompt_logprobs": min(num_top, MAX_LOGPROBS)}
         body: dict[str, Any] = {"token_ids": list(request.prompt_ids), "cache_salt": request.root.hex()}
         body |= {"sampling_params": sampling} | ({"model": request.adapter} if request.adapter else {})
-        answer = await self.json("POST", "/inference/v1/generate", body, timeout_s=None)
+        max_bytes = len(request.prompt_ids) * (num_top + 2) * _LOGPROB_BYTES + MAX_ANSWER_BYTES
+        answer = await self.json("POST", "/inference/v1/generate", body, timeout_s=None, max_bytes=max_bytes)
         positions: list[TokenLogprobs | None] = []
         for token_id, found in zip(request.prompt_ids, answer["prompt_logprobs"], strict=True):
             if found is None:

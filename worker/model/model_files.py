@@ -78,7 +78,16 @@ class ModelFiles:
 
 def folder_files(folder: Path) -> ModelFiles:
     """Digest what makes the KV of a folder of Hugging Face files: shape and weights. Raise CheckpointError."""
-    return digest_files(path for pattern in _FOLDER_PATTERNS for path in folder.glob(pattern))
+    return digest_files(_paths(folder))
+
+
+def folder_statuses(folder: Path) -> list[tuple[str, FileStatus]]:
+    """Return what tells a change of these files without reading them. Raise OSError."""
+    return [(path.name, FileStatus.of(path)) for path in sorted(_paths(folder))]
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [path for pattern in _FOLDER_PATTERNS for path in folder.glob(pattern)]
 
 
 def digest_files(paths: Iterable[Path]) -> ModelFiles:

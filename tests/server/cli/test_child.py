@@ -75,6 +75,28 @@ async def test_exit_code_2_is_not_retried() -> None:
     assert reports == []
 
 
+async def test_exit_code_2_is_a_death_once_the_child_was_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker in front of an engine that has become one that it cannot serve."""
+    monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.01)
+    program = (
+        "import json, pathlib, sys\n"
+        f"runs = pathlib.Path({str(tmp_path / 'runs')!r})\n"
+        "first = not runs.exists()\n"
+        "runs.touch()\n"
+        "print(json.dumps({'event': 'ready'} if first else 'again'), flush=True)\n"
+        "sys.exit(1 if first else 2)"
+    )
+    reports: list[str] = []
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    child = make_child(program, lines)
+    running = asyncio.create_task(child.run(reports.append))
+    for _ in range(4):
+        await lines.get()
+    await child.stop(5)
+    await running
+    assert ["exit code 1" in reports[0], "exit code 2" in reports[1], "exit code 2" in reports[2]] == [True] * 3
+
+
 async def test_a_child_dies_with_its_parent() -> None:
     """The supervisor is killed by SIGKILL, and its child does not outlive it."""
     program = (

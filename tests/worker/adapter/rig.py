@@ -203,6 +203,7 @@ class ScriptedApi:
         self.num_resets = 0
         self.healthy = True
         self.num_asked = 0
+        self.connected_s = 0.0
 
     @property
     def open_calls(self) -> list[Call]:

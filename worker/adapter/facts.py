@@ -1,0 +1,170 @@
+"""Facts about an engine: read at the start, and again whenever it may have become another one.
+
+A fleet promises one model, tokenizer and number format for each worker. An engine that comes back as another one at
+the same address must not be taken for the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from cache.types import HASH_BYTES
+from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineModel, EngineRefusedError, EventSource
+from worker.adapter.http import understood
+from worker.model.errors import CheckpointError
+from worker.model.model_files import folder_statuses
+from worker.tokenizer_files import fields_of_folder, fingerprint
+from worker.wire import ChoiceState, GenerateRequest, SamplingParams
+
+PROBE_TEXTS: Final = (
+    "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
+    "  Größe: naïve café, 日本語のテキスト, emoji 🙂🙃\n\tdef f(x):\n\t\treturn x ** 2  # 100_000\r\n",
+)
+_NUM_PROMPT_TOKENS: Final = 7
+_NUM_ANSWER_TOKENS: Final = 8
+"""With the prompt less than a block of any usual engine, so that nothing of it is cached."""
+_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Facts that stay as long as the engine is the same."""
+
+    version: str
+    unsupported: tuple[str, ...]
+    model: EngineModel
+    """Without its LoRA adapters, which come and go."""
+    number_format: str
+    """Dtype and quantisation; empty if the engine does not say."""
+    block_size: int
+    ranks: tuple[int, ...]
+    event_source: EventSource | None
+    tokens: str
+    """Digest of the engine's own ids of `PROBE_TEXTS`; empty for one without a tokenizer."""
+    files: str
+    """Digest of the tokenizer's files here, and of the state of the weights where these give the revision."""
+    answer: str
+    """Digest of a short greedy answer with its log probabilities, where the engine does not say its number format."""
+
+    def changes(self, now: EngineFacts) -> list[str]:
+        """Return what differs, each as `name: old -> new`."""
+        pairs = [(field.name, getattr(self, field.name), getattr(now, field.name)) for field in fields(self)]
+        return [f"{name}: {old!s:.300} -> {new!s:.300}" for name, old, new in pairs if old != new]
+
+
+class FactsReader:
+    """Reads the facts of one engine."""
+
+    def __init__(self, api: EngineApi, folder: Path, *, digests_weights: bool) -> None:
+        """`folder`: the tokenizer's files. `digests_weights`: the revision is a digest of the weights there."""
+        self._api = api
+        self._folder = folder
+        self._digests_weights = digests_weights
+
+    async def read(
+        self, known: EngineFacts | None = None, started_s: float = 0.0, *, is_suspect: bool = True
+    ) -> tuple[EngineFacts, EngineLoad]:
+        """Return the facts and the counts of one process. Raises EngineLostError, EngineRefusedError.
+
+        The answer is that of `known` for a process that started at `started_s`, or that nothing has made suspect.
+        """
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                before = await self._api.load()
+                is_same = not is_suspect or (started_s != 0.0 and before.started_s == started_s)
+                facts = await self._read(before, known if is_same else None)
+                after = await self._api.load()
+        except TimeoutError as error:
+            raise EngineLostError(f"the engine did not say within {_TIMEOUT_S:.0f} s what it is") from error
+        if (after.started_s, after.block_size) != (before.started_s, before.block_size):
+            raise EngineLostError("the engine started again while it was asked what it is")
+        return facts, after
+
+    async def _read(self, load: EngineLoad, known: EngineFacts | None) -> EngineFacts:
+        api = self._api
+        version = await api.version()
+        model = replace(await api.model(), adapters=())
+        number_format = await api.number_format()
+        probes = await self._probe_ids()
+        facts = EngineFacts(
+            version=version,
+            unsupported=api.unsupported,
+            model=model,
+            number_format=number_format,
+            block_size=load.block_size,
+            ranks=await api.ranks(),
+            event_source=await api.event_source(),
+            tokens=_digest(probes) if probes else "",
+            files=await asyncio.to_thread(self._digest_files),
+            answer="",
+        )
+        if number_format:
+            return facts
+        return replace(facts, answer=await self._answer(probes) if known is None else known.answer)
+
+    async def _probe_ids(self) -> list[list[int]]:
+        try:
+            return [await self._api.tokenize(text) for text in PROBE_TEXTS]
+        except EngineRefusedError as error:
+            if error.status == 404:  # started without a tokenizer
+                return []
+            raise
+
+    async def _answer(self, probes: list[list[int]]) -> str:
+        """Return the digest of a greedy answer; empty if the engine cannot give one."""
+        prompt_ids = (probes[0] if probes else list(range(3, 100)))[:_NUM_PROMPT_TOKENS]
+        logprobs = None if "logprobs" in self._api.unsupported else 0
+        request = GenerateRequest(
+            request_id="facts",
+            gateway_id="",
+            epoch="",
+            root=secrets.token_bytes(HASH_BYTES),
+            prompt_ids=prompt_ids,
+            choices=(ChoiceState(0, 0, ()),),
+            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=logprobs),
+        )
+        found: list[Any] = []
+        chunks = self._api.generate(request, request.choices[0], f"facts-{secrets.token_hex(8)}")
+        try:
+            with understood("a short answer"):
+                async for chunk in chunks:
+                    found += zip(chunk.token_ids, chunk.logprobs or (None,) * len(chunk.token_ids), strict=True)
+        except EngineRefusedError as error:
+            if error.status in (400, 404, 405, 422):
+                return ""
+            raise
+        return _digest([(token_id, None if logprob is None else logprob.logprob) for token_id, logprob in found])
+
+    def _digest_files(self) -> str:
+        try:
+            parts = [fingerprint(*fields_of_folder(self._folder).values())]
+            if self._digests_weights:
+                parts.append(repr(folder_statuses(self._folder)))
+        except (CheckpointError, OSError) as error:
+            return f"unreadable: {error}"
+        return _digest(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """The facts that a worker has promised, and the counts of the process that they were read from last."""
+
+    reader: FactsReader
+    facts: EngineFacts
+    counts: EngineLoad
+
+    async def read(self, *, is_suspect: bool) -> tuple[EngineFacts, EngineLoad]:
+        """Read the facts again. Only a suspect gives an answer again, and only if it is not the same process.
+
+        Raises EngineLostError, EngineRefusedError.
+        """
+        return await self.reader.read(self.facts, self.counts.started_s, is_suspect=is_suspect)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
