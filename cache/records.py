@@ -46,6 +46,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Measured rate at which blocks of each of `WorkerMember.tiers` come into the pool; 0.0: do not count on it."""
     fetch_tokens_per_s: _Seconds = 0.0
     """Measured rate at which blocks of another worker come into the pool; 0.0: it fetches none."""
+    is_slow: bool = False
+    """Its engine was slow to answer a moment ago: prefer others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ MIN_ESTIMATES: Final = 64
 """With fewer, none is dropped."""
 UNSUPPORTED: Final = "cannot serve a field of this request"
 OTHER_TASK: Final = "makes text or embeddings alone, and the request asks for the other"
+SLOW: Final = "slow to answer"
 BREAKER: Final = "breaker open"
 
 
@@ -173,7 +174,7 @@ class Scorer:
         *,
         dry_run: bool = False,
     ) -> Decision:
-        """Score every candidate without a guard; if none is left, those that are `broken`.
+        """Score every candidate without a guard; if none is left, slow ones, and then those that are `broken`.
 
         `dry_run` draws no random numbers: the policy gets 0.5 each time.
         """
@@ -195,8 +196,10 @@ class Scorer:
         for worker in workers:
             worker.guard = _guard(request, worker, broken)
         decision = Decision(request, workers)
-        # Better a worker that failed a moment ago than none.
-        scored = [w for w in workers if w.guard is None] or [w for w in workers if w.guard is BREAKER]
+        # Better a slow worker than none, and then one that failed a moment ago.
+        scored: list[WorkerView] = []
+        for guard in (None, SLOW, BREAKER):
+            scored = scored or [worker for worker in workers if worker.guard is guard]
         if scored:
             recent_s = sum([worker.recent_s for worker in workers])
             draw = (lambda: 0.5) if dry_run else self._rng.random
@@ -351,4 +354,6 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return "context too short"
     if worker.load.draining:
         return "draining"
-    return BREAKER if member.worker_id in broken else None
+    if member.worker_id in broken:
+        return BREAKER
+    return SLOW if worker.load.is_slow else None

@@ -39,10 +39,12 @@ logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 1.0
 """How often the engine is asked for its counts: a restart is known within twice that."""
+PROBE_S: Final = 1.5
+"""An engine that takes longer to say its counts is slow: gateways prefer others."""
 LIST_ADAPTERS_S: Final = 2.0
 """How often it is asked for its models, with their adapters."""
 LOST_AFTER: Final = 3
-"""Calls in a row that fail before the engine counts as lost. One whose port is closed is lost at once."""
+"""Calls in a row that fail, without a token, before the engine is lost. One whose port is closed is lost at once."""
 STRANGERS_AFTER: Final = 3
 """Counts in a row with more requests in the engine than this adapter has sent."""
 WARN_AGAIN_S: Final = 60.0
@@ -110,6 +112,8 @@ class AdapterEngine:
         self._counting = asyncio.Lock()
         self._wake = asyncio.Event()
         self._on_death: Callable[[BaseException], object] = lambda error: None
+        self._is_slow = False
+        """It has not answered the last question."""
         self._num_strange = 0
         self._warned_s = 0.0
         self._load = WorkerLoad()
@@ -272,7 +276,8 @@ class AdapterEngine:
             self._report_timer = None
         events, self._unreported = self._unreported, []
         is_away = self._draining or self._problem is not None
-        load = self._load = self._requests.account.current(self._counts, self.member.block_size, is_away)
+        account, block_size = self._requests.account, self.member.block_size
+        load = self._load = account.current(self._counts, block_size, is_away, self._is_slow)
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.num_held_blocks, 0, 0, 0, 0)
         self._metrics.set_state(load, stats)
         if self._listener is not None:
@@ -283,24 +288,40 @@ class AdapterEngine:
     async def _watch(self) -> None:
         """Ask the engine for its counts, its models and, in doubt, what it is, for ever."""
         listed_s = 0.0
-        num_failed = 0
+        num_failed, answered_s = 0, time.monotonic()
         while True:
             self._wake.clear()
             try:
-                await self._count()
+                await self._probe()
                 if time.monotonic() - listed_s >= LIST_ADAPTERS_S:
                     listed_s = time.monotonic()
                     await self._list_models()
                 if not self._is_sure.is_set():
                     await self._settle()
-                num_failed = 0
+                num_failed, answered_s = 0, time.monotonic()
+                self._set_slow(False)
             except (EngineLostError, EngineRefusedError) as error:
                 num_failed += 1
+                self._set_slow(True)
                 is_gone = isinstance(error, EngineLostError) and error.gone
-                if is_gone or num_failed >= LOST_AFTER:
+                is_silent = not self._requests.active or self._requests.output_s < answered_s
+                if is_gone or (num_failed >= LOST_AFTER and is_silent):
                     self._lose(str(error), is_gone)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), WATCH_S)
+
+    async def _probe(self) -> None:
+        """Count within a deadline. Raises EngineLostError, EngineRefusedError."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._count()
+        except TimeoutError as error:
+            raise EngineLostError(f"no answer within {PROBE_S:g} s") from error
+
+    def _set_slow(self, is_slow: bool) -> None:
+        if is_slow != self._is_slow:
+            self._is_slow = is_slow
+            self._publish()
 
     async def _count(self, needed_s: float = math.inf) -> None:
         """Ask the engine for its counts, unless it was confirmed after `needed_s`. Notice a restart."""

@@ -88,7 +88,7 @@ class LoadAccount:
         """Forget a prefill that has ended without a token."""
         self._prefills.pop(prefill, None)
 
-    def current(self, engine: EngineLoad | None, block_size: int, draining: bool) -> WorkerLoad:
+    def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
         """Return the load. `engine`: its own counts as last read; `block_size`: of this worker's blocks."""
         queued: dict[GatewayId, float] = defaultdict(float)
         for prefill in self._prefills:
@@ -110,4 +110,5 @@ class LoadAccount:
             num_blocks=num_blocks,
             draining=draining,
             start_interval_s=self.starts.mean_s,
+            is_slow=is_slow,
         )

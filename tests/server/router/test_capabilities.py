@@ -115,3 +115,12 @@ async def test_a_field_that_no_text_worker_has_is_named_where_others_embed() -> 
     assert caught.value.unsupported == ["bad_words"]
     with pytest.raises(NoWorkerError, match="makes text or embeddings alone"):
         await fleet_of(a=()).place(chain(3), embeds=True)
+
+
+async def test_a_slow_worker_is_passed_over_while_there_is_another() -> None:
+    fleets = fleet_of(a=(), b=())
+    hashes = chain(40)
+    fleets.index.memory.publish(member("a").worker_id, hashes[:30], load=WorkerLoad(is_slow=True))
+    assert {await fleets.worker(hashes) for _ in range(5)} == {"b"}, "although it holds the prefix"
+    fleets.index.memory.publish(member("b").worker_id, load=WorkerLoad(draining=True))
+    assert await fleets.worker(hashes) == "a", "rather than none"

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cache.events import BlockEvent
+from cache.records import WorkerLoad
 from tests.e2e.serving import free_ports
 from tests.faults.part import ROOT
 from tests.waiting import HANG_S, until, wait_until
@@ -72,6 +75,10 @@ class EngineProcess:
             return httpx.get(f"{self.url}/health", timeout=HANG_S).status_code == 200
         return False
 
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
@@ -93,6 +100,11 @@ class ConnectedRig(Rig):
         super().__init__(ScriptedApi())
         self.engine = engine
         self.deaths: list[BaseException] = []
+        self.loads: list[WorkerLoad] = []
+
+    def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
+        super().offer(events, load)
+        self.loads.append(load)
 
     def is_ready(self) -> bool:
         return self.engine.refusal(make_request()) is None and not self.load.draining
@@ -246,6 +258,27 @@ async def test_changed_files_of_the_model_are_another_engine(engine: EngineProce
         engine.start("--dev-mode")
         await until(lambda: rig.deaths)
         assert "files: " in str(rig.deaths[0])
+
+
+async def test_a_frozen_engine_is_slow_first_and_lost_later(
+    engine: EngineProcess, brisk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.start()
+    async with connected(engine.url) as rig:
+        epoch, loads = rig.engine.member.epoch, rig.loads
+        loads.clear()
+        monkeypatch.setattr(engine_module, "PROBE_S", 0.1)
+        engine.signal(signal.SIGSTOP)
+        await until(lambda: rig.load.is_slow)
+        await until(lambda: rig.load.draining)
+        slow = next(load for load in loads if load.is_slow)
+        assert not slow.draining, "one slow answer excludes nobody"
+        monkeypatch.setattr(engine_module, "PROBE_S", HANG_S)
+        engine.signal(signal.SIGCONT)
+        await until(lambda: rig.is_ready() and not rig.load.is_slow)
+        assert isinstance((await rig.answer(make_request()))[-1], End)
+        assert rig.engine.member.epoch == epoch
+        assert not rig.deaths
 
 
 def test_the_process_ends_with_status_1(engine: EngineProcess, tmp_path: Path) -> None:
