@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from tests.e2e.serving import free_ports
 from tests.running import listening as raw_listening
@@ -141,3 +141,63 @@ async def test_a_call_that_takes_too_long() -> None:
             await http.json("GET", "/state", timeout_s=0.05)
         assert not caught.value.gone
         await http.close()
+
+
+async def test_a_redirect_is_a_refusal(server: ScriptedHttp, http: EngineServer) -> None:
+    """The engine's key, and prompts, go to the engine alone."""
+    elsewhere = ScriptedHttp()
+    elsewhere.answers["GET /health"] = elsewhere.answers["POST /x"] = JSONResponse({})
+    async with scripted_http(elsewhere) as url:
+        for status in (301, 302, 303, 307, 308):
+            to = Response(status_code=status, headers={"location": f"{url}/x"})
+            server.answers |= {"GET /health": to, GENERATE: to}
+            assert not await http.is_healthy()
+            with pytest.raises(EngineRefusedError, match=str(status)):
+                await read(http)
+            with pytest.raises(EngineRefusedError, match=str(status)):
+                await http.json("POST", "/generate", {"prompt": 1})
+    assert elsewhere.headers == []
+
+
+def endless(part: bytes, status: int = 200) -> Callable[[], Response]:
+    async def body() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)  # so that the server sees its reader leave
+            yield part
+
+    return lambda: StreamingResponse(body(), status)
+
+
+async def test_an_answer_without_an_end_is_given_up(server: ScriptedHttp, http: EngineServer) -> None:
+    server.answers |= {"GET /metrics": endless(b"x" * 65536), GENERATE: endless(b"data: " + b"x" * 65536)}
+    with pytest.raises(EngineLostError, match="more than 16 MiB"):
+        await http.call("GET", "/metrics", timeout_s=None)
+    with pytest.raises(EngineLostError, match="more than 4 MiB"):
+        await read(http)
+    server.answers[GENERATE] = endless(b"x" * 65536, 500)
+    with pytest.raises(EngineRefusedError, match="xxx"):
+        await read(http)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        PlainTextResponse("<html>"),
+        PlainTextResponse("[" * 100_000),
+        JSONResponse([]),
+        JSONResponse({"data": 1}),
+        JSONResponse({"data": [1]}),
+        JSONResponse({"data": [{"id": "m"}]}),
+        JSONResponse({"data": [{"id": "m", "max_model_len": "long"}]}),
+        JSONResponse({"tokens": "x"}),
+        JSONResponse({"tokens": [None]}),
+    ],
+)
+async def test_what_answers_as_no_engine_is_a_lost_one(
+    server: ScriptedHttp, http: EngineServer, answer: Response
+) -> None:
+    server.answers |= {"GET /v1/models": answer, "POST /tokenize": answer}
+    with pytest.raises(EngineLostError):
+        await http.model()
+    with pytest.raises(EngineLostError):
+        await http.tokenize("x")
