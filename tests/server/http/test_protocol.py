@@ -141,7 +141,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 async def test_endless_pipelining_gets_due_answers_then_a_close(
     monkeypatch: pytest.MonkeyPatch, num_ahead: int
 ) -> None:
-    """What came last is dropped, so the connection ends at once and never by being idle."""
+    """Drop what came last, and end at once, never by being idle."""
     idle: list[object] = []
     monkeypatch.setattr(protocol, "MAX_AHEAD_BYTES", 100_000)
     monkeypatch.setattr(protocol.GatewayProtocol, "timeout_keep_alive_handler", idle.append)
