@@ -31,6 +31,10 @@ HOST_CERTIFICATES: Final = Path("/etc/ssl/certs/ca-certificates.crt")
 PIP_CACHE: Final = "/var/cache/pip"
 INSTALL_S: Final = 3600.0
 """Bound of a hang of a command that downloads."""
+_CONTAINED: Final = (
+    *("setpriv", "--pdeathsig=KILL"),  # a test run that is killed takes it along
+    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation=private"),
+)
 # The devices of a root are those that debootstrap has made: the host's, with its GPU, are not there.
 _ENTER: Final = """
 mkdir -p "$ROOT/dev/shm"
@@ -127,7 +131,7 @@ class Checkout:
             "VARIABLES": " ".join(f"{name}={value}" for name, value in variables.items()),
         }
         process = subprocess.Popen(
-            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation=private", "sh", "-ec", _ENTER],
+            [*_CONTAINED, "sh", "-ec", _ENTER],
             env={"PATH": os.environ["PATH"], **variables_of_entry},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
