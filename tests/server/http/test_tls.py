@@ -14,11 +14,12 @@ from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
 from server.http.protocol import HttpLimits
-from server.http.server import SPARE_FILES, Listener, affordable_connections
+from server.http.server import SPARE_FILES, affordable_connections
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost
 from server.workers.networks import WorkerNetworks
 from tests.certificates import Authority
+from tests.server.gateway_app import QuietListener
 from tests.waiting import HANG_S, until
 from worker.common.proof import PROVE_PATH, new_instance, prove
 from worker.common.tls import ServerCertificate, WorkerCa
@@ -55,7 +56,7 @@ class Port:
     def __init__(self, tls: ssl.SSLContext | None, limits: HttpLimits = LIMITS, app: ASGIApp = hello) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self._server = Listener(app, self.listener, limits, tls)
+        self._server = QuietListener(app, self.listener, limits, tls)
 
     async def __aenter__(self) -> Port:
         self._task = asyncio.create_task(self._server.run_until_stopped())
@@ -64,7 +65,7 @@ class Port:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        self._server.stopped.set()
         await self._task
 
     async def serial(self, trust: ssl.SSLContext) -> str:
