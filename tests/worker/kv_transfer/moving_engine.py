@@ -15,7 +15,7 @@ from tests.worker.scheduler.engine import HandEngine
 from worker.engine.metrics import WorkerMetrics
 from worker.engine.rates import PrefillRate
 from worker.kv_transfer.loads import PrefixLoad
-from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.kv_transfer.pool_blocks import Copier, PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
 
 BLOCK_SIZE = 4
@@ -107,13 +107,16 @@ class MovingEngine(HandEngine):
         record: RecordFormat,
         *,
         damages: bool = False,
+        copier: Copier | None = None,
         **options,
     ) -> None:
         super().__init__(block_size=BLOCK_SIZE, **options)
         assert isinstance(self.allocator, HashAllocator)
-        assert isinstance(self.runner, ArithmeticRunner)
+        if copier is None:
+            assert isinstance(self.runner, ArithmeticRunner)
+            copier = TokenCopier(self.runner)
         self.random = random
-        self.pool = PoolBlocks(self.allocator, TokenCopier(self.runner))
+        self.pool = PoolBlocks(self.allocator, copier)
         client = PeersInProcess(record, peers, random if damages else None)
         self.transfers = KVTransfers(
             self.allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics()

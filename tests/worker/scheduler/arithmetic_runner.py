@@ -44,7 +44,10 @@ class ArithmeticRunner:
         block_size: int,
         fails: Callable[[Step], bool] = lambda step: False,
         stream: DeviceStream | None = None,
+        window: int | None = None,
     ) -> None:
+        """With a `window`, a token depends on so many before it."""
+        self.window = window
         self.stream = stream or DeviceStream(torch.device("cpu"))
         self.block_size = block_size
         self.kv = [UNWRITTEN] * (num_blocks * block_size)
@@ -98,8 +101,11 @@ class ArithmeticRunner:
     def _result(self, sequence: SequenceStep) -> SequenceResult:
         size, table = self.block_size, sequence.block_table
         stop = sequence.start + len(sequence.token_ids)
-        read = [self.kv[table[i // size] * size + i % size] for i in range(stop)]
+        first = 0 if self.window is None else max(0, sequence.start + 1 - self.window)
+        assert self.window is not None or stop <= len(table) * size, "a table is too short"
+        read = [self.kv[table[i // size % len(table)] * size + i % size] for i in range(first, stop)]
         assert UNWRITTEN not in read, "KV is read that was never written"
+        read = read[-(self.window or stop) :]
         sampled = tuple(SampledToken(self._sample(read, row)) for row in sequence.sampling_rows)
         for row in sequence.sampling_rows:
             num_known = len(row.prompt_ids) + row.num_output  # and perhaps the token that the step follows

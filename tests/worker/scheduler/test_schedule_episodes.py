@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import pytest
+import torch
+
+from tests.worker.scheduler.episode_models import EXACT, EpisodeModel, load_tiny
 from tests.worker.scheduler.schedule_episodes import run_episode
 
 
-def run_episodes(numbers: range) -> None:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Sequence[EpisodeModel]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    return load_tiny(folder)
+
+
+IN_SHORT = {1: range(160, 190), 3: range(270, 300)}
+"""Episodes of the short run, by threads: some abort the one request that has drafts, in flight before others."""
+
+
+@pytest.fixture(params=[1, 3], ids=["one_thread", "three_threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def run_episodes(numbers: range, models: Sequence[EpisodeModel] = EXACT) -> None:
     for number in numbers:
         try:
-            run_episode(number)
+            run_episode(number, models)
         except Exception as error:
             raise AssertionError(f"run_episode({number}): {error}") from error
 
@@ -19,7 +42,22 @@ def test_any_schedule_gives_the_tokens_of_each_choice_alone() -> None:
     run_episodes(range(300))
 
 
+def test_any_schedule_of_a_tiny_model_gives_the_tokens_of_each_choice_alone(
+    tiny: Sequence[EpisodeModel], num_threads: int
+) -> None:
+    run_episodes(IN_SHORT[num_threads], tiny)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(10))
 def test_any_schedule_gives_the_tokens_of_each_choice_alone_at_length(part: int) -> None:
     run_episodes(range(1000 * (part + 1), 1000 * (part + 2)))
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("part", range(10))
+def test_any_schedule_of_a_tiny_model_gives_the_tokens_of_each_choice_alone_at_length(
+    tiny: Sequence[EpisodeModel], part: int
+) -> None:
+    run_episodes(range(100 * part, 100 * (part + 1)), tiny)
