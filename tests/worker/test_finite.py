@@ -21,7 +21,6 @@ from cache.allocators import PREFIX_CACHES, PrefixCache
 from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
-from tests.worker.test_random_mixes import REQUESTS
 from worker.attention.base import ForwardBatch
 from worker.attention.kv_cache import NonFiniteKV
 from worker.device import DeviceStream
@@ -35,6 +34,23 @@ NUM_LAYERS = 3
 NAN, INF = float("nan"), float("inf")
 PLACES = ("query", "key", "value", "attended")
 PROMPT = [i * 7 % 99 for i in range(62)]
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.4},
+    {"temperature": 1.2, "top_k": 12, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "allowed_token_ids": (3, 14, 15)},  # the output repeats itself
+)
+REQUESTS = [
+    generate(
+        [*PROMPT[: 12 * (i % 5)], *(i * k % 99 for k in range(1, 3 + 2 * (i % 7)))],
+        4 + i % 9,
+        1 + (i % 4 == 3),
+        **params,
+    )
+    for i, params in enumerate(PARAMS * 5)
+]
+"""Prompts of 2 to 62 tokens, most of which share a beginning of up to 48."""
 CHUNK = 16
 NUM_CACHED = 16
 """Tokens of the prompt that an earlier request has cached."""
