@@ -35,7 +35,11 @@ _SEARCH_CHARS: Final = 1 << 17
 _BACK_CHARS: Final = 256
 """A window begins at most so much earlier, to begin with no combining character."""
 _MAX_RUN_CHARS: Final = 1 << 16
-_SPACES: Final = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+_SPACE_CHARS: Final = "".join(
+    map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
+)
+"""What a split pattern calls space. Python's own methods also take 0x1c to 0x1f, which is none."""
+_SPACES: Final = re.compile(f"[{_SPACE_CHARS}]+")
 _TO_ALPHABET: Final = {byte: ord(char) for char, byte in BYTE_ALPHABET.items()}
 
 
@@ -50,10 +54,12 @@ class Windows:
         by_lines: bool = False,
         composes: bool = False,
         num_chars: int = WINDOW_CHARS,
+        min_bytes: int = 0,
     ) -> None:
         """`lost`: bytes that the vocabulary lacks, as characters. `composes`: the normalizer composes characters.
 
-        `by_lines`: white space is split at its last line end.
+        `by_lines`: white space is split at its last line end. `min_bytes`: how much of a word is merged at once, at
+        least: the end of a window changes tokens that are a few of the longest token before it.
         """
         self._tokenizer = tokenizer
         self._table = _TO_ALPHABET | dict.fromkeys(map(ord, lost))
@@ -61,6 +67,7 @@ class Windows:
         self._by_lines = by_lines
         self._composes = composes
         self._num_chars = num_chars
+        self._num_merged_bytes = max(2 * num_chars, min_bytes)
 
     def ids(self, text: str, start: int, end: int) -> Iterator[list[int]]:
         """Yield the ids of a part of a text in pieces, each of about a window."""
@@ -77,7 +84,7 @@ class Windows:
                 yield encoding.ids[:num_tokens]
                 start += known
                 continue
-            if not part.isspace() and len(starts) > 1:  # no window may begin between its words
+            if not _is_space(part) and len(starts) > 1:  # no window may begin between its words
                 yield self._tokenizer.encode(text[start:end], add_special_tokens=False).ids
                 return
             stop = yield from self._word_end(text, start, end)
@@ -93,10 +100,10 @@ class Windows:
 
     def _known_end(self, part: str, starts: list[int]) -> int:
         """Return up to where the words of a window are those of the whole; 0 for none."""
-        spaces = len(part.rstrip())
+        spaces = len(part.rstrip(_SPACE_CHARS))
         for at in range(len(starts) - 1, 0, -1):
             # How white space at the end of a window is split depends on what follows.
-            is_known = starts[at] <= spaces or not part[starts[at - 1] : starts[at]].isspace()
+            is_known = starts[at] <= spaces or not _is_space(part[starts[at - 1] : starts[at]])
             if is_known and self._may_begin(part, starts[at]):
                 return starts[at]
         return 0
@@ -159,7 +166,11 @@ class Windows:
                 part = normalizer.normalize_str(part)
             written.append(part.encode("utf-8", "replace").decode("latin-1").translate(self._table).encode())
             at = stop
-        yield from merged(self._tokenizer.model, b"".join(written), 2 * size)
+        yield from merged(self._tokenizer.model, b"".join(written), self._num_merged_bytes)
+
+
+def _is_space(text: str) -> bool:
+    return not text.strip(_SPACE_CHARS)
 
 
 _Token = tuple[int, int]
@@ -211,8 +222,8 @@ def long_words(
     if lost and (composes or layout["model"].get("unk_token") is not None):
         return None
     by_lines = '"Split"' in json.dumps(layout.get("pre_tokenizer"))
-    make = partial(Windows, tokenizer, lost=lost, by_lines=by_lines, composes=composes)
     longest = max(map(len, vocab))
+    make = partial(Windows, tokenizer, lost=lost, by_lines=by_lines, composes=composes, min_bytes=8 * longest)
     if longest > WINDOW_CHARS // 16:
         return None
     for windows in (make(num_chars=longest), make(num_chars=3 * longest)):

@@ -46,6 +46,8 @@ UNITS += [
     "\u00a0",
     "\u3000",
     "\x04",
+    "\x1d",
+    "\x85",
     "_a",
     ".",
 ]
@@ -76,6 +78,15 @@ def test_windows_give_the_ids_of_the_whole(name: str, composes: bool, text: str,
     around = "x" * begin + text + "y" * begin
     ids = list(chain.from_iterable(windows.ids(around, begin, begin + len(text))))
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("text", ["THE quick \x1d" + " " * 300, "\r\n" + " " * 300, "a\x1c" + " " * 300 + "b"])
+def test_long_runs_of_spaces_behind_what_only_python_calls_space(name: str, text: str) -> None:
+    for composes in (False, True):
+        tokenizer, _ = tokenizer_of(name, composes=composes)
+        ids = list(chain.from_iterable(_windows(name, composes, 81).ids(text, 0, len(text))))
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("num_chars", [81, 100, 300])
