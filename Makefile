@@ -22,9 +22,9 @@ serve: serving ## one gateway, two workers and Redis on this machine: http://127
 	@$(BIN)/headstart serve $(ARGS)
 
 # In the order of the folders: xdist would begin with the files of most tests, and end with the few long ones on one core.
-# Sources are compiled once: the tests start hundreds of processes.
+# Three at once, as tests wait often. Sources are compiled once: the tests start hundreds of processes.
 test: dev ## the test suite (at most 10 minutes on 2 cores)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm" $(ARGS)
 
 test-chart: dev ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
 	@$(BIN)/python tools/install_k8s_tools.py --chart
