@@ -38,7 +38,7 @@ _MAX_RUN_CHARS: Final = 1 << 16
 _SPACE_CHARS: Final = "".join(
     map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
 )
-"""What a split pattern calls space. Python's own methods also take 0x1c to 0x1f, which is none."""
+"""The white space of a split pattern. Python's own methods also take 0x1c to 0x1f, which is none."""
 _SPACES: Final = re.compile(f"[{_SPACE_CHARS}]+")
 _TO_ALPHABET: Final = {byte: ord(char) for char, byte in BYTE_ALPHABET.items()}
 
