@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from server.api import sampling
+from server.api import params
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
+from server.api.limits import TEXT_ROOM, TokenLimits
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
@@ -25,6 +26,7 @@ from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
+from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, ChatRequest
 from server.text.chat_template import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from server.text.control_tokens import RenderedPrompt
@@ -39,111 +41,116 @@ class ChatEndpoint(GenerateEndpoint):
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
             request = await CHAT.read(body, self._models.max_text_bytes)
+            intent = request.intent()
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
-            spec, rules = await chat_spec(request, model, identity, response_id("chatcmpl-"))
+            spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
         formatter = ChatFormatter(spec.request_id, request, model, rules)
         return PreparedRequest((spec,), formatter, bool(request.stream))
 
 
 async def chat_spec(
-    request: ChatRequest, model: ServedModel, identity: Identity, id_: str
+    intent: ChatIntent, model: ServedModel, identity: Identity, id_: str
 ) -> tuple[GenerationSpec, OutputRules]:
     """Render and tokenise a chat, and apply its limits. Raises ApiError."""
-    rendered = await render_chat(request, model)
-    prompt_ids = await sampling.prompt_tokens(rendered.text, request, model, client_offsets=rendered.client_offsets)
-    max_tokens = sampling.token_budget(request, model, len(prompt_ids))
-    rules = output_rules(request, model, rendered.text)
-    grammar, grammar_param = chat_grammar(request, model)
+    fields, names = intent.fields, intent.names
+    limits = TokenLimits(fields, names.messages, names.max_tokens, intent.max_tokens, intent.clamps_max_tokens)
+    rendered = await render_chat(intent.conversation, model)
+    prompt_ids = await limits.prompt_tokens(rendered.text, model, client_offsets=rendered.client_offsets)
+    max_tokens = limits.token_budget(model, len(prompt_ids))
+    rules = output_rules(intent, model, rendered.text)
+    grammar, grammar_param = chat_grammar(intent, model)
     spec = GenerationSpec(
         request_id=id_,
         model=model,
         prompt_ids=prompt_ids,
-        root=model.root(request_salt(identity, request.cache_salt)),
-        seeds=sampling.choice_seeds(request.seed, request.num_choices),
-        sampling=await sampling.sampling_params(
-            request, model, max_tokens=max_tokens, logprobs=request.num_top_logprobs, grammar=grammar
+        root=model.root(request_salt(identity, fields.cache_salt)),
+        seeds=params.choice_seeds(fields.seed, intent.num_choices),
+        sampling=await params.sampling_params(
+            fields,
+            model,
+            max_tokens=max_tokens,
+            num_choices=intent.num_choices,
+            logprobs=intent.num_top_logprobs,
+            prompt_logprobs=intent.num_prompt_logprobs,
+            grammar=grammar,
         ),
-        rules=sampling.text_rules(request, model, rules.markers()),
-        prompt_param=request.text_field,
+        rules=params.text_rules(fields, intent.stops, model, rules.markers()),
+        prompt_param=names.messages,
         grammar_param=grammar_param,
-        priority=allowed_priority(identity, request.priority),
+        priority=allowed_priority(identity, fields.priority),
         tenant=identity.tag,
-        affinity_key=request.affinity_key,
+        affinity_key=intent.affinity_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
     )
     return spec, rules
 
 
-async def render_chat(request: ChatRequest, model: ServedModel) -> RenderedPrompt:
+async def render_chat(conversation: Conversation, model: ServedModel) -> RenderedPrompt:
     """Render the prompt's text, in slices. Raises InvalidRequestError."""
+    param = conversation.names.messages
     if model.template is None:
-        raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
-    if request.tools and len(encode_json(request.tools)) > sampling.MAX_SCHEMA_BYTES:
-        raise invalid("tools", f"take at most {sampling.MAX_SCHEMA_BYTES} bytes of JSON")
-    if request.chat_template_kwargs and len(encode_json(request.chat_template_kwargs)) > sampling.MAX_KWARGS_BYTES:
-        raise invalid("chat_template_kwargs", f"takes at most {sampling.MAX_KWARGS_BYTES} bytes of JSON")
-    num_chars, num_bytes = text_size(request)
-    max_chars = math.inf if model.prompt_bytes is None else sampling.TEXT_ROOM * model.prompt_bytes
+        raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)
+    if conversation.tools and len(encode_json(conversation.tools)) > params.MAX_SCHEMA_BYTES:
+        raise invalid("tools", f"take at most {params.MAX_SCHEMA_BYTES} bytes of JSON")
+    if len(encode_json(conversation.template_kwargs)) > params.MAX_KWARGS_BYTES:
+        raise invalid("chat_template_kwargs", f"takes at most {params.MAX_KWARGS_BYTES} bytes of JSON")
+    num_chars, num_bytes = text_size(conversation)
+    max_chars = math.inf if model.prompt_bytes is None else TEXT_ROOM * model.prompt_bytes
     max_bytes = max(MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * model.max_model_len)
     if num_chars > max_chars or num_bytes > max_bytes:
         limit = f"{max_chars} at most are read" if num_chars > max_chars else f"at most {max_bytes} bytes in memory"
         message = f"your messages hold {num_chars} characters, and {limit}"
-        raise ContextLengthError(message, model.max_model_len, param="messages")
-    return await model.template.render_in_slices(request, model.tokenizer.executor)
+        raise ContextLengthError(message, model.max_model_len, param=param)
+    return await model.template.render_in_slices(conversation, model.tokenizer.executor)
 
 
-def output_rules(request: ChatRequest, model: ServedModel, prompt: str) -> OutputRules:
+def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:
     """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
-    mode = request.tool_mode
-    if mode == "named":
-        return OutputRules(forced=request.named_tool.name)
-    parallel = request.parallel_tool_calls is not False
-    if mode == "required":
-        return OutputRules(tools="list", tool_names=_names(request), parallel=parallel)
+    if intent.named_tool is not None:
+        return OutputRules(forced=intent.named_tool.name)
+    names, parallel = frozenset(tool.name for tool in intent.conversation.tools), intent.parallel_tool_calls
+    if intent.tool_mode == "required":
+        return OutputRules(tools="list", tool_names=names, parallel=parallel)
     reasoning: ReasoningStart = "none"
-    if model.thinks and sampling.grammar_of(request.response_format, request.structured_outputs) is None:
+    if model.thinks and params.grammar_of(intent.response_format, intent.fields.structured_outputs) is None:
         reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
-    if mode == "none":
+    if intent.tool_mode == "none":
         return OutputRules(reasoning=reasoning)
-    return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=_names(request), parallel=parallel)
+    return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel)
 
 
-def _names(request: ChatRequest) -> frozenset[str]:
-    return frozenset(tool.name for tool in request.usable_tools)
-
-
-def chat_grammar(request: ChatRequest, model: ServedModel) -> tuple[Grammar | None, str]:
+def chat_grammar(intent: ChatIntent, model: ServedModel) -> tuple[Grammar | None, str]:
     """Return what the whole output is held to, and the field to blame when that cannot be compiled.
 
-    With tools in `auto` and a response_format, that is either the format or calls as the model's family writes them.
+    With tools in `auto` and a format, that is either the format or calls as the model's family writes them.
     """
-    mode = request.tool_mode
-    if mode == "named":
-        return Grammar("json_schema", json.dumps(request.named_tool.parameters)), "tools"
-    if mode == "required":
-        return Grammar("json_schema", json.dumps(_calls_schema(request, "parameters"))), "tools"
-    answer = sampling.grammar_of(request.response_format, request.structured_outputs)
-    if answer is None or mode == "none":
-        return answer, sampling.grammar_param(request)
-    return _answer_or_calls(answer, request, model), "response_format"
+    if intent.named_tool is not None:
+        return Grammar("json_schema", json.dumps(intent.named_tool.parameters)), "tools"
+    if intent.tool_mode == "required":
+        return Grammar("json_schema", json.dumps(_calls_schema(intent, "parameters"))), "tools"
+    structured, name = intent.fields.structured_outputs, intent.names.response_format
+    answer = params.grammar_of(intent.response_format, structured, name)
+    if answer is None or intent.tool_mode == "none":
+        return answer, name if structured is None else "structured_outputs"
+    return _answer_or_calls(answer, intent, model), name
 
 
-def _answer_or_calls(answer: Grammar, request: ChatRequest, model: ServedModel) -> Grammar:
+def _answer_or_calls(answer: Grammar, intent: ChatIntent, model: ServedModel) -> Grammar:
     """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
-    more = "" if request.parallel_tool_calls is False else "*"
+    more = "*" if intent.parallel_tool_calls else ""
     match model.tool_format:
         case "hermes":
             start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
             call = f'{start} "\\n" body "\\n" {end}'
             calls = f'call ("\\n" call){more}' if more else "call"
-            body = _any_call(request, "arguments")
+            body = _any_call(intent, "arguments")
         case "llama3":
-            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(request, "parameters")
+            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(intent, "parameters")
         case "mistral":
             call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
-            body = _calls_schema(request, "arguments")
+            body = _calls_schema(intent, "arguments")
     lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
     return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {_json_rule(body)}", ""]))
 
@@ -159,14 +166,14 @@ def _json_rule(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": whitespace_options(schema)})
 
 
-def _calls_schema(request: ChatRequest, key: str) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(request, key)}
-    if request.parallel_tool_calls is False:
+def _calls_schema(intent: ChatIntent, key: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(intent, key)}
+    if not intent.parallel_tool_calls:
         schema["maxItems"] = 1
     return schema
 
 
-def _any_call(request: ChatRequest, key: str) -> dict[str, Any]:
+def _any_call(intent: ChatIntent, key: str) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
@@ -174,7 +181,7 @@ def _any_call(request: ChatRequest, key: str) -> dict[str, Any]:
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for tool in request.usable_tools
+        for tool in intent.conversation.tools
     ]
     return {"anyOf": calls}
 

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from server.api import sampling
+from server.api import params
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, Spread, encode_json, json_logprob, json_parts, response_id, token_text
+from server.api.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.event_loop import Pace
 from server.http.stream import sse
@@ -50,38 +51,40 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
     if len(prompts) * num_sampled > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     id_ = response_id("cmpl-")
-    params = await sampling.sampling_params(
+    sampling = await params.sampling_params(
         request,
         model,
-        max_tokens=request.token_limit or request.default_tokens,
+        max_tokens=request.token_limit,
+        num_choices=request.num_choices,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-        grammar=sampling.grammar_of(request.response_format, request.structured_outputs),
-        prompt_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        grammar=params.grammar_of(request.response_format, request.structured_outputs),
     )
-    _check_batch_fields(params, len(prompts))
+    _check_batch_fields(sampling, len(prompts))
     root = model.root(request_salt(identity, request.cache_salt))
-    rules = sampling.text_rules(request, model)
+    rules = params.text_rules(request, request.stop_strings, model)
+    limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=request.max_tokens is None)
     specs: list[GenerationSpec] = []
     echoes: list[str] = []
     pace, num_tokens = Pace(), 0
     for index, prompt in enumerate(prompts):
-        prompt_ids = await _prompt_ids(prompt, request, model)
+        prompt_ids = await _prompt_ids(prompt, request, limits, model)
         num_tokens += len(prompt_ids)
-        _check_batch_tokens(num_tokens, params, model)
+        _check_batch_tokens(num_tokens, sampling, model)
         if request.echo:
             echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids))
-        max_tokens = sampling.token_budget(request, model, len(prompt_ids))
+        max_tokens = limits.token_budget(model, len(prompt_ids))
         specs.append(
             GenerationSpec(
                 request_id=id_ if len(prompts) == 1 else f"{id_}-{index}",
                 model=model,
                 prompt_ids=prompt_ids,
                 root=root,
-                seeds=sampling.choice_seeds(request.seed, num_sampled),
-                sampling=params if max_tokens == params.max_tokens else replace(params, max_tokens=max_tokens),
+                seeds=params.choice_seeds(request.seed, num_sampled),
+                sampling=sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
                 rules=rules,
-                prompt_param=request.text_field,
-                grammar_param=sampling.grammar_param(request),
+                prompt_param="prompt",
+                grammar_param="response_format" if request.structured_outputs is None else "structured_outputs",
                 first_index=index * num_sampled,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,
@@ -113,11 +116,13 @@ def _check_batch_tokens(num_tokens: int, params: SamplingParams, model: ServedMo
         raise invalid("logprobs", why)
 
 
-async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
+async def _prompt_ids(
+    prompt: str | list[int], request: CompletionRequest, limits: TokenLimits, model: ServedModel
+) -> list[int]:
     if isinstance(prompt, str):
-        return await sampling.prompt_tokens(prompt, request, model, add_bos=request.add_special_tokens is not False)
-    sampling.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
-    return sampling.truncated(prompt, request)
+        return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
+    in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
+    return limits.truncated(prompt)
 
 
 class CompletionFormatter(ChunkFormatter):

@@ -8,10 +8,10 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from server.api import sampling
 from server.api.completions import MAX_BATCH_TOKENS
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, Spread, json_parts, response_id
+from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError
 from server.event_loop import Pace
@@ -66,7 +66,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
                 seeds=(0,),
                 sampling=SamplingParams(max_tokens=0),
                 rules=TextRules(),
-                prompt_param=request.text_field,
+                prompt_param="input",
                 grammar_param="",
                 first_index=index,
                 priority=allowed_priority(identity, request.priority),
@@ -88,7 +88,7 @@ async def _input_ids(item: str | list[int], model: ServedModel) -> Sequence[int]
         except TooManyTokensError as error:
             raise _too_long(model, f"at least {error.at_least}") from None
     else:
-        sampling.in_vocabulary(item, model.bundle.vocab_size, "input")
+        in_vocabulary(item, model.bundle.vocab_size, "input")
     if len(item) > room:
         raise _too_long(model, str(len(item)))
     return item

@@ -1,6 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
 
-A body becomes a chat request, and both routes share one path to the worker. So a conversation renders to the same
+A body becomes the intent of a chat, and both routes share one path to the worker. So a conversation renders to the same
 prompt by either, and finds the same cache. A message of blocks becomes several of a chat's:
 
     user         [tool_result, tool_result, text]     tool, tool, user
@@ -14,40 +14,32 @@ The answer is a list of content blocks, and each step is an event:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat import chat_spec, render_chat
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, encode_json, json_response, response_id
-from server.api.sampling import truncated
+from server.api.limits import TokenLimits
 from server.api.tokenize import encode_any
 from server.auth.identity import Identity, identity_of
-from server.errors import ApiError, InvalidRequestError, anthropic_error
+from server.errors import ApiError, anthropic_error
 from server.event_loop import rested
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, require_json
+from server.schema.intent import ChatIntent, Conversation, FieldNames, ToolMode, ToolUse, visible_tools
 from server.schema.messages import COUNT_TOKENS, MESSAGES, ClientTool, ContentBlock, CountTokensRequest, InputMessage
-from server.schema.requests import ChatRequest
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
-FIELD_NAMES: Final = {
-    "continue_final_message": "messages",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-}
-"""The chat's names of fields that this route calls otherwise."""
-_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES: Final = FieldNames(response_format="output_config.format", continue_final_message="messages")
+_MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NOT_JSON: Final = "INVALID_JSON"
 """The key under which a call's input has the model's text where that is no object, as Anthropic's documents advise."""
 
@@ -59,12 +51,10 @@ class MessagesEndpoint(GenerateEndpoint):
         id_ = response_id("msg_")
         with trace_stage("validate"):
             request = await MESSAGES.read(body, self._models.max_text_bytes)
-            chat = await _chat_request(request, request.max_tokens)
-        with trace_stage("tokenise"), _fields_named_as_here():
-            chat.check()
-            model = self._model(chat.model, identity)
-            spec, rules = await chat_spec(chat, model, identity, id_)
-        spec = replace(spec, grammar_param=FIELD_NAMES.get(spec.grammar_param, spec.grammar_param))
+            intent = await _intent(request, request.max_tokens)
+        with trace_stage("tokenise"):
+            model = self._model(request.model, identity)
+            spec, rules = await chat_spec(intent, model, identity, id_)
         shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
         formatter = MessagesFormatter(id_, request.model, rules, shows_thoughts=shows_thoughts)
         return PreparedRequest((spec,), formatter, bool(request.stream))
@@ -74,31 +64,14 @@ class MessagesEndpoint(GenerateEndpoint):
         scope = http_request.scope
         require_json(scope["headers"])
         request = await COUNT_TOKENS.read(await http_request.body(), self._models.max_text_bytes)
-        chat = await _chat_request(request)
-        with _fields_named_as_here():
-            chat.check()
-            model = self._model(chat.model, identity_of(scope))
-            rendered = await render_chat(chat, model)
-            ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
-        return json_response({"input_tokens": len(truncated(ids, chat))})
+        intent = await _intent(request)
+        model = self._model(request.model, identity_of(scope))
+        rendered = await render_chat(intent.conversation, model)
+        ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
+        return json_response({"input_tokens": len(TokenLimits(request, "messages").truncated(ids))})
 
 
-@contextmanager
-def _fields_named_as_here() -> Iterator[None]:
-    """Give the fields in errors of the chat request their names in this route."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        name = re.split(r"[.[]", error.param or "")[0]
-        if name == "messages":  # counted otherwise than the client's
-            error.param = name
-        elif name in FIELD_NAMES:
-            error.param = FIELD_NAMES[name]
-            error.message = re.sub(rf"^{name}\b", FIELD_NAMES[name], error.message)
-        raise
-
-
-async def _chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> ChatRequest:
+async def _intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
     """Raises InvalidRequestError."""
     messages = []
     if request.system is not None:
@@ -106,22 +79,32 @@ async def _chat_request(request: CountTokensRequest, max_tokens: int | None = No
     async for index, message in rested(enumerate(request.messages)):
         message.check(f"messages[{index}]")
         messages += _messages(message, f"messages[{index}]")
-    shared = {name: getattr(request, name) for name in schema.ModelFields.__struct_fields__}
-    shared |= {"stop": request.stop_sequences, "user": request.affinity_key, "metadata": None, "service_tier": None}
     choice, config = request.tool_choice, request.output_config
-    tools = [_tool(tool) for tool in request.tools or ()]
-    return ChatRequest(
-        **shared,
+    use = ToolUse("auto" if request.tools else "none")
+    if choice is not None and (request.tools or choice.type in ("any", "tool")):
+        use = ToolUse(_MODES[choice.type], [choice.name or ""] if choice.type == "tool" else None)
+    tools, named = visible_tools([_tool(tool) for tool in request.tools or ()], use)
+    conversation = Conversation(
         messages=messages,
-        max_tokens=max_tokens,
-        tools=tools or None,
-        tool_choice=_tool_choice(request) if tools or (choice and choice.type in ("any", "tool")) else None,
-        parallel_tool_calls=not choice.disable_parallel_tool_use if choice else None,
-        response_format=_format(request),
+        tools=tools,
+        is_continued=request.messages[-1].role == "assistant",
+        template_kwargs=_template_kwargs(request),
         reasoning_effort=config.effort if config else None,
-        chat_template_kwargs=_template_kwargs(request),
-        continue_final_message=request.messages[-1].role == "assistant" or None,
+        names=_NAMES,
     )
+    intent = ChatIntent(
+        conversation=conversation,
+        fields=request,
+        stops=tuple(request.stop_sequences or ()),
+        max_tokens=max_tokens,
+        tool_mode=use.mode,
+        named_tool=named,
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        response_format=_format(request),
+        affinity_key=request.affinity_key,
+    )
+    intent.check()
+    return intent
 
 
 def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
@@ -176,13 +159,6 @@ def _tool(tool: ClientTool) -> schema.Tool:
     return schema.Tool(type="function", function=function)
 
 
-def _tool_choice(request: CountTokensRequest) -> str | schema.ToolChoice | None:
-    choice = request.tool_choice
-    if choice is None or choice.type != "tool":
-        return None if choice is None else _CHOICES[choice.type]
-    return schema.ToolChoice(type="function", function=schema.NamedFunction(name=choice.name or ""))
-
-
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     if request.output_config is None or request.output_config.format is None:
         return None
@@ -190,10 +166,10 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
-def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
+def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:
     """Return the template's switch. With `adaptive` the template decides."""
     if request.thinking is None or request.thinking.type == "adaptive":
-        return None
+        return {}
     return {"enable_thinking": request.thinking.type == "enabled"}
 
 

@@ -1,21 +1,19 @@
 """/v1/responses, stateless: nothing is stored, so a request carries its whole conversation.
 
-A body becomes a chat request, and both routes share one path to the worker. The response is a list of output items,
-built piece by piece, and each step is an event:
+A body becomes the intent of a chat, and both routes share one path to the worker. The response is a list of output
+items, built piece by piece, and each step is an event:
 
     output_item.added, [content_part.added], deltas ..., done events from the inside out
 """
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
 
 from server.api.chat import chat_spec
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
@@ -27,9 +25,9 @@ from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, unsupported
+from server.schema.intent import ChatIntent, Conversation, FieldNames, ToolUse, visible_tools
 from server.schema.requests import (
     RESPONSES,
-    ChatRequest,
     FunctionTool,
     InputItem,
     ResponsesRequest,
@@ -39,12 +37,7 @@ from server.schema.requests import (
 from server.text.detokenizer import TokenBytes
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
-FIELD_NAMES: Final = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-"""The chat's names of fields that this route calls otherwise."""
+_NAMES: Final = FieldNames(messages="input", max_tokens="max_output_tokens", response_format="text.format")
 
 
 class ResponsesEndpoint(GenerateEndpoint):
@@ -54,40 +47,38 @@ class ResponsesEndpoint(GenerateEndpoint):
         id_ = f"resp_{uuid.uuid4().hex}"
         with trace_stage("validate"):
             request = await RESPONSES.read(body, self._models.max_text_bytes)
-        try:
-            with trace_stage("validate"):
-                chat = _chat_request(request)
-                chat.check()
-            with trace_stage("tokenise"):
-                model = self._model(chat.model, identity)
-                spec, rules = await chat_spec(chat, model, identity, id_)
-        except InvalidRequestError as error:
-            name = re.split(r"[.[]", error.param or "")[0]
-            if name in FIELD_NAMES and error.param is not None:
-                error.param = FIELD_NAMES[name] + error.param.removeprefix(name)
-            raise
-        grammar_param = FIELD_NAMES.get(spec.grammar_param, spec.grammar_param)
-        spec = replace(spec, prompt_param=FIELD_NAMES[spec.prompt_param], grammar_param=grammar_param)
+            intent = _intent(request)
+        with trace_stage("tokenise"):
+            model = self._model(request.model, identity)
+            spec, rules = await chat_spec(intent, model, identity, id_)
         formatter = ResponsesFormatter(id_, request, rules, model.tokenizer.token_bytes)
         return PreparedRequest((spec,), formatter, bool(request.stream))
 
 
-def _chat_request(request: ResponsesRequest) -> ChatRequest:
-    tools = [_tool(tool, index) for index, tool in enumerate(request.tools or ())]
-    num_top = request.num_top_logprobs
-    choice = _tool_choice(chosen) if isinstance(chosen := request.tool_choice, ResponsesToolChoice) else chosen
-    return ChatRequest(
-        **{field: getattr(request, field) for field in schema.ModelFields.__struct_fields__},
+def _intent(request: ResponsesRequest) -> ChatIntent:
+    """Raises InvalidRequestError."""
+    use = _tool_use(request)
+    tools, named = visible_tools([_tool(tool, index) for index, tool in enumerate(request.tools or ())], use)
+    conversation = Conversation(
         messages=_messages(request),
-        max_completion_tokens=request.max_output_tokens,
-        tools=tools or None,
-        tool_choice=choice if tools or choice not in ("auto", "none") else None,
-        parallel_tool_calls=request.parallel_tool_calls,
-        response_format=_format(request.text),
+        tools=tools,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        logprobs=num_top is not None,
-        top_logprobs=num_top,
+        names=_NAMES,
     )
+    intent = ChatIntent(
+        conversation=conversation,
+        fields=request,
+        stops=request.stop_strings,
+        max_tokens=request.max_output_tokens,
+        num_top_logprobs=request.num_top_logprobs,
+        tool_mode=use.mode,
+        named_tool=named,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        response_format=_format(request.text),
+        affinity_key=request.affinity_key,
+    )
+    intent.check()
+    return intent
 
 
 def _messages(request: ResponsesRequest) -> list[schema.Message]:
@@ -101,6 +92,7 @@ def _messages(request: ResponsesRequest) -> list[schema.Message]:
             case "message":
                 if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
                     raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
+                _check_parts(item.content, f"{field}.content")
                 messages.append(schema.Message(role=item.role, content=item.content))
             case "function_call":
                 if not (item.call_id and item.name) or item.arguments is None:
@@ -110,6 +102,7 @@ def _messages(request: ResponsesRequest) -> list[schema.Message]:
             case "function_call_output":
                 if not item.call_id or item.output is None:
                     raise invalid(field, "is a function_call_output without call_id or output")
+                _check_parts(item.output, f"{field}.output")
                 messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
             case "reasoning":
                 continue  # templates drop the reasoning of earlier turns
@@ -118,6 +111,11 @@ def _messages(request: ResponsesRequest) -> list[schema.Message]:
     if not messages:
         raise invalid("input", "holds no message")
     return messages
+
+
+def _check_parts(content: str | list[schema.TextPart], field: str) -> None:
+    if isinstance(content, list):
+        schema.check_parts(content, field)
 
 
 def _add_call(messages: list[schema.Message], call: schema.ToolCall) -> None:
@@ -138,12 +136,21 @@ def _tool(tool: FunctionTool, index: int) -> schema.Tool:
     return schema.Tool(type="function", function=function)
 
 
-def _tool_choice(choice: ResponsesToolChoice) -> schema.ToolChoice:
-    function = schema.NamedFunction(name=choice.name) if choice.name else None
-    allowed = None
-    if choice.tools:
-        allowed = schema.AllowedTools(mode=choice.mode or "auto", tools=[_tool_choice(tool) for tool in choice.tools])
-    return schema.ToolChoice(type=choice.type, function=function, allowed_tools=allowed)
+def _tool_use(request: ResponsesRequest) -> ToolUse:
+    match request.tool_choice:
+        case None | "auto":
+            return ToolUse("auto" if request.tools else "none")
+        case "none":
+            return ToolUse("none")
+        case "required":
+            return ToolUse("required")
+        case ResponsesToolChoice(type="function", name=str(name)):
+            return ToolUse("named", [name])
+        case ResponsesToolChoice(type="allowed_tools", tools=[_, *_] as tools, mode=mode):
+            return ToolUse(mode or "auto", [tool.name or "" for tool in tools])
+        case ResponsesToolChoice():
+            raise unsupported("tool_choice.type", "can only be function or allowed_tools")
+    raise invalid("tool_choice", "is none, auto, required, one function or allowed_tools")
 
 
 def _format(text: TextOptions | None) -> schema.ResponseFormat | None:

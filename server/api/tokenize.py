@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
-from server.api.sampling import in_vocabulary
+from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError, InvalidRequestError
 from server.event_loop import rested
@@ -62,7 +62,7 @@ class TokenizeApi:
                 body = encode_json({**_FIELDS.decode(body), "model": name})
             chat = await CHAT.read(body, lambda: None)
             model = self._models.allowed(name, identity)
-            rendered = await render_chat(chat, model)
+            rendered = await render_chat(chat.intent().conversation, model)
             ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
         elif request.prompt is None:
             raise invalid("prompt", "is required")

@@ -36,7 +36,7 @@ from server.cli.common import PORT, REFUSED, between, default_ports, fetch_json,
 from server.cli.serve import find_redis_server
 from server.errors import InvalidRequestError
 from server.schema.fields import Message
-from server.schema.requests import ChatRequest
+from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.common.cache_folder import cache_folder
@@ -293,7 +293,7 @@ async def template(said: dict[str, Any]) -> Check:
     with ThreadPoolExecutor(1) as executor:
         try:
             rendering = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
-            prompt = rendering.render(ChatRequest(model=bundle.model, messages=messages))
+            prompt = rendering.render(Conversation(messages=messages))
             ids = await Tokenizer(bundle, executor).encode(prompt.text)
         except (TemplateError, TokenizerError, InvalidRequestError) as error:
             return Check("template", "fail", str(error), mend)

@@ -7,6 +7,7 @@ RequestFields            the fields of every route that runs a model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -69,25 +70,30 @@ class Message(Struct, kw_only=True):
     prefix: Any = None
     partial: Any = None
 
-    def check(self) -> None:
-        """Raises InvalidRequestError, whose `param` is a field of the message."""
+    def check(self, field: str) -> None:
+        """Raises InvalidRequestError; `field` is the message's path."""
         if self.role not in ROLES:
-            raise invalid("role", f"must be one of {', '.join(ROLES)}")
+            raise invalid(f"{field}.role", f"must be one of {', '.join(ROLES)}")
         if self.prefix or self.partial:
             name = "prefix" if self.prefix else "partial"
-            raise unsupported(name, "is not offered: use continue_final_message")
+            raise unsupported(f"{field}.{name}", "is not offered: use continue_final_message")
         if self.audio is not None:
-            raise unsupported("audio", "is not offered: this model reads text")
+            raise unsupported(f"{field}.audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
-            for index, part in enumerate(self.content):
-                if not part.readable:
-                    raise invalid(f"content[{index}].type", "must be text: this model reads text")
+            check_parts(self.content, f"{field}.content")
         elif self.content is None:
             called = self.tool_calls or self.function_call or self.refusal is not None
             if self.role != "assistant" or not called:
-                raise invalid("content", "is required")
+                raise invalid(f"{field}.content", "is required")
         if self.role == "tool" and not self.tool_call_id:
-            raise invalid("tool_call_id", "is required in a tool message")
+            raise invalid(f"{field}.tool_call_id", "is required in a tool message")
+
+
+def check_parts(parts: Sequence[TextPart], field: str) -> None:
+    """Raises InvalidRequestError; `field` is the path of the parts."""
+    for index, part in enumerate(parts):
+        if not part.readable:
+            raise invalid(f"{field}[{index}].type", "must be text: this model reads text")
 
 
 class FunctionDefinition(Struct, kw_only=True):
@@ -203,10 +209,24 @@ class StructuredOutputs(Struct, kw_only=True):
             raise invalid("structured_outputs.choice", "must not be empty")
 
 
+def check_constraints(structured: StructuredOutputs | None, formatted: ResponseFormat | None, field: str) -> None:
+    """Check that at most one of both says what the answer looks like. Raises InvalidRequestError."""
+    if structured is not None and formatted is not None and formatted.type != "text":
+        raise invalid("structured_outputs", f"and {field} exclude each other")
+
+
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+def check_stops(field: str, stops: Sequence[str], max_stops: int) -> None:
+    """Raises InvalidRequestError."""
+    if len(stops) > max_stops:
+        raise invalid(field, f"takes at most {max_stops} strings")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise invalid(field, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
 
 
 def short_key(key: str | None) -> str | None:
@@ -281,12 +301,7 @@ class ModelFields(RequestFields, kw_only=True):
 
     def check(self) -> None:
         RequestFields.check(self)
-        if self.stop is not None:
-            stops = self.stop_strings
-            if len(stops) > 4:
-                raise invalid("stop", "takes at most 4 strings")
-            if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-                raise invalid("stop", f"takes strings of 1 to {MAX_STOP_CHARS} characters")
+        check_stops("stop", self.stop_strings, 4)
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
@@ -305,25 +320,12 @@ class SamplingFields(ModelFields, kw_only=True):
     def num_choices(self) -> int:
         return self.n or 1
 
-    @property
-    def token_limit(self) -> int | None:
-        """The limit that the client sets for the answer, if any."""
-        return self.max_tokens or None
-
-    @property
-    def default_tokens(self) -> int | None:
-        """The limit where the client sets none; None: what the context has room for."""
-        return None
-
     def check(self) -> None:
         ModelFields.check(self)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available with stream: true")
-        formatted = self.response_format
-        if formatted is None:
-            return
-        formatted.check()
-        if formatted.type != "text" and self.structured_outputs is not None:
-            raise invalid("structured_outputs", "and response_format exclude each other")
+        if self.response_format is not None:
+            self.response_format.check()
+        check_constraints(self.structured_outputs, self.response_format, "response_format")

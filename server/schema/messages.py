@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability, short_key
+from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability, check_stops, short_key
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 
+MAX_STOPS: Final = 16
 MessageRole = Literal["user", "assistant", "system"]
 _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
     "user": ("text", "tool_result"),
@@ -159,8 +160,11 @@ class CountTokensRequest(ModelFields, kw_only=True):
         return short_key(self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user)
 
     def check(self) -> None:
+        if self.structured_outputs is not None:
+            self.structured_outputs.check()
         if self.stop is not None:
             raise unsupported("stop", "is not offered here: use stop_sequences")
+        check_stops("stop_sequences", self.stop_sequences or (), MAX_STOPS)
         if isinstance(self.system, list):
             for index, block in enumerate(self.system):
                 block.check(f"system[{index}]", _BLOCKS["system"])

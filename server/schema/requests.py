@@ -19,6 +19,7 @@ from server.schema.decoding import LARGE_BODY_BYTES, invalid, read_json, unsuppo
 from server.schema.field_table import Refusal, refused_at
 from server.schema.fields import (
     MAX_TOOLS,
+    AllowedTools,
     Count,
     FormatType,
     Message,
@@ -33,12 +34,11 @@ from server.schema.fields import (
     ToolChoice,
     TopLogprobs,
 )
+from server.schema.intent import ChatIntent, Conversation, ToolUse, visible_tools
 
 MAX_MESSAGES: Final = 65_536
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` in /v1/responses that asks for log probabilities."""
-
-ToolMode = Literal["none", "auto", "required", "named"]
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -61,41 +61,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def num_top_logprobs(self) -> int | None:
         """None: no log probabilities are asked for."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def tool_mode(self) -> ToolMode:
-        """The use that the model has to make of `usable_tools`."""
-        choice = self.tool_choice
-        if not self.tools or choice == "none":
-            return "none"
-        if not isinstance(choice, ToolChoice):
-            return "required" if choice == "required" else "auto"
-        return "named" if choice.allowed_tools is None else choice.allowed_tools.mode
-
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """The tools that the model sees: all, or those that tool_choice allows."""
-        if self.tool_mode == "none":
-            return []
-        choice, tools = self.tool_choice, self.tools or []
-        if not isinstance(choice, ToolChoice) or choice.allowed_tools is None:
-            return tools
-        allowed = set(choice.names())
-        return [tool for tool in tools if tool.name in allowed]
-
-    @property
-    def named_tool(self) -> Tool:
-        """The one function that has to be called, in the mode `named`."""
-        assert isinstance(self.tool_choice, ToolChoice)
-        (name,) = self.tool_choice.names()
-        return next(tool for tool in self.tools or () if tool.name == name)
 
     def check(self) -> None:
         SamplingFields.check(self)
@@ -108,31 +76,53 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
         for index, message in enumerate(self.messages):
-            try:
-                message.check()
-            except InvalidRequestError as error:
-                error.param = f"messages[{index}].{error.param}"
-                raise
+            message.check(f"messages[{index}]")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise invalid("continue_final_message", "needs a last message of the assistant")
-        if self.tools is not None or self.tool_choice is not None:
-            self._check_tools()
 
-    def _check_tools(self) -> None:
+    def intent(self) -> ChatIntent:
+        """Return what a checked request asks for. Raises InvalidRequestError."""
         for index, tool in enumerate(self.tools or ()):
             if tool.type != "function" or tool.function is None:
                 raise unsupported(f"tools[{index}].type", "can only be function")
-        choice = self.tool_choice
-        if isinstance(choice, ToolChoice):
-            if not {tool.name for tool in self.tools or ()}.issuperset(choice.names()):
-                raise invalid("tool_choice", "names a function that is not among the tools")
-        elif choice not in (None, "none", "auto", "required"):
-            raise invalid("tool_choice", "is none, auto, required, one function or allowed_tools")
-        elif choice in ("auto", "required") and not self.tools:
-            raise invalid("tool_choice", "needs tools")
-        if self.structured_outputs is not None and self.tool_mode != "none":
-            why = "would keep the model from calling tools: use response_format or tool_choice none"
-            raise invalid("structured_outputs", why)
+        choice = self._tool_choice()
+        tools, named = visible_tools(self.tools or (), choice)
+        conversation = Conversation(
+            messages=self.messages,
+            tools=tools,
+            is_continued=bool(self.continue_final_message),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            template_kwargs=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
+        )
+        intent = ChatIntent(
+            conversation=conversation,
+            fields=self,
+            stops=self.stop_strings,
+            num_choices=self.num_choices,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            num_top_logprobs=self.num_top_logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            tool_mode=choice.mode,
+            named_tool=named,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            response_format=self.response_format,
+            affinity_key=self.affinity_key,
+        )
+        intent.check()
+        return intent
+
+    def _tool_choice(self) -> ToolUse:
+        match self.tool_choice:
+            case ToolChoice(allowed_tools=None) as choice:
+                return ToolUse("named", choice.names())
+            case ToolChoice(allowed_tools=AllowedTools(mode=mode)) as choice:
+                return ToolUse(mode, choice.names())
+            case None:
+                return ToolUse("auto" if self.tools else "none")
+            case "none" | "auto" | "required" as mode:
+                return ToolUse(mode)
+        raise invalid("tool_choice", "is none, auto, required, one function or allowed_tools")
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -145,8 +135,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
     @property
-    def default_tokens(self) -> int:
-        return 1 if self.max_tokens == 0 else 16  # scoring samples one hidden token
+    def token_limit(self) -> int:
+        """The most tokens of an answer. Scoring samples one hidden token."""
+        return 16 if self.max_tokens is None else self.max_tokens or 1
 
     def check(self) -> None:
         SamplingFields.check(self)

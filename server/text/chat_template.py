@@ -26,8 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from server.errors import InvalidRequestError
 from server.event_loop import Steps, at_once, paced
 from server.schema.decoding import MAX_DEPTH, measure
-from server.schema.fields import FunctionCall, Message, TextPart
-from server.schema.requests import ChatRequest
+from server.schema.fields import FunctionCall, Message, TextPart, Tool
+from server.schema.intent import Conversation
 from server.text.control_tokens import Marker, RenderedPrompt
 
 MAX_RENDER_S: Final = 5.0
@@ -177,38 +177,38 @@ class ChatTemplate:
         """Render a plain conversation; return "" when the template refuses it."""
         messages = [Message(role=role, content="-") for role in ("user", "assistant", "user")]
         try:
-            return self.render(ChatRequest(model="-", messages=messages, add_generation_prompt=False)).text
+            return self.render(Conversation(messages=messages, add_generation_prompt=False)).text
         except InvalidRequestError:
             return ""
 
-    def render(self, request: ChatRequest) -> RenderedPrompt:
-        """Render a checked request. Raises InvalidRequestError when the template refuses the messages."""
-        return at_once(self._rendering(request, RenderClock()))
+    def render(self, conversation: Conversation) -> RenderedPrompt:
+        """Render a checked conversation. Raises InvalidRequestError when the template refuses the messages."""
+        return at_once(self._rendering(conversation, RenderClock()))
 
-    async def render_in_slices(self, request: ChatRequest, executor: Executor) -> RenderedPrompt:
+    async def render_in_slices(self, conversation: Conversation, executor: Executor) -> RenderedPrompt:
         """Render on the event loop while the template keeps writing, else in a thread."""
         try:
-            return await paced(self._rendering(request, RenderClock(hold_s=MAX_HOLD_S)))
+            return await paced(self._rendering(conversation, RenderClock(hold_s=MAX_HOLD_S)))
         except HeldTooLongError:
-            return await asyncio.get_running_loop().run_in_executor(executor, self.render, request)
+            return await asyncio.get_running_loop().run_in_executor(executor, self.render, conversation)
 
-    def _rendering(self, request: ChatRequest, clock: RenderClock) -> Steps[RenderedPrompt]:
-        yield from _check_arguments(request)
-        messages = []
-        for number, message in enumerate(request.messages, 1):
+    def _rendering(self, conversation: Conversation, clock: RenderClock) -> Steps[RenderedPrompt]:
+        yield from _check_arguments(conversation)
+        names, messages = conversation.names, []
+        for number, message in enumerate(conversation.messages, 1):
             messages.append(self._message(message))
             if number % 256 == 0:
                 yield
-        tools = _tools(request)
-        kwargs = _template_kwargs(request)
+        tools = _tools(conversation.tools)
+        kwargs = _template_kwargs(conversation)
         mark = ""
         if self._marker is not None:
             others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
-            mark = yield from self._marker.mark_for([*_texts(request), others])
+            mark = yield from self._marker.mark_for([*_texts(conversation), others])
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
         if not self._takes_tools:
             messages = with_tools(messages, tools or [])
-        continued = bool(request.continue_final_message)
+        continued = conversation.is_continued
         if continued:
             messages[-1]["content"] += _CONTINUATION_MARK
         variables: dict[str, Any] = {
@@ -218,10 +218,10 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": not continued and request.add_generation_prompt is not False,
+            "add_generation_prompt": not continued and conversation.add_generation_prompt,
         }
         try:
-            text = yield from self._run(variables, clock, mark)
+            text = yield from self._run(variables, clock, mark, names.messages)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
         del variables, messages, tools, kwargs  # the marked texts
@@ -229,11 +229,11 @@ class ChatTemplate:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
                 refusal = "this model's template cannot continue a message."
-                raise InvalidRequestError(refusal, param="continue_final_message")
+                raise InvalidRequestError(refusal, param=names.continue_final_message)
         return RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
 
-    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str = "") -> Steps[str]:
-        """Return the text with its marks, which do not count towards its length."""
+    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
+        """Return the text with its marks, which do not count towards its length. Errors name `param`."""
         parts: list[str] = []
         num_chars = 0
         clock.begin()
@@ -242,17 +242,17 @@ class ChatTemplate:
                 parts.append(part)
                 num_chars += len(part) - len(mark) * part.count(mark)
                 if num_chars > MAX_RENDERED_CHARS:
-                    raise InvalidRequestError("the rendered messages are too long.", param="messages")
+                    raise InvalidRequestError("the rendered messages are too long.", param=param)
                 if len(parts) % 16 == 0:
                     yield from clock.rest()
         except InvalidRequestError:
             raise
         except jinja2.TemplateError as error:
             message = f"The model's chat template refuses these messages: {error}"
-            raise InvalidRequestError(message, param="messages") from error
+            raise InvalidRequestError(message, param=param) from error
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             message = f"The model's chat template cannot render these messages ({type(error).__name__})."
-            raise InvalidRequestError(message, param="messages") from error
+            raise InvalidRequestError(message, param=param) from error
         return "".join(parts)
 
     def _message(self, message: Message) -> dict[str, Any]:
@@ -274,18 +274,18 @@ class ChatTemplate:
         return fields
 
 
-def text_size(request: ChatRequest) -> tuple[int, int]:
+def text_size(conversation: Conversation) -> tuple[int, int]:
     """Return the characters of the messages, and their bytes in memory: a wide one makes all of its text wide."""
     num_chars = num_bytes = 0
-    for text in _texts(request):
+    for text in _texts(conversation):
         num_chars += len(text)
         num_bytes += sys.getsizeof(text)
     return num_chars, num_bytes
 
 
-def _texts(request: ChatRequest) -> Iterator[str]:
+def _texts(conversation: Conversation) -> Iterator[str]:
     """Yield the texts of the messages that may be long."""
-    for message in request.messages:
+    for message in conversation.messages:
         if isinstance(message.content, str):
             yield message.content
         else:
@@ -305,16 +305,16 @@ def message_text(content: str | Sequence[TextPart] | None) -> str:
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
 
 
-def _check_arguments(request: ChatRequest) -> Steps[None]:
+def _check_arguments(conversation: Conversation) -> Steps[None]:
     """Raise InvalidRequestError for too many JSON values in arguments: templates parse and write them in one go."""
     num_values = 0
-    for number, message in enumerate(request.messages):
+    for number, message in enumerate(conversation.messages):
         calls = enumerate(message.tool_calls or ())
         functions = {f"tool_calls[{place}].function": call.function for place, call in calls}
         if message.function_call is not None:
             functions["function_call"] = message.function_call
         for name, function in functions.items():
-            text, param = function.arguments, f"messages[{number}].{name}.arguments"
+            text, param = function.arguments, conversation.place(number, f"{name}.arguments")
             if text.count("[") + text.count("{") + text.count(",") <= MAX_DEPTH:
                 continue
             try:
@@ -338,9 +338,9 @@ def _call(id_: str, function: FunctionCall) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
-def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+def _tools(given: Sequence[Tool]) -> list[dict[str, Any]] | None:
     tools = []
-    for tool in request.usable_tools:
+    for tool in given:
         assert tool.function is not None, "checked with the request"
         function: dict[str, Any] = {"name": tool.function.name}
         if tool.function.description is not None:
@@ -375,14 +375,14 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
 
-def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
-    kwargs = dict(request.chat_template_kwargs or {})
+def _template_kwargs(conversation: Conversation) -> dict[str, Any]:
+    kwargs = dict(conversation.template_kwargs)
     for name in kwargs:
         if name not in ALLOWED_KWARGS:
             message = f"chat_template_kwargs takes only {', '.join(sorted(ALLOWED_KWARGS))}."
             raise InvalidRequestError(message, param="chat_template_kwargs")
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
+    if conversation.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", conversation.reasoning_effort)
+        if conversation.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
     return kwargs

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.gateway_load.processes import free_ports, until_ready
 from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
-from server.api import sampling
+from server.api import params
 from server.api.formatting import Spread, json_parts
+from server.api.limits import TEXT_ROOM
 from server.event_loop import Steps, at_once, paced, sample_delay
 from server.metrics import GatewayMetrics
 from server.request.response import MAX_AT_ONCE
@@ -72,7 +73,7 @@ async def test_text_that_a_template_drops_counts_before_it_is_rendered(
         model = target.models.get("tiny")
         assert model.prompt_bytes is not None
         monkeypatch.setattr(ChatTemplate, "render_in_slices", None)
-        thoughts = "z" * (sampling.TEXT_ROOM * model.prompt_bytes)
+        thoughts = "z" * (TEXT_ROOM * model.prompt_bytes)
         for field in ("reasoning_content", "reasoning", "content"):
             messages = [{"role": "assistant", "content": "Hi", field: thoughts}, {"role": "user", "content": "go"}]
             status, _, answer = await post(target.url, chat(messages=messages))
@@ -154,8 +155,8 @@ async def test_many_prompts_share_their_parameters_and_take_turns(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    made = sampling.sampling_params
-    monkeypatch.setattr(sampling, "sampling_params", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
+    made = params.sampling_params
+    monkeypatch.setattr(params, "sampling_params", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
     async with gateway(worker) as target:
         most = 0
 

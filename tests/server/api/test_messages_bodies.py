@@ -179,7 +179,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "regex", "schema": {}}}}, "output_config.format.type"),
     ({"output_config": {"task_budget": 5}}, "task_budget"),
     ({"temperature": 1.5}, "temperature"),
-    ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),
     ({"stop": "a"}, "stop is not offered here"),
     ({"service_tier": "flex"}, "service_tier"),

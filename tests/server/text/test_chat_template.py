@@ -6,15 +6,16 @@ import msgspec
 import pytest
 
 from server.errors import InvalidRequestError
+from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
 from server.text.chat_template import ChatTemplate, TemplateError
 from tests.server.conftest import CHATML
 
 
-def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
+def request(*messages: dict[str, Any], **fields: Any) -> Conversation:
     asked = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatRequest)
     asked.check()
-    return asked
+    return asked.intent().conversation
 
 
 def template(source: str) -> ChatTemplate:

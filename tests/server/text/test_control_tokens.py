@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from server.api.chat import render_chat
 from server.config import GatewayConfig
 from server.models import ServedModel, build_model
+from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
 from server.text import chat_template
 from server.text.chat_template import ChatTemplate
@@ -92,19 +93,19 @@ def model(template: str = "chatml", kind: str = "plain", *, control: bool = Fals
     )
 
 
-def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
+def request(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
     asked = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatRequest)
     asked.check()
-    return asked
+    return asked.intent().conversation
 
 
-def ids_by_library(asked: ChatRequest, served: ServedModel) -> list[int]:
+def ids_by_library(asked: Conversation, served: ServedModel) -> list[int]:
     """As the model's own tokenizer reads the rendered text."""
     template = ChatTemplate(served.bundle.chat_template or "", bos_token="<|im_start|>", eos_token="<|im_end|>")
     return list(raw_tokenizer().encode(template.render(asked).text, add_special_tokens=False).ids)
 
 
-async def ids_of(asked: ChatRequest, served: ServedModel) -> list[int]:
+async def ids_of(asked: Conversation, served: ServedModel) -> list[int]:
     rendered = await render_chat(asked, served)
     ids, again = [
         await served.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets) for _ in range(2)
@@ -346,7 +347,7 @@ def fresh(served: ServedModel) -> ServedTokenizer:
     return tokenizer
 
 
-def plain_text(asked: ChatRequest, served: ServedModel) -> str:
+def plain_text(asked: Conversation, served: ServedModel) -> str:
     source = served.bundle.chat_template or ""
     return ChatTemplate(source, bos_token="<|im_start|>", eos_token="<|im_end|>").render(asked).text
 

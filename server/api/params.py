@@ -1,21 +1,21 @@
-"""Turn a checked body into the worker's sampling parameters: the fields that need the model's vocabulary and limits."""
+"""A checked body's sampling parameters: the fields that need the model's vocabulary."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
 
-from server.errors import ContextLengthError, InvalidRequestError
+from server.api.limits import in_vocabulary
+from server.errors import InvalidRequestError
 from server.event_loop import rested
 from server.models import ServedModel
 from server.schema.decoding import invalid
-from server.schema.fields import ResponseFormat, SamplingFields, StructuredOutputs
+from server.schema.fields import ModelFields, ResponseFormat, StructuredOutputs
 from server.text.detokenizer import TextRules
-from server.text.tokenizer import TooManyTokensError
 from worker.wire import Grammar, SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
@@ -24,8 +24,6 @@ MAX_SCHEMA_BYTES: Final = 1 << 20
 """The limit for a schema, or for all tools: templates and grammars write them in one go."""
 MAX_KWARGS_BYTES: Final = 1 << 16
 """The limit for chat_template_kwargs, as JSON."""
-TEXT_ROOM: Final = 4
-"""The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
 _WORDS_AT_ONCE: Final = 16
 _SAME_FIELDS: Final = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -46,74 +44,15 @@ def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-async def prompt_tokens(
-    text: str,
-    request: SamplingFields,
-    model: ServedModel,
-    *,
-    add_bos: bool = False,
-    client_offsets: Sequence[int] | None = None,
-) -> list[int]:
-    """Tokenise a prompt, and cut it if the request says so. Raises ContextLengthError as soon as it cannot fit.
-
-    `client_offsets`: see `Tokenizer.encode`.
-    """
-    keep = request.truncate_prompt_tokens
-    room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
-    longest = model.prompt_bytes
-    if longest is not None and len(text) > TEXT_ROOM * longest:
-        message = f"your prompt has {len(text)} characters, and {TEXT_ROOM * longest} at most are read"
-        raise ContextLengthError(message, model.max_model_len, param=request.text_field)
-    try:
-        ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)
-    except TooManyTokensError as error:
-        if keep is None:
-            raise _too_long(request, model, f"at least {error.at_least}") from None
-        message = f"your prompt, which is to be truncated, resulted in more than {room} tokens"
-        raise ContextLengthError(message, model.max_model_len, param=request.text_field) from None
-    return truncated(ids, request)
-
-
-def truncated(prompt_ids: list[int], request: SamplingFields) -> list[int]:
-    """Apply `truncate_prompt_tokens`: keep the last so many tokens, or the first with truncation_side `right`."""
-    keep = request.truncate_prompt_tokens
-    if keep is None or len(prompt_ids) <= keep:
-        return prompt_ids
-    return prompt_ids[:keep] if request.truncation_side == "right" else prompt_ids[-keep:]
-
-
-def token_budget(request: SamplingFields, model: ServedModel, num_prompt_tokens: int) -> int:
-    """Return how many tokens may be generated. Raises InvalidRequestError for an empty prompt, or one too long."""
-    if not num_prompt_tokens:
-        raise invalid(request.text_field, "must not be empty")
-    limit, default = request.token_limit, request.default_tokens
-    room = model.max_model_len - num_prompt_tokens
-    if room < 1 or (limit is not None and limit > room):
-        raise _too_long(request, model, str(num_prompt_tokens))
-    if limit is None:
-        limit = room if default is None else min(default, room)
-    if request.min_tokens is not None and request.min_tokens > limit:
-        raise invalid("min_tokens", "must not be above max_tokens")
-    return limit
-
-
-def _too_long(request: SamplingFields, model: ServedModel, num_prompt_tokens: str) -> ContextLengthError:
-    what, asked = "messages" if request.text_field == "messages" else "prompt", request.token_limit
-    message = f"your {what} resulted in {num_prompt_tokens} tokens"
-    if asked is not None and num_prompt_tokens.isdecimal():
-        total = int(num_prompt_tokens) + asked
-        message = f"you requested {total} tokens ({num_prompt_tokens} in the {what}, {asked} in the completion)"
-    return ContextLengthError(message, model.max_model_len, param=request.text_field)
-
-
 async def sampling_params(
-    request: SamplingFields,
+    request: ModelFields,
     model: ServedModel,
     *,
     max_tokens: int,
+    num_choices: int,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     grammar: Grammar | None,
-    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Raises InvalidRequestError."""
     vocab_size = model.bundle.vocab_size
@@ -126,21 +65,23 @@ async def sampling_params(
         allowed_token_ids=in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
         stop_token_ids=in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else request.prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
     )
     lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
-    if any(lists) and (problem := too_many_ids(params, request.num_choices)) is not None:
+    if any(lists) and (problem := too_many_ids(params, num_choices)) is not None:
         raise InvalidRequestError(f"{problem}.", param=problem.partition(":")[0].partition(",")[0])
     return params
 
 
-def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[str] = ()) -> TextRules:
+def text_rules(
+    request: ModelFields, stops: tuple[str, ...], model: ServedModel, markers: Sequence[str] = ()
+) -> TextRules:
     """Return how tokens become text. `markers`: special tokens that a parser has to see."""
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(
-        stops=request.stop_strings,
+        stops=stops,
         include_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
         terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
@@ -148,11 +89,14 @@ def text_rules(request: SamplingFields, model: ServedModel, markers: Sequence[st
     )
 
 
-def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> Grammar | None:
-    """Return the constraint on the output; at most one of both is given."""
+def grammar_of(
+    formatted: ResponseFormat | None, structured: StructuredOutputs | None, format_param: str = "response_format"
+) -> Grammar | None:
+    """Return the constraint on the output; at most one of both is given. `format_param` names the format's field."""
     if formatted is not None and (given := formatted.given_schema) is not None:
         field, schema = given
-        return Grammar("json_schema", _json(schema, f"response_format.{field}"))
+        param = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
+        return Grammar("json_schema", _json(schema, param))
     if formatted is not None and formatted.type == "json_object":
         return Grammar("json_object", "")
     if structured is None:
@@ -161,11 +105,6 @@ def grammar_of(formatted: ResponseFormat | None, structured: StructuredOutputs |
     kind: Any = "json_schema" if name == "json" else name
     text = "" if kind == "json_object" else _json(getattr(structured, name))
     return Grammar(kind, text, bool(structured.disable_any_whitespace))
-
-
-def grammar_param(request: SamplingFields) -> str:
-    """Name the field that an error of the request's grammar is about."""
-    return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
 def _json(value: object, param: str = "structured_outputs") -> str:
@@ -200,11 +139,3 @@ async def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, .
         texts = [text for word in words[start : start + _WORDS_AT_ONCE] for text in (word, " " + word.lstrip())]
         banned |= dict.fromkeys(map(tuple, await model.tokenizer.encode_batch(texts)))
     return tuple(ids for ids in banned if ids)
-
-
-def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """Return the ids. Raises InvalidRequestError for one that no token has."""
-    ids = tuple(token_ids)
-    if ids and max(ids) >= vocab_size:
-        raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")
-    return ids

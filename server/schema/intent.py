@@ -1,0 +1,107 @@
+"""A chat that a client asks for, in one form for every API that has chats.
+
+Each route makes a `ChatIntent` of its own body. The intent has the route's names of fields, so that an error that is
+found later names the field that the client sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from server.schema.decoding import invalid
+from server.schema.fields import Message, ModelFields, ResponseFormat, Tool, check_constraints
+
+ToolMode = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """A route's names of what every chat API has."""
+
+    messages: str = "messages"
+    max_tokens: str = "max_tokens"
+    response_format: str = "response_format"
+    continue_final_message: str = "continue_final_message"
+
+
+CHAT_NAMES: Final = FieldNames()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The use that the model has to make of the tools."""
+
+    mode: ToolMode = "none"
+    names: Collection[str] | None = None
+    """The functions that it may call; None: all. With the mode `named` the one that it has to call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """The input of a chat template."""
+
+    messages: list[Message]
+    tools: Sequence[Tool] = ()
+    """Those that the model sees."""
+    is_continued: bool = False
+    """The answer goes on with the last message, which is the assistant's."""
+    add_generation_prompt: bool = True
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+    names: FieldNames = CHAT_NAMES
+
+    def place(self, number: int, path: str) -> str:
+        """Name a part of a message, where the route has the same messages as the conversation."""
+        return f"messages[{number}].{path}" if self.names is CHAT_NAMES else self.names.messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatIntent:
+    """A checked request of a chat API."""
+
+    conversation: Conversation
+    fields: ModelFields
+    """The fields that have one name in every route, with the client's values."""
+    stops: tuple[str, ...] = ()
+    num_choices: int = 1
+    max_tokens: int | None = None
+    clamps_max_tokens: bool = False
+    """`max_tokens` is an upper bound, and no demand for so much room."""
+    num_top_logprobs: int | None = None
+    """None: no log probabilities are asked for."""
+    num_prompt_logprobs: int | None = None
+    tool_mode: ToolMode = "none"
+    named_tool: Tool | None = None
+    """The one function that has to be called, in the mode `named`."""
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    affinity_key: str | None = None
+
+    @property
+    def names(self) -> FieldNames:
+        return self.conversation.names
+
+    def check(self) -> None:
+        """Check what no single field can say. Raises InvalidRequestError."""
+        structured, name = self.fields.structured_outputs, self.names.response_format
+        check_constraints(structured, self.response_format, name)
+        if structured is not None and self.tool_mode != "none":
+            why = f"would keep the model from calling tools: use {name} or tool_choice none"
+            raise invalid("structured_outputs", why)
+
+
+def visible_tools(tools: Sequence[Tool], choice: ToolUse) -> tuple[Sequence[Tool], Tool | None]:
+    """Return the tools that the model sees, and the one that it has to call. Raises InvalidRequestError."""
+    names = [tool.name for tool in tools]
+    if not set(choice.names or ()).issubset(names):
+        raise invalid("tool_choice", "names a function that is not among the tools")
+    if choice.mode == "none":
+        return (), None
+    if not tools:
+        raise invalid("tool_choice", "needs tools")
+    if choice.names is None:
+        return tools, None
+    chosen = [tool for tool in tools if tool.name in choice.names]
+    return (tools, chosen[0]) if choice.mode == "named" else (chosen, None)
