@@ -16,6 +16,8 @@ OTHER = BlockHash(b"B" * 16)
 ROOTS = (ROOT, OTHER, None)
 """None: the request came without a salt."""
 LORAS = (None, "adapter", "0" * 32)
+LORA_ROOTS = {"adapter": BlockHash(b"C" * 16), "0" * 32: BlockHash(b"D" * 16)}
+"""A gateway's root depends on the adapter, so one root never stands with and without it."""
 Removals = Literal["each", "last", "counted"]
 """A removal is sent for each copy, as vLLM 0.32 does, for the last one alone, or with the number of those left."""
 REMOVALS: tuple[Removals, ...] = ("each", "last", "counted")

@@ -20,6 +20,7 @@ from cache.hashing import hash_chain
 from cache.types import BlockHash
 from tests.block_events import replay
 from tests.worker.adapter.fake_blocks import (
+    LORA_ROOTS,
     LORAS,
     OTHER,
     REMOVALS,
@@ -36,7 +37,8 @@ DEEP_STEPS = 20_000
 
 
 def check_prefixes(published: set[BlockHash], parents: dict[BlockHash, BlockHash]) -> None:
-    assert all(parents[block_hash] in published or parents[block_hash] in ROOTS for block_hash in published)
+    roots = {*ROOTS, *LORA_ROOTS.values()}
+    assert all(parents[block_hash] in published or parents[block_hash] in roots for block_hash in published)
 
 
 class BlocksMachine(RuleBasedStateMachine):
@@ -71,6 +73,8 @@ class BlocksMachine(RuleBasedStateMachine):
         self, data: st.DataObject, root: BlockHash | None, lora: str | None, copy_from: int | None, go_on: bool
     ) -> None:
         """Serve a new prompt, or one that goes on from an old one."""
+        if root is not None and lora is not None:
+            root = LORA_ROOTS[lora]
         most = max(8, 3 * self.block_size // self.unit)
         runs = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=most))
         tokens = [token for token in runs for _ in range(self.unit)]
@@ -112,7 +116,7 @@ class BlocksMachine(RuleBasedStateMachine):
     def answer(self, data: st.DataObject, computes_before: bool) -> None:
         """An answer tells how much of its prompt was found: no more than that is promised from here on."""
         tokens, root, lora = data.draw(st.sampled_from(self.prompts))
-        if root is None or lora is not None:
+        if root is None:
             return
         self.publish()
         chain = hash_chain(root, tokens, self.block_size)
